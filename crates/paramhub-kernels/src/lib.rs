@@ -1,0 +1,1 @@
+//! Sums, optimizers and conversions on slices, with SIMD inside.

@@ -1,0 +1,1 @@
+//! Moves frames between registered buffers: TCP streams and the memory they read and write.

@@ -1,0 +1,1 @@
+//! A parameter hub for distributed deep-learning training: the public API and the paramhub binary.

@@ -1,0 +1,2 @@
+//! The `paramhub` command.
+fn main() {}
