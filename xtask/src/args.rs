@@ -1,0 +1,152 @@
+//! The command line. Parsed by hand: clap would take longer to compile than the rest of xtask.
+
+use std::fmt::Write;
+
+use crate::stage::Stage;
+use crate::stages;
+
+/// What the caller asked for.
+#[derive(Debug)]
+pub(crate) enum Request {
+    Help,
+    ListStages,
+    Test(TestOptions),
+}
+
+/// How `cargo xtask test` runs.
+#[derive(Debug)]
+pub(crate) struct TestOptions {
+    /// In the order they run, whatever the order on the command line.
+    pub(crate) stages: Vec<&'static Stage>,
+    pub(crate) keep_going: bool,
+}
+
+pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut arguments = arguments;
+    match arguments.next().as_deref() {
+        Some("test") => parse_test(arguments),
+        Some("help" | "--help" | "-h") => Ok(Request::Help),
+        Some(other) => Err(format!("no task is named `{other}`")),
+        None => Err("a task is missing".to_owned()),
+    }
+}
+
+pub(crate) fn usage() -> String {
+    let mut text = "\
+Usage: cargo xtask test [--only STAGE[,STAGE...]] [--keep-going]
+       cargo xtask test --list
+
+  --only STAGES   run these stages alone
+  --keep-going    run the remaining stages after one fails
+  --list          name the stages
+  -h, --help      print this
+
+Stages, in the order they run:
+"
+    .to_owned();
+    for stage in stages::ALL {
+        writeln!(text, "  {:<8} {}", stage.name, stage.about).expect("a String takes any text");
+    }
+    text
+}
+
+fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
+    let mut only: Option<Vec<String>> = None;
+    let mut keep_going = false;
+    while let Some(argument) = arguments.next() {
+        let (flag, attached) = match argument.split_once('=') {
+            Some((flag, value)) if flag.starts_with("--") => (flag, Some(value.to_owned())),
+            _ => (argument.as_str(), None),
+        };
+        match (flag, attached) {
+            ("--only", attached) => {
+                let names = attached.or_else(|| arguments.next()).ok_or("--only needs a stage")?;
+                only.get_or_insert_default().extend(names.split(',').map(str::to_owned));
+            }
+            ("--keep-going", None) => keep_going = true,
+            ("--list", None) => return Ok(Request::ListStages),
+            ("--help" | "-h", None) => return Ok(Request::Help),
+            _ => return Err(format!("unknown argument `{argument}`")),
+        }
+    }
+    Ok(Request::Test(TestOptions { stages: select(only.as_deref())?, keep_going }))
+}
+
+fn select(only: Option<&[String]>) -> Result<Vec<&'static Stage>, String> {
+    let Some(names) = only else {
+        return Ok(stages::ALL.iter().collect());
+    };
+    if let Some(unknown) = names.iter().find(|name| stages::ALL.iter().all(|stage| stage.name != *name)) {
+        return Err(format!("no stage is named `{unknown}`"));
+    }
+    Ok(stages::ALL.iter().filter(|stage| names.iter().any(|name| name == stage.name)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_flags_every_stage_runs_and_the_first_failure_stops() {
+        let options = test_options("test");
+        assert_eq!(names(&options), stages::ALL.iter().map(|stage| stage.name).collect::<Vec<_>>());
+        assert!(!options.keep_going);
+    }
+
+    #[test]
+    fn selected_stages_run_in_the_fixed_order_and_once() {
+        for line in ["test --only tests,fmt,tests", "test --only=tests --only fmt"] {
+            assert_eq!(names(&test_options(line)), ["fmt", "tests"], "{line}");
+        }
+    }
+
+    #[test]
+    fn keep_going_combines_with_a_selection() {
+        assert!(test_options("test --keep-going --only fmt").keep_going);
+    }
+
+    #[test]
+    fn wrong_arguments_are_refused_and_named() {
+        for (line, named) in [
+            ("", "task is missing"),
+            ("tests", "`tests`"),
+            ("test --fast", "`--fast`"),
+            ("test fmt", "`fmt`"),
+            ("test --keep-going=yes", "`--keep-going=yes`"),
+            ("test --only", "needs a stage"),
+            ("test --only fmt,lint", "`lint`"),
+            ("test --only=", "``"),
+        ] {
+            let problem = parse_line(line).expect_err(line);
+            assert!(problem.contains(named), "`{line}` was refused with: {problem}");
+        }
+    }
+
+    #[test]
+    fn help_and_list_win_over_running() {
+        assert!(matches!(parse_line("test --only fmt --help"), Ok(Request::Help)));
+        assert!(matches!(parse_line("--help"), Ok(Request::Help)));
+        assert!(matches!(parse_line("test --list"), Ok(Request::ListStages)));
+    }
+
+    #[test]
+    fn usage_names_every_stage() {
+        let usage = usage();
+        assert!(stages::ALL.iter().all(|stage| usage.contains(&format!("\n  {}", stage.name))), "{usage}");
+    }
+
+    fn parse_line(line: &str) -> Result<Request, String> {
+        parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    fn test_options(line: &str) -> TestOptions {
+        match parse_line(line) {
+            Ok(Request::Test(options)) => options,
+            other => panic!("`{line}` parsed to {other:?}"),
+        }
+    }
+
+    fn names(options: &TestOptions) -> Vec<&'static str> {
+        options.stages.iter().map(|stage| stage.name).collect()
+    }
+}

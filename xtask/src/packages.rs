@@ -1,0 +1,73 @@
+//! System packages: installed where we may, named where we may not.
+
+use crate::command::Invocation;
+use crate::stage::Failure;
+
+/// A program that comes with the system rather than with cargo.
+#[derive(Debug)]
+pub(crate) struct SystemProgram {
+    pub(crate) name: &'static str,
+    /// What Debian and its descendants call the package.
+    pub(crate) debian_package: &'static str,
+}
+
+impl SystemProgram {
+    /// Installs the program if it is missing and we may; otherwise says what to install.
+    pub(crate) fn ensure(&self) -> Result<(), Failure> {
+        if self.is_present() {
+            return Ok(());
+        }
+        if let Some(privilege) = Privilege::of_caller() {
+            let install =
+                privilege.apt_get(&["install", "-y", "--no-install-recommends", self.debian_package]);
+            // Package lists are usually absent or stale on a new machine, so a first failure says little.
+            if install.run().is_err() {
+                let updated = privilege.apt_get(&["update"]).run();
+                let _ = updated.and_then(|()| install.run());
+            }
+            if self.is_present() {
+                return Ok(());
+            }
+        }
+        Err(Failure {
+            reason: format!(
+                "install {} (on Debian the package {}), then rerun",
+                self.name, self.debian_package
+            ),
+            rerun: None,
+        })
+    }
+
+    fn is_present(&self) -> bool {
+        Invocation::new(self.name).args(["--version"]).succeeds()
+    }
+}
+
+/// How this caller may run apt-get.
+#[derive(Debug)]
+enum Privilege {
+    Root,
+    Sudo,
+}
+
+impl Privilege {
+    fn of_caller() -> Option<Self> {
+        if !Invocation::parse("apt-get --version").succeeds() {
+            None
+        } else if Invocation::parse("id -u").output().as_deref() == Some("0") {
+            Some(Self::Root)
+        } else if Invocation::parse("sudo -n true").succeeds() {
+            Some(Self::Sudo)
+        } else {
+            None
+        }
+    }
+
+    fn apt_get(&self, arguments: &[&str]) -> Invocation {
+        let command = match self {
+            Self::Root => Invocation::new("env"),
+            Self::Sudo => Invocation::parse("sudo -n env"),
+        };
+        command.args(["DEBIAN_FRONTEND=noninteractive", "apt-get"]).args(arguments.iter().copied())
+    }
+}

@@ -1,0 +1,91 @@
+//! What a stage is, and how a row of them runs.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use crate::args::TestOptions;
+
+/// One group of checks with a name of its own. Its code lies in `stages/`.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    pub(crate) name: &'static str,
+    pub(crate) about: &'static str,
+    pub(crate) run: fn() -> Result<(), Failure>,
+}
+
+/// Why a stage failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) reason: String,
+    /// The command that failed, when running it again shows the failure.
+    pub(crate) rerun: Option<String>,
+}
+
+/// Runs the stages one after the other and closes with one line for each.
+pub(crate) fn run_all(options: &TestOptions) -> ExitCode {
+    let begin = Instant::now();
+    let mut lines = Vec::new();
+    let mut failures = Vec::new();
+    for (index, stage) in options.stages.iter().enumerate() {
+        println!("\n== {} ({}/{}): {}", stage.name, index + 1, options.stages.len(), stage.about);
+        let stage_begin = Instant::now();
+        let result = (stage.run)();
+        let verdict = if result.is_ok() { "ok" } else { "FAILED" };
+        let line = format!("{:<8} {verdict:<7} {:>7.1} s", stage.name, stage_begin.elapsed().as_secs_f64());
+        println!("== {line}");
+        lines.push(line);
+        if let Err(failure) = result {
+            failures.push((stage, failure));
+            if !options.keep_going {
+                break;
+            }
+        }
+    }
+
+    println!("\n== stages, {:.1} s in all", begin.elapsed().as_secs_f64());
+    for line in &lines {
+        println!("{line}");
+    }
+    for stage in &options.stages[lines.len()..] {
+        println!("{:<8} not run", stage.name);
+    }
+    for (stage, failure) in &failures {
+        println!("\n{} failed: {}", stage.name, failure.reason);
+        if let Some(command) = &failure.rerun {
+            println!("  the command again:  {command}");
+        }
+        println!("  the stage again:    cargo xtask test --only {}", stage.name);
+    }
+    if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn a_failure_stops_the_row_unless_told_to_keep_going() {
+        static RUNS_AFTER_FAILURE: AtomicUsize = AtomicUsize::new(0);
+        static FAILING: Stage = Stage {
+            name: "failing",
+            about: "",
+            run: || Err(Failure { reason: "on purpose".to_owned(), rerun: None }),
+        };
+        static LATER: Stage = Stage {
+            name: "later",
+            about: "",
+            run: || {
+                RUNS_AFTER_FAILURE.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            },
+        };
+        let mut options = TestOptions { stages: vec![&FAILING, &LATER], keep_going: false };
+        assert_eq!(run_all(&options), ExitCode::FAILURE);
+        assert_eq!(RUNS_AFTER_FAILURE.load(Ordering::Relaxed), 0);
+
+        options.keep_going = true;
+        assert_eq!(run_all(&options), ExitCode::FAILURE);
+        assert_eq!(RUNS_AFTER_FAILURE.load(Ordering::Relaxed), 1);
+    }
+}
