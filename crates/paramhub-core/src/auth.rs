@@ -1,0 +1,201 @@
+//! Proofs that a peer knows a job's nonce, without showing it (PHub section 3.1: access control by namespace and nonce).
+//!
+//! A proof is a BLAKE3 keyed hash under the nonce over a purpose and what is to be proved. Each purpose has its own
+//! label, so that a proof given in one place is worth nothing in another.
+
+use serde::{Deserialize, Serialize};
+use subtle::ConstantTimeEq;
+
+/// Names a job everywhere: 128 random bits, written as 32 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct Namespace(pub [u8; 16]);
+
+/// A job's shared secret: 256 random bits, written as 64 hexadecimal digits. Debug does not show it.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct Nonce(pub [u8; 32]);
+
+/// Tells two processes that claim the same rank apart: 128 bits a worker draws when it starts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct Incarnation(pub [u8; 16]);
+
+/// A keyed hash under a job's nonce. Compare with [`Proof::matches`], which takes constant time.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
+#[serde(try_from = "String", into = "String")]
+pub struct Proof(pub [u8; 32]);
+
+/// What a proof is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A worker asks the manager to let it join: ConnectService.
+    Connect,
+    /// A worker hands its settings to the manager: InitService.
+    Init,
+    /// A worker leaves before it ever reached a hub.
+    Leave,
+    /// A worker answers a hub's challenge on a data connection.
+    StreamWorker,
+    /// A hub answers a worker's challenge on a data connection.
+    StreamHub,
+}
+
+impl Purpose {
+    fn label(self) -> &'static [u8] {
+        match self {
+            Purpose::Connect => b"paramhub v1 connect",
+            Purpose::Init => b"paramhub v1 init",
+            Purpose::Leave => b"paramhub v1 leave",
+            Purpose::StreamWorker => b"paramhub v1 stream worker",
+            Purpose::StreamHub => b"paramhub v1 stream hub",
+        }
+    }
+}
+
+impl Nonce {
+    /// Proves knowledge of this nonce for one purpose, bound to `parts`. Lengths are hashed too, so parts cannot slide.
+    pub fn prove(&self, purpose: Purpose, parts: &[&[u8]]) -> Proof {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        for part in std::iter::once(&purpose.label()).chain(parts) {
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        Proof(*hasher.finalize().as_bytes())
+    }
+
+    /// The proof with which `rank` asks to join.
+    pub fn prove_rank(
+        &self,
+        purpose: Purpose,
+        namespace: Namespace,
+        rank: u32,
+        incarnation: Incarnation,
+    ) -> Proof {
+        self.prove(purpose, &[&namespace.0, &rank.to_le_bytes(), &incarnation.0])
+    }
+}
+
+impl Proof {
+    /// Whether both are the same, in constant time.
+    pub fn matches(&self, other: &Proof) -> bool {
+        self.0.ct_eq(&other.0).into()
+    }
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a String takes all");
+        text
+    })
+}
+
+fn from_hex<const N: usize>(text: &str, what: &str) -> Result<[u8; N], String> {
+    let digits = text.as_bytes();
+    let value = |digit: u8| (digit as char).to_digit(16).map(|value| value as u8);
+    let mut bytes = [0; N];
+    if digits.len() != 2 * N {
+        return Err(format!("{what} has {} hexadecimal digits, not {}", 2 * N, digits.len()));
+    }
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        let (Some(high), Some(low)) = (value(pair[0]), value(pair[1])) else {
+            return Err(format!("{what} has a character that is no hexadecimal digit"));
+        };
+        *byte = high << 4 | low;
+    }
+    Ok(bytes)
+}
+
+macro_rules! hexadecimal {
+    ($name:ident, $what:literal) => {
+        impl From<$name> for String {
+            fn from(value: $name) -> String {
+                to_hex(&value.0)
+            }
+        }
+
+        impl TryFrom<String> for $name {
+            type Error = String;
+
+            fn try_from(text: String) -> Result<Self, String> {
+                text.parse()
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                from_hex(text, $what).map($name)
+            }
+        }
+    };
+}
+
+hexadecimal!(Namespace, "a namespace");
+hexadecimal!(Nonce, "a nonce");
+hexadecimal!(Incarnation, "an incarnation");
+hexadecimal!(Proof, "a proof");
+
+impl std::fmt::Display for Namespace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&to_hex(&self.0))
+    }
+}
+
+impl std::fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Namespace({self})")
+    }
+}
+
+impl std::fmt::Debug for Incarnation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Incarnation({})", to_hex(&self.0))
+    }
+}
+
+impl std::fmt::Debug for Nonce {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Nonce(..)")
+    }
+}
+
+impl std::fmt::Debug for Proof {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Proof(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_holds_for_its_nonce_purpose_and_parts_only() {
+        let nonce = Nonce([7; 32]);
+        let proof = nonce.prove(Purpose::Connect, &[b"ab", b"c"]);
+        assert!(proof.matches(&nonce.prove(Purpose::Connect, &[b"ab", b"c"])));
+        assert!(!proof.matches(&nonce.prove(Purpose::Connect, &[b"a", b"bc"])));
+        assert!(!proof.matches(&nonce.prove(Purpose::Init, &[b"ab", b"c"])));
+        assert!(!proof.matches(&Nonce([8; 32]).prove(Purpose::Connect, &[b"ab", b"c"])));
+    }
+
+    #[test]
+    fn secrets_stay_out_of_debug_output() {
+        assert_eq!(format!("{:?} {:?}", Nonce([0xab; 32]), Proof([0xcd; 32])), "Nonce(..) Proof(..)");
+    }
+
+    #[test]
+    fn hexadecimal_round_trips_and_says_what_is_wrong() {
+        let nonce = Nonce(std::array::from_fn(|i| i as u8 * 7));
+        assert_eq!(String::from(nonce).parse::<Nonce>().unwrap(), nonce);
+        assert_eq!("abc".parse::<Namespace>().unwrap_err(), "a namespace has 32 hexadecimal digits, not 3");
+        assert!("zz".repeat(16).parse::<Namespace>().unwrap_err().contains("no hexadecimal digit"));
+        assert!("é".repeat(16).parse::<Namespace>().is_err());
+    }
+}

@@ -1,0 +1,162 @@
+//! Chunks: slices of a key, the unit of exchange (PHub's virtual keys, section 3.2.3).
+
+use crate::codec::Codec;
+use crate::key::{KeyTable, elements_of};
+use thiserror::Error;
+
+/// Position of a chunk in its job, counted through the key table in order.
+pub type ChunkId = u32;
+
+/// Where a chunk lies in its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Position of the key in its table.
+    pub key: u32,
+    /// First element of the key that belongs to the chunk.
+    pub offset: u64,
+    /// Elements in the chunk, at least one.
+    pub elements: u32,
+}
+
+impl Extent {
+    /// Bytes of the chunk's payload.
+    pub const fn bytes(&self, codec: Codec) -> u32 {
+        self.elements * codec.bytes() as u32
+    }
+
+    /// Where the chunk's bytes lie in a key encoded with `codec`.
+    pub fn byte_range(&self, codec: Codec) -> std::ops::Range<usize> {
+        let start = self.offset as usize * codec.bytes();
+        start..start + self.bytes(codec) as usize
+    }
+}
+
+/// A table has more chunks than a frame can number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error(
+    "the key table makes {chunks} chunks of {chunk_bytes} bytes, more than the 2^32 - 1 a job may have: choose a larger chunk size"
+)]
+pub struct TooManyChunks {
+    /// Chunks needed.
+    pub chunks: u64,
+    /// Size asked for.
+    pub chunk_bytes: u32,
+}
+
+/// How a key table is cut: every chunk has `chunk_bytes / 4` elements but the last of each key, which has the rest.
+///
+/// The cut counts elements, not wire bytes, so that it does not move with the codec.
+#[derive(Clone, Debug)]
+pub struct ChunkMap {
+    chunk_elements: u32,
+    key_elements: Vec<u64>,
+    /// `first_chunk[k]..first_chunk[k + 1]` are the chunks of key `k`.
+    first_chunk: Vec<ChunkId>,
+}
+
+impl ChunkMap {
+    /// Cuts a table; `chunk_bytes` counts f32 elements and is at least four.
+    pub fn new(table: &KeyTable, chunk_bytes: u32) -> Result<Self, TooManyChunks> {
+        let chunk_elements = (chunk_bytes / 4).max(1);
+        let key_elements: Vec<u64> = table.keys().iter().map(elements_of).collect();
+        let mut chunks = 0u64;
+        let mut first_chunk = Vec::with_capacity(key_elements.len() + 1);
+        for &elements in &key_elements {
+            first_chunk.push(chunks as ChunkId);
+            chunks += elements.div_ceil(u64::from(chunk_elements));
+        }
+        if chunks >= u64::from(u32::MAX) {
+            return Err(TooManyChunks { chunks, chunk_bytes });
+        }
+        first_chunk.push(chunks as ChunkId);
+        Ok(ChunkMap { chunk_elements, key_elements, first_chunk })
+    }
+
+    /// Chunks of the whole table.
+    #[allow(clippy::len_without_is_empty, reason = "a table is never empty, so neither is its map")]
+    pub fn len(&self) -> u32 {
+        *self.first_chunk.last().expect("the map ends with its length")
+    }
+
+    /// Keys of the table.
+    pub fn keys(&self) -> usize {
+        self.key_elements.len()
+    }
+
+    /// Elements of a key.
+    pub fn key_elements(&self, key: u32) -> u64 {
+        self.key_elements[key as usize]
+    }
+
+    /// Elements of a full chunk.
+    pub fn chunk_elements(&self) -> u32 {
+        self.chunk_elements
+    }
+
+    /// The chunks of a key, in order of offset.
+    pub fn chunks_of(&self, key: u32) -> std::ops::Range<ChunkId> {
+        self.first_chunk[key as usize]..self.first_chunk[key as usize + 1]
+    }
+
+    /// The key a chunk belongs to, and where it lies there; `None` beyond the last chunk.
+    pub fn extent(&self, chunk: ChunkId) -> Option<Extent> {
+        if chunk >= self.len() {
+            return None;
+        }
+        let key = self.first_chunk.partition_point(|&first| first <= chunk) - 1;
+        let offset = u64::from(chunk - self.first_chunk[key]) * u64::from(self.chunk_elements);
+        let elements = (self.key_elements[key] - offset).min(u64::from(self.chunk_elements)) as u32;
+        Some(Extent { key: key as u32, offset, elements })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+    use proptest::prelude::*;
+
+    fn map(sizes: &[u64], chunk_bytes: u32) -> ChunkMap {
+        let keys = sizes.iter().enumerate().map(|(i, &n)| Key::new(format!("k{i}"), [n])).collect();
+        ChunkMap::new(&KeyTable::new(keys).unwrap(), chunk_bytes).unwrap()
+    }
+
+    #[test]
+    fn keys_over_four_gibibytes_keep_64_bit_offsets() {
+        let map = map(&[1, 3_000_000_000, 5], 32 << 10);
+        let last = map.chunks_of(1).end - 1;
+        let extent = map.extent(last).unwrap();
+        assert_eq!(extent.key, 1);
+        assert_eq!(extent.offset + u64::from(extent.elements), 3_000_000_000);
+        assert!(extent.byte_range(Codec::F32).end > 4 << 30);
+        assert_eq!(map.extent(map.len()), None);
+    }
+
+    #[test]
+    fn more_chunks_than_a_frame_can_number_are_refused() {
+        let table = KeyTable::new(vec![Key::new("w", [1 << 40])]).unwrap();
+        let refused = ChunkMap::new(&table, 1024).unwrap_err();
+        assert_eq!(refused.chunks, 1 << 32);
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_tile_every_key(sizes in prop::collection::vec(1u64..100_000, 1..40), chunk_bytes in 4u32..70_000) {
+            let map = map(&sizes, chunk_bytes);
+            let mut chunk = 0;
+            for (key, &size) in sizes.iter().enumerate() {
+                let mut offset = 0;
+                prop_assert_eq!(map.chunks_of(key as u32).start, chunk);
+                while offset < size {
+                    let extent = map.extent(chunk).unwrap();
+                    prop_assert_eq!((extent.key as usize, extent.offset), (key, offset));
+                    prop_assert!(extent.elements >= 1 && extent.elements <= map.chunk_elements());
+                    offset += u64::from(extent.elements);
+                    chunk += 1;
+                }
+                prop_assert_eq!(offset, size);
+            }
+            prop_assert_eq!(chunk, map.len());
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Bounds that every side enforces before it allocates or waits; docs/protocol.md lists them for other implementers.
+
+/// Workers in one job. Ranks travel as `u32`, the hub keeps eight bytes per chunk and rank.
+pub const WORKERS_MAX: u32 = 1024;
+/// Keys in one job's table.
+pub const KEYS_MAX: usize = 1 << 20;
+/// Bytes of a key's name.
+pub const KEY_NAME_BYTES_MAX: usize = 512;
+/// Dimensions of a key's shape.
+pub const KEY_DIMENSIONS_MAX: usize = 16;
+/// Elements of one key: 4 TiB of f32.
+pub const KEY_ELEMENTS_MAX: u64 = 1 << 40;
+/// Bytes of a job's name.
+pub const JOB_NAME_BYTES_MAX: usize = 128;
+/// Smallest chunk: below it headers and system calls outweigh the data.
+pub const CHUNK_BYTES_MIN: u32 = 1 << 10;
+/// Largest chunk: every stream keeps room for one.
+pub const CHUNK_BYTES_MAX: u32 = 1 << 24;
+/// PHub's default (section 3.2.3, figure 16).
+pub const CHUNK_BYTES_DEFAULT: u32 = 32 << 10;
+/// Payload bytes of a frame that carries no tensor data.
+pub const CONTROL_BYTES_MAX: u32 = 2048;
+/// Bytes of a human-readable message inside a control frame or a handshake verdict.
+pub const MESSAGE_BYTES_MAX: usize = 1024;
+/// Interfaces of one hub.
+pub const INTERFACES_MAX: usize = 64;
+/// Cores of one hub.
+pub const CORES_MAX: usize = 1024;
+/// Hubs of one job.
+pub const HUBS_MAX: usize = 1024;
+/// Routes (hub, interface, core) of one job.
+pub const ROUTES_MAX: usize = u16::MAX as usize;
+/// Bytes of one request body to the connection manager: a full key table fits.
+pub const REQUEST_BYTES_MAX: usize = 512 << 20;

@@ -1,0 +1,444 @@
+//! Which hub, interface and core owns each chunk, computed alike by both ends (PHub section 3.2.4).
+//!
+//! At each level, hubs, then interfaces, then cores, chunks go longest first to the bin that is least loaded for its
+//! weight: longest processing time first, the 4/3 approximation of the best partition.
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::chunk::{ChunkId, ChunkMap};
+use crate::key::KeyTable;
+use crate::limits::{CORES_MAX, HUBS_MAX, INTERFACES_MAX, ROUTES_MAX};
+
+/// What a hub offers: its interfaces, and which cores serve each.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct HubShape {
+    /// In the order the placement counts them; at least one.
+    pub interfaces: Vec<InterfaceShape>,
+}
+
+/// One address a hub listens on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct InterfaceShape {
+    /// Where workers dial, as `host:port`.
+    pub address: String,
+    /// Cores that serve this interface, numbered within the hub; at least one.
+    pub cores: Vec<u16>,
+    /// Share of the load relative to the others, for interfaces of unlike rates; at least 1.
+    pub weight: u32,
+}
+
+/// Why a hub's shape cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ShapeError {
+    /// No hub at all, or too many.
+    #[error("a job needs 1 to {HUBS_MAX} hubs, not {0}")]
+    Hubs(usize),
+    /// A hub without interfaces, or with too many.
+    #[error("hub {hub} offers {interfaces} interfaces: 1 to {INTERFACES_MAX} are possible")]
+    Interfaces {
+        /// Position of the hub.
+        hub: usize,
+        /// Interfaces found.
+        interfaces: usize,
+    },
+    /// An interface without cores, with too many or repeated ones, or without weight.
+    #[error(
+        "interface {address} of hub {hub} needs 1 to {CORES_MAX} distinct cores and a weight of at least 1"
+    )]
+    Interface {
+        /// Position of the hub.
+        hub: usize,
+        /// The interface.
+        address: String,
+    },
+    /// More routes than a frame's stream can be numbered by.
+    #[error("the hubs offer {0} pairs of interface and core, more than {ROUTES_MAX}")]
+    Routes(usize),
+}
+
+/// A way a chunk can go: one core, reached through one interface of one hub. A worker keeps one stream per route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Route {
+    /// Position of the hub among the job's hubs.
+    pub hub: u16,
+    /// Position of the interface in its hub.
+    pub interface: u16,
+    /// Core number within the hub.
+    pub core: u16,
+}
+
+/// Largest load over mean load at each level, 1.0 where it is even; weights counted.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Imbalance {
+    /// Between hubs.
+    pub hubs: f64,
+    /// Between the interfaces of one hub, the worst hub.
+    pub interfaces: f64,
+    /// Between the cores of one interface, the worst interface.
+    pub cores: f64,
+}
+
+/// Position of a route among the job's routes.
+pub type RouteId = u16;
+
+/// The placement of all chunks of a job.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    routes: Vec<Route>,
+    /// Of every chunk.
+    route_of: Vec<RouteId>,
+    /// Of every chunk: its slot, the position among its route's chunks.
+    slot_of: Vec<u32>,
+    /// Of every route: its chunks, most urgent first. A chunk's index here is its slot.
+    chunks_of: Vec<Vec<ChunkId>>,
+    imbalance: Imbalance,
+    hash: blake3::Hash,
+}
+
+impl Placement {
+    /// Places every chunk of `map`, which must have been cut from `table`.
+    pub fn new(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape]) -> Result<Self, ShapeError> {
+        check_shapes(hubs)?;
+        let routes: Vec<Route> = routes_of(hubs).collect();
+        if routes.len() > ROUTES_MAX {
+            return Err(ShapeError::Routes(routes.len()));
+        }
+        let route_of = assign_routes(table, map, hubs, &routes);
+
+        let mut chunks_of = vec![Vec::new(); routes.len()];
+        let mut slot_of = vec![0; map.len() as usize];
+        for key in table.by_urgency() {
+            for chunk in map.chunks_of(key as u32) {
+                let chunks: &mut Vec<ChunkId> = &mut chunks_of[usize::from(route_of[chunk as usize])];
+                slot_of[chunk as usize] = chunks.len() as u32;
+                chunks.push(chunk);
+            }
+        }
+        let imbalance = measure_imbalance(map, hubs, &routes, &chunks_of);
+        let hash = digest(table, map, hubs, &route_of);
+        Ok(Placement { routes, route_of, slot_of, chunks_of, imbalance, hash })
+    }
+
+    /// All routes, ordered by hub, interface and core; some may carry no chunk.
+    pub fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    /// The route of a chunk, and the chunk's slot there; `None` beyond the last chunk.
+    pub fn locate(&self, chunk: ChunkId) -> Option<(RouteId, u32)> {
+        let index = chunk as usize;
+        Some((*self.route_of.get(index)?, self.slot_of[index]))
+    }
+
+    /// The chunks of a route, most urgent first: position is slot.
+    pub fn chunks(&self, route: RouteId) -> &[ChunkId] {
+        &self.chunks_of[usize::from(route)]
+    }
+
+    /// How uneven the placement is at each level.
+    pub fn imbalance(&self) -> Imbalance {
+        self.imbalance
+    }
+
+    /// Digest of everything both ends must share to understand each other's frames.
+    pub fn hash(&self) -> blake3::Hash {
+        self.hash
+    }
+}
+
+fn check_shapes(hubs: &[HubShape]) -> Result<(), ShapeError> {
+    if hubs.is_empty() || hubs.len() > HUBS_MAX {
+        return Err(ShapeError::Hubs(hubs.len()));
+    }
+    for (hub, shape) in hubs.iter().enumerate() {
+        shape.check(hub)?;
+    }
+    Ok(())
+}
+
+impl HubShape {
+    /// Checks one hub's shape; `hub` is its position, for the message.
+    pub fn check(&self, hub: usize) -> Result<(), ShapeError> {
+        let interfaces = self.interfaces.len();
+        if interfaces == 0 || interfaces > INTERFACES_MAX {
+            return Err(ShapeError::Interfaces { hub, interfaces });
+        }
+        for interface in &self.interfaces {
+            let mut cores = interface.cores.clone();
+            cores.sort_unstable();
+            cores.dedup();
+            let distinct = cores.len() == interface.cores.len();
+            if cores.is_empty() || cores.len() > CORES_MAX || !distinct || interface.weight == 0 {
+                return Err(ShapeError::Interface { hub, address: interface.address.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn weight(&self) -> u64 {
+        self.interfaces.iter().map(|interface| u64::from(interface.weight)).sum()
+    }
+}
+
+fn routes_of(hubs: &[HubShape]) -> impl Iterator<Item = Route> + '_ {
+    hubs.iter().enumerate().flat_map(|(hub, shape)| {
+        shape.interfaces.iter().enumerate().flat_map(move |(interface, offered)| {
+            offered.cores.iter().map(move |&core| Route {
+                hub: hub as u16,
+                interface: interface as u16,
+                core,
+            })
+        })
+    })
+}
+
+fn assign_routes(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], routes: &[Route]) -> Vec<RouteId> {
+    let sizes = sizes_of(map);
+    let mut chunks: Vec<ChunkId> =
+        table.by_urgency().into_iter().flat_map(|key| map.chunks_of(key as u32)).collect();
+    // Stable, so that chunks of one size, nearly all of them, are dealt in order of urgency and every route gets its
+    // share of each key.
+    chunks.sort_by_key(|&chunk| std::cmp::Reverse(sizes[chunk as usize]));
+
+    let mut route_of = vec![0; sizes.len()];
+    let mut next_route = 0;
+    let hub_weights: Vec<u64> = hubs.iter().map(HubShape::weight).collect();
+    for (hub, chunks) in hubs.iter().zip(longest_first(&chunks, &sizes, &hub_weights)) {
+        let weights: Vec<u64> = hub.interfaces.iter().map(|interface| u64::from(interface.weight)).collect();
+        for (interface, chunks) in hub.interfaces.iter().zip(longest_first(&chunks, &sizes, &weights)) {
+            for chunks in longest_first(&chunks, &sizes, &vec![1; interface.cores.len()]) {
+                for chunk in chunks {
+                    route_of[chunk as usize] = next_route as RouteId;
+                }
+                next_route += 1;
+            }
+        }
+    }
+    debug_assert_eq!(next_route, routes.len());
+    route_of
+}
+
+fn sizes_of(map: &ChunkMap) -> Vec<u32> {
+    let mut sizes = vec![map.chunk_elements(); map.len() as usize];
+    for key in 0..map.keys() as u32 {
+        let last = map.chunks_of(key).end - 1;
+        sizes[last as usize] = map.extent(last).expect("a key's last chunk is in the map").elements;
+    }
+    sizes
+}
+
+/// Deals `chunks`, which come longest first, to bins of the given weights, each to the one that will be least loaded for
+/// its weight; ties go to the first.
+fn longest_first(chunks: &[ChunkId], sizes: &[u32], weights: &[u64]) -> Vec<Vec<ChunkId>> {
+    let mut bins = vec![Vec::with_capacity(chunks.len() / weights.len() + 1); weights.len()];
+    let mut loads = vec![0u64; weights.len()];
+    for &chunk in chunks {
+        let size = u64::from(sizes[chunk as usize]);
+        let lighter = |a: usize, b: usize| {
+            u128::from(loads[a] + size) * u128::from(weights[b])
+                < u128::from(loads[b] + size) * u128::from(weights[a])
+        };
+        let bin = (1..weights.len()).fold(0, |best, bin| if lighter(bin, best) { bin } else { best });
+        loads[bin] += size;
+        bins[bin].push(chunk);
+    }
+    bins
+}
+
+fn measure_imbalance(
+    map: &ChunkMap,
+    hubs: &[HubShape],
+    routes: &[Route],
+    chunks_of: &[Vec<ChunkId>],
+) -> Imbalance {
+    let sizes = sizes_of(map);
+    let load = |wanted: &dyn Fn(&Route) -> bool| -> u64 {
+        let of_wanted = routes.iter().zip(chunks_of).filter(|(route, _)| wanted(route));
+        of_wanted.flat_map(|(_, chunks)| chunks).map(|&chunk| u64::from(sizes[chunk as usize])).sum()
+    };
+    let mut imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
+    let mut hub_loads = Vec::new();
+    for (h, hub) in hubs.iter().enumerate() {
+        let mut interface_loads = Vec::new();
+        for (i, interface) in hub.interfaces.iter().enumerate() {
+            let here = |route: &Route| usize::from(route.hub) == h && usize::from(route.interface) == i;
+            let core_loads: Vec<(u64, u64)> = interface
+                .cores
+                .iter()
+                .map(|&core| (load(&|route| here(route) && route.core == core), 1))
+                .collect();
+            imbalance.cores = imbalance.cores.max(peak_over_mean(&core_loads));
+            interface_loads
+                .push((core_loads.iter().map(|(load, _)| load).sum(), u64::from(interface.weight)));
+        }
+        imbalance.interfaces = imbalance.interfaces.max(peak_over_mean(&interface_loads));
+        hub_loads.push((interface_loads.iter().map(|(load, _)| load).sum(), hub.weight()));
+    }
+    imbalance.hubs = peak_over_mean(&hub_loads);
+    imbalance
+}
+
+/// Largest load per weight over total load per total weight, of (load, weight) pairs.
+fn peak_over_mean(bins: &[(u64, u64)]) -> f64 {
+    let load: u64 = bins.iter().map(|bin| bin.0).sum();
+    let weight: u64 = bins.iter().map(|bin| bin.1).sum();
+    if load == 0 {
+        return 1.0;
+    }
+    let peak = bins.iter().map(|&(load, weight)| load as f64 / weight as f64).fold(0.0, f64::max);
+    peak / (load as f64 / weight as f64)
+}
+
+fn digest(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], route_of: &[RouteId]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new_derive_key("paramhub placement v1");
+    hasher.update(table.digest().as_bytes()).update(&map.chunk_elements().to_le_bytes());
+    for hub in hubs {
+        hasher.update(&(hub.interfaces.len() as u64).to_le_bytes());
+        for interface in &hub.interfaces {
+            hasher.update(&(interface.cores.len() as u64).to_le_bytes());
+            interface.cores.iter().for_each(|core| {
+                hasher.update(&core.to_le_bytes());
+            });
+        }
+    }
+    for route in route_of {
+        hasher.update(&route.to_le_bytes());
+    }
+    hasher.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+    use proptest::prelude::*;
+
+    fn table(sizes: &[u64]) -> KeyTable {
+        KeyTable::new(sizes.iter().enumerate().map(|(i, &n)| Key::new(format!("k{i}"), [n])).collect())
+            .unwrap()
+    }
+
+    fn hub(interfaces: &[(&[u16], u32)]) -> HubShape {
+        let interface = |&(cores, weight): &(&[u16], u32)| InterfaceShape {
+            address: "127.0.0.1:1".into(),
+            cores: cores.to_vec(),
+            weight,
+        };
+        HubShape { interfaces: interfaces.iter().map(interface).collect() }
+    }
+
+    fn place(sizes: &[u64], chunk_bytes: u32, hubs: &[HubShape]) -> (ChunkMap, Placement) {
+        let table = table(sizes);
+        let map = ChunkMap::new(&table, chunk_bytes).unwrap();
+        let placement = Placement::new(&table, &map, hubs).unwrap();
+        (map, placement)
+    }
+
+    /// The smallest possible peak, by trying every assignment.
+    fn best_peak(sizes: &[u64], bins: usize) -> u64 {
+        fn search(sizes: &[u64], loads: &mut [u64]) -> u64 {
+            let Some((&size, rest)) = sizes.split_first() else {
+                return *loads.iter().max().unwrap();
+            };
+            (0..loads.len())
+                .map(|bin| {
+                    loads[bin] += size;
+                    let peak = search(rest, loads);
+                    loads[bin] -= size;
+                    peak
+                })
+                .min()
+                .unwrap()
+        }
+        search(sizes, &mut vec![0; bins])
+    }
+
+    #[test]
+    fn shapes_that_cannot_serve_are_refused() {
+        let (table, none) = (table(&[1]), HubShape { interfaces: vec![] });
+        let map = ChunkMap::new(&table, 4096).unwrap();
+        let refused = |hubs: &[HubShape]| Placement::new(&table, &map, hubs).unwrap_err();
+        assert_eq!(refused(&[]), ShapeError::Hubs(0));
+        assert_eq!(refused(&[none]), ShapeError::Interfaces { hub: 0, interfaces: 0 });
+        assert!(matches!(refused(&[hub(&[(&[], 1)])]), ShapeError::Interface { .. }));
+        assert!(matches!(refused(&[hub(&[(&[0, 0], 1)])]), ShapeError::Interface { .. }));
+        assert!(matches!(refused(&[hub(&[(&[0], 0)])]), ShapeError::Interface { .. }));
+    }
+
+    #[test]
+    fn slots_follow_urgency() {
+        let mut keys = vec![Key::new("front", [3000]), Key::new("head", [3000])];
+        keys[1].priority = 1;
+        let table = KeyTable::new(keys).unwrap();
+        let map = ChunkMap::new(&table, 4096).unwrap();
+        let placement = Placement::new(&table, &map, &[hub(&[(&[0], 1)])]).unwrap();
+        assert_eq!(placement.chunks(0), [3, 4, 5, 0, 1, 2]);
+        assert_eq!(placement.locate(0), Some((0, 3)));
+        assert_eq!(placement.locate(6), None);
+    }
+
+    #[test]
+    fn a_large_key_is_spread_over_every_core() {
+        let (_, placement) = place(&[1 << 20], 32 << 10, &[hub(&[(&[0, 1, 2], 1)])]);
+        let counts: Vec<usize> = (0..3).map(|route| placement.chunks(route).len()).collect();
+        assert_eq!(counts, [43, 43, 42]);
+    }
+
+    #[test]
+    fn the_hash_tells_placements_apart() {
+        let one = place(&[100_000], 4096, &[hub(&[(&[0], 1)])]).1.hash();
+        assert_eq!(one, place(&[100_000], 4096, &[hub(&[(&[0], 1)])]).1.hash());
+        assert_ne!(one, place(&[100_000], 8192, &[hub(&[(&[0], 1)])]).1.hash());
+        assert_ne!(one, place(&[100_000], 4096, &[hub(&[(&[0, 1], 1)])]).1.hash());
+        assert_ne!(one, place(&[100_001], 4096, &[hub(&[(&[0], 1)])]).1.hash());
+    }
+
+    #[test]
+    fn unlike_interfaces_get_proportional_shares() {
+        let (_, placement) = place(&[1 << 22], 4096, &[hub(&[(&[0], 3), (&[1], 1)])]);
+        assert_eq!([placement.chunks(0).len(), placement.chunks(1).len()], [3072, 1024]);
+        assert!((placement.imbalance().interfaces - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn longest_first_stays_within_four_thirds_of_the_best_partition() {
+        let runner_config = ProptestConfig { cases: 200, ..ProptestConfig::default() };
+        proptest!(runner_config, |(mut sizes in prop::collection::vec(1u64..500, 1..9), bins in 1usize..4)| {
+            sizes.sort_unstable_by_key(|&size| std::cmp::Reverse(size));
+            let chunks: Vec<ChunkId> = (0..sizes.len() as u32).collect();
+            let small: Vec<u32> = sizes.iter().map(|&size| size as u32).collect();
+            let dealt = longest_first(&chunks, &small, &vec![1; bins]);
+            let peak = dealt.iter().map(|bin| bin.iter().map(|&c| sizes[c as usize]).sum::<u64>()).max().unwrap();
+            prop_assert!(3 * peak <= 4 * best_peak(&sizes, bins));
+        });
+    }
+
+    proptest! {
+        #[test]
+        fn every_chunk_has_one_place(
+            sizes in prop::collection::vec(1u64..60_000, 1..30),
+            chunk_bytes in prop::sample::select(vec![1024u32, 4096, 32 << 10]),
+            cores in 1u16..5,
+            interfaces in 1usize..4,
+            hubs in 1usize..4,
+        ) {
+            let cores: Vec<u16> = (0..cores).collect();
+            let shapes = vec![hub(&vec![(&cores[..], 1); interfaces]); hubs];
+            let (map, placement) = place(&sizes, chunk_bytes, &shapes);
+            let mut seen = vec![0; map.len() as usize];
+            for route in 0..placement.routes().len() as RouteId {
+                for (slot, &chunk) in placement.chunks(route).iter().enumerate() {
+                    seen[chunk as usize] += 1;
+                    prop_assert_eq!(placement.locate(chunk), Some((route, slot as u32)));
+                }
+            }
+            prop_assert!(seen.iter().all(|&times| times == 1));
+        }
+    }
+}

@@ -1,0 +1,450 @@
+//! The connection manager's requests and answers, where workers, hubs, manager and command line meet.
+//!
+//! PHub section 3.1: CreateService, ConnectService and InitService keep their names. All of it is JSON over HTTP;
+//! each type says which route carries it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::auth::{Incarnation, Namespace, Nonce, Proof};
+use crate::placement::{HubShape, Imbalance};
+use crate::settings::Settings;
+
+/// The port a connection manager listens on unless told otherwise.
+pub const MANAGER_PORT: u16 = 7770;
+/// The port a hub's interfaces listen on unless told otherwise.
+pub const HUB_PORT: u16 = 7771;
+
+/// `POST /v1/jobs`: CreateService. Needs the admin token unless the manager listens on loopback only.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateService {
+    /// Unique among the jobs that have not ended: 1 to 128 bytes of letters, digits, `.`, `_`, `-` and `/`.
+    pub name: String,
+    /// Ranks 0 to `workers - 1` make up the job.
+    pub workers: u32,
+    /// Waits and lifetimes.
+    #[serde(default)]
+    pub options: JobOptions,
+}
+
+/// Waits and lifetimes of one job, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct JobOptions {
+    /// How long ConnectService and InitService wait for the other ranks; the error lists those missing.
+    pub rendezvous_timeout_s: f64,
+    /// How long a job may stay without any sign of its workers before it is ended and its memory freed.
+    pub lease_s: f64,
+    /// How long a worker may be silent on its streams before the job is failed.
+    pub dead_after_s: f64,
+}
+
+impl Default for JobOptions {
+    fn default() -> Self {
+        JobOptions { rendezvous_timeout_s: 60.0, lease_s: 120.0, dead_after_s: 30.0 }
+    }
+}
+
+/// Answer to [`CreateService`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ServiceCreated {
+    /// Names the job from now on.
+    pub namespace: Namespace,
+    /// The job's secret, shown this once; share it with the job's workers only.
+    pub nonce: Nonce,
+}
+
+/// `POST /v1/jobs/{namespace}/connect`: ConnectService. Returns when every rank has called it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ConnectService {
+    /// The caller's rank.
+    pub rank: u32,
+    /// Tells a retry of the same process from a second process with the same rank.
+    pub incarnation: Incarnation,
+    /// [`Purpose::Connect`](crate::auth::Purpose::Connect) over namespace, rank and incarnation.
+    pub proof: Proof,
+    /// Host name of the worker, for messages.
+    #[serde(default)]
+    pub host: String,
+    /// Process id of the worker, for messages.
+    #[serde(default)]
+    pub process: u32,
+}
+
+/// Answer to [`ConnectService`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ServiceConnected {
+    /// The job's name.
+    pub name: String,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// The hubs that serve it, with their interfaces and cores.
+    pub hubs: Vec<HubShape>,
+    /// The job's waits and lifetimes.
+    pub options: JobOptions,
+}
+
+/// `POST /v1/jobs/{namespace}/init`: InitService. Returns when every rank has called it with the same settings and
+/// every hub has allocated its buffers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct InitService {
+    /// The caller's rank.
+    pub rank: u32,
+    /// As given to [`ConnectService`].
+    pub incarnation: Incarnation,
+    /// [`Purpose::Init`](crate::auth::Purpose::Init) over namespace, rank and incarnation.
+    pub proof: Proof,
+    /// What this rank wants; every rank must want the same.
+    pub settings: Settings,
+}
+
+/// Answer to [`InitService`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ServiceInitialised {
+    /// Digest of the placement the hubs computed; the worker's own must equal it.
+    pub placement_hash: String,
+    /// How uneven the placement is at each level.
+    pub imbalance: Imbalance,
+}
+
+/// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct LeaveService {
+    /// The caller's rank.
+    pub rank: u32,
+    /// As given to [`ConnectService`].
+    pub incarnation: Incarnation,
+    /// [`Purpose::Leave`](crate::auth::Purpose::Leave) over namespace, rank and incarnation.
+    pub proof: Proof,
+    /// Why, for the others.
+    #[serde(default)]
+    pub reason: String,
+}
+
+/// Where a job stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum JobState {
+    /// Created; not every rank has connected.
+    Connecting,
+    /// Every rank has connected; not every rank has handed in its settings, or a hub still allocates.
+    Initialising,
+    /// Buffers stand; workers exchange.
+    Running,
+    /// Every worker has left.
+    Finished,
+    /// Ended by an error, by its lease, or by an operator.
+    Failed,
+}
+
+impl JobState {
+    /// Whether the job holds no resources any more.
+    pub const fn has_ended(self) -> bool {
+        matches!(self, JobState::Finished | JobState::Failed)
+    }
+}
+
+/// `GET /v1/jobs` (a list) and `GET /v1/jobs/{name or namespace}`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobStatus {
+    /// As given to CreateService.
+    pub name: String,
+    /// The job's namespace.
+    pub namespace: Namespace,
+    /// Where it stands.
+    pub state: JobState,
+    /// Why it failed, or the newest warning while it runs; empty where there is none.
+    pub message: String,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// Ranks that have connected, ascending.
+    pub connected: Vec<u32>,
+    /// Keys in the table; 0 before InitService.
+    pub keys: u64,
+    /// Bytes of one worker's gradients; 0 before InitService.
+    pub bytes: u64,
+    /// The optimizer's name; empty before InitService.
+    pub optimizer: String,
+    /// The consistency; empty before InitService.
+    pub consistency: String,
+    /// What the hubs count for it.
+    pub counters: JobCounters,
+    /// Seconds since the Unix epoch.
+    pub created_at: u64,
+    /// Seconds since the Unix epoch; none while the job lives.
+    pub ended_at: Option<u64>,
+}
+
+/// What hubs count for a job, summed over its cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobCounters {
+    /// Bytes of model, merge, optimizer and staging buffers.
+    pub memory_bytes: u64,
+    /// Payload and header bytes received.
+    pub bytes_received: u64,
+    /// Payload and header bytes sent.
+    pub bytes_sent: u64,
+    /// Contributions summed.
+    pub contributions: u64,
+    /// Chunks optimised.
+    pub updates: u64,
+}
+
+impl std::ops::AddAssign for JobCounters {
+    fn add_assign(&mut self, other: Self) {
+        self.memory_bytes += other.memory_bytes;
+        self.bytes_received += other.bytes_received;
+        self.bytes_sent += other.bytes_sent;
+        self.contributions += other.contributions;
+        self.updates += other.updates;
+    }
+}
+
+/// What one hub core did with its time since the hub started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct CoreCounters {
+    /// Nanoseconds spent on frames.
+    pub busy_ns: u64,
+    /// Nanoseconds spent waiting for frames.
+    pub idle_ns: u64,
+}
+
+/// `GET /v1/hubs`: one entry a hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubStatus {
+    /// Given at registration.
+    pub hub: u32,
+    /// Interfaces and cores.
+    pub shape: HubShape,
+    /// Each core's time.
+    pub cores: Vec<CoreCounters>,
+    /// Seconds since the hub was last heard.
+    pub silent_s: f64,
+}
+
+/// `POST /v1/hubs`: a hub joins the manager. Needs the admin token unless the manager listens on loopback only.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RegisterHub {
+    /// Interfaces and cores the hub offers.
+    pub shape: HubShape,
+}
+
+/// Answer to [`RegisterHub`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubRegistered {
+    /// Names the hub from now on.
+    pub hub: u32,
+    /// Bearer token of this hub's later calls.
+    pub token: String,
+}
+
+/// `POST /v1/hubs/{hub}/poll`: waits for commands. Commands up to `acknowledged` are forgotten, later ones are
+/// repeated until they are acknowledged, so that a lost answer loses no command.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct PollCommands {
+    /// Sequence number of the last command taken; 0 at first.
+    pub acknowledged: u64,
+    /// How long to wait when there is nothing; the manager caps it at 10.
+    pub wait_s: f64,
+}
+
+/// Answer to [`PollCommands`], oldest first; empty when the wait ran out.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Commands {
+    /// Numbered from 1 without gaps.
+    pub commands: Vec<NumberedCommand>,
+}
+
+/// A command with its place in the hub's sequence.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NumberedCommand {
+    /// From 1, without gaps.
+    pub sequence: u64,
+    /// What to do.
+    pub command: HubCommand,
+}
+
+/// What a manager asks of a hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HubCommand {
+    /// Allocate a job's buffers and expect its workers; answered by [`HubEvent::Allocated`] or [`HubEvent::Refused`].
+    Allocate(Box<JobPlan>),
+    /// End a job; answered by [`HubEvent::Ended`].
+    Stop {
+        /// The job.
+        namespace: Namespace,
+        /// Told to its workers.
+        reason: String,
+    },
+}
+
+/// All a hub must know of a job.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobPlan {
+    /// For messages.
+    pub name: String,
+    /// The job.
+    pub namespace: Namespace,
+    /// Its secret.
+    pub nonce: Nonce,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// Waits and lifetimes.
+    pub options: JobOptions,
+    /// Every hub of the job, in the order the placement counts them.
+    pub hubs: Vec<HubShape>,
+    /// Which of them the receiver is.
+    pub hub: u32,
+    /// What the ranks agreed on.
+    pub settings: Settings,
+}
+
+/// `POST /v1/hubs/{hub}/events`: what a hub tells its manager.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct HubReport {
+    /// Oldest first.
+    pub events: Vec<HubEvent>,
+    /// Each core's time, in core order.
+    pub cores: Vec<CoreCounters>,
+    /// What each living job has counted on this hub.
+    pub jobs: Vec<HubJobCounters>,
+}
+
+/// One job's counters on one hub.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubJobCounters {
+    /// The job.
+    pub namespace: Namespace,
+    /// Its counters on the reporting hub.
+    pub counters: JobCounters,
+}
+
+/// Something happened to a job at a hub.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HubEvent {
+    /// Buffers stand and streams are accepted.
+    Allocated {
+        /// The job.
+        namespace: Namespace,
+        /// Digest of the placement this hub computed.
+        placement_hash: String,
+    },
+    /// The hub cannot serve the job.
+    Refused {
+        /// The job.
+        namespace: Namespace,
+        /// What does not fit, and what would.
+        reason: String,
+    },
+    /// Something a person should know while the job goes on, such as a silent rank.
+    Noticed {
+        /// The job.
+        namespace: Namespace,
+        /// Who and what.
+        message: String,
+    },
+    /// The job is over here and its memory freed.
+    Ended {
+        /// The job.
+        namespace: Namespace,
+        /// Whether every worker left of its own accord.
+        finished: bool,
+        /// Why, where it did not.
+        reason: String,
+    },
+}
+
+/// The body of every answer that is not a success.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ServiceError {
+    /// For programs.
+    pub code: ErrorCode,
+    /// For people: who, what, and what to do.
+    pub message: String,
+}
+
+/// What went wrong, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorCode {
+    /// The request is malformed or out of bounds (400).
+    BadRequest,
+    /// The admin token or hub token is missing or wrong (401).
+    Unauthorized,
+    /// The proof does not match the job's nonce (403).
+    WrongNonce,
+    /// No such job, hub or route (404).
+    NotFound,
+    /// The job's name belongs to a living job (409).
+    NameTaken,
+    /// The rank belongs to another process (409).
+    RankTaken,
+    /// The ranks disagree on their settings (409).
+    Disagreement,
+    /// Ranks or hubs did not arrive in time (408).
+    Missing,
+    /// The job has ended (410).
+    JobEnded,
+    /// A hub cannot hold the job (507).
+    DoesNotFit,
+    /// The manager itself failed, for example to write its store (500).
+    Internal,
+}
+
+impl ErrorCode {
+    /// The HTTP status that carries this code.
+    pub const fn status(self) -> u16 {
+        match self {
+            ErrorCode::BadRequest => 400,
+            ErrorCode::Unauthorized => 401,
+            ErrorCode::WrongNonce => 403,
+            ErrorCode::NotFound => 404,
+            ErrorCode::NameTaken | ErrorCode::RankTaken | ErrorCode::Disagreement => 409,
+            ErrorCode::Missing => 408,
+            ErrorCode::JobEnded => 410,
+            ErrorCode::DoesNotFit => 507,
+            ErrorCode::Internal => 500,
+        }
+    }
+}
+
+impl std::fmt::Display for ServiceError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for ServiceError {}

@@ -1,0 +1,111 @@
+//! Payloads of the frames that carry no tensor data: a failed job, a notice, new hyperparameters.
+
+use crate::hyperparameters::Hyperparameters;
+use crate::limits::MESSAGE_BYTES_MAX;
+
+/// Payload of [`Operation::Failure`](super::Operation::Failure): a rank, then UTF-8 text to the end.
+///
+/// ```text
+///  0                   4
+///  +-------------------+--------------------
+///  |     rank, u32     |  message, UTF-8 ...
+///  +-------------------+--------------------
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// The rank at fault, if one is.
+    pub rank: Option<u32>,
+    /// Who, what, and what to do.
+    pub message: String,
+}
+
+/// Payload of [`Operation::Notice`](super::Operation::Notice), laid out like [`Failure`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Notice {
+    /// The rank it is about, if it is about one.
+    pub rank: Option<u32>,
+    /// Who and what.
+    pub message: String,
+}
+
+/// Payload of [`Operation::Retune`](super::Operation::Retune): [`Hyperparameters::to_wire`]; the header's step is the first
+/// they hold for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Retune(pub Hyperparameters);
+
+const NO_RANK: u32 = u32::MAX;
+
+fn encode_message(rank: Option<u32>, message: &str) -> Vec<u8> {
+    let mut end = message.len().min(MESSAGE_BYTES_MAX);
+    while !message.is_char_boundary(end) {
+        end -= 1;
+    }
+    let mut wire = rank.unwrap_or(NO_RANK).to_le_bytes().to_vec();
+    wire.extend_from_slice(&message.as_bytes()[..end]);
+    wire
+}
+
+fn decode_message(wire: &[u8]) -> Option<(Option<u32>, String)> {
+    let (rank, text) = wire.split_first_chunk::<4>()?;
+    let rank = u32::from_le_bytes(*rank);
+    Some(((rank != NO_RANK).then_some(rank), String::from_utf8_lossy(text).into_owned()))
+}
+
+impl Failure {
+    /// The payload; the message is cut at [`MESSAGE_BYTES_MAX`].
+    pub fn encode(&self) -> Vec<u8> {
+        encode_message(self.rank, &self.message)
+    }
+
+    /// Reads a payload; `None` if it is too short.
+    pub fn decode(wire: &[u8]) -> Option<Self> {
+        decode_message(wire).map(|(rank, message)| Failure { rank, message })
+    }
+}
+
+impl Notice {
+    /// The payload; the message is cut at [`MESSAGE_BYTES_MAX`].
+    pub fn encode(&self) -> Vec<u8> {
+        encode_message(self.rank, &self.message)
+    }
+
+    /// Reads a payload; `None` if it is too short.
+    pub fn decode(wire: &[u8]) -> Option<Self> {
+        decode_message(wire).map(|(rank, message)| Notice { rank, message })
+    }
+}
+
+impl Retune {
+    /// Reads a payload; `None` if its length is wrong or a number is not finite.
+    pub fn decode(wire: &[u8]) -> Option<Self> {
+        let wire: &[u8; Hyperparameters::WIRE_BYTES] = wire.try_into().ok()?;
+        let finite =
+            wire.chunks_exact(8).all(|n| f64::from_le_bytes(n.try_into().expect("eight bytes")).is_finite());
+        finite.then(|| Retune(Hyperparameters::from_wire(wire)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_round_trip_and_are_cut_between_characters() {
+        let failure = Failure { rank: Some(3), message: "rank 3 died".into() };
+        assert_eq!(Failure::decode(&failure.encode()), Some(failure));
+        let long = Notice { rank: None, message: "ü".repeat(MESSAGE_BYTES_MAX) };
+        let read = Notice::decode(&long.encode()).unwrap();
+        assert_eq!((read.rank, read.message.len()), (None, MESSAGE_BYTES_MAX));
+        assert_eq!(Failure::decode(&[1, 2, 3]), None);
+        assert!(Failure::decode(&[0, 0, 0, 0, 0xff]).is_some(), "broken text is shown, not refused");
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_are_refused() {
+        let mut wire = Hyperparameters::default().to_wire();
+        assert_eq!(Retune::decode(&wire), Some(Retune(Hyperparameters::default())));
+        wire[..8].copy_from_slice(&f64::NAN.to_le_bytes());
+        assert_eq!(Retune::decode(&wire), None);
+        assert_eq!(Retune::decode(&wire[1..]), None);
+    }
+}

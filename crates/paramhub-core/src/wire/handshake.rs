@@ -1,0 +1,271 @@
+//! How a stream begins: four messages of fixed size, after which the address is trusted (PHub section 3.1).
+//!
+//! ```text
+//! worker                                   hub
+//!   | -- Hello: who, which route, challenge --> |
+//!   | <-- Challenge ---------------------------- |
+//!   | -- proof over both challenges -----------> |
+//!   | <-- Verdict: welcome and proof, or why not |
+//!   | === frames both ways ==================== |
+//! ```
+//! The hub challenges an unknown job like a known one, so that a stranger learns nothing from it.
+
+use thiserror::Error;
+
+use crate::auth::{Incarnation, Namespace, Nonce, Proof, Purpose};
+use crate::limits::MESSAGE_BYTES_MAX;
+
+/// The first four bytes of every stream.
+pub const MAGIC: [u8; 4] = *b"PHUB";
+/// Bytes of a [`Hello`].
+pub const HELLO_BYTES: usize = 112;
+/// Bytes of a [`Challenge`].
+pub const CHALLENGE_BYTES: usize = 32;
+/// Bytes of a proof.
+pub const PROOF_BYTES: usize = 32;
+/// Bytes of a [`Verdict`].
+pub const VERDICT_BYTES: usize = 4 + PROOF_BYTES + MESSAGE_BYTES_MAX;
+/// The protocol's version; both ends must speak the same.
+pub const VERSION: u16 = 1;
+
+/// Random bytes that make a proof worth nothing on another connection.
+pub type Challenge = [u8; CHALLENGE_BYTES];
+
+/// A worker's first message on a stream.
+///
+/// ```text
+///   0        4      6    8       12        16         32            48               80                112
+///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
+///   |  PHUB  |  1   | 0  | rank  | if |core|namespace | incarnation | placement hash |    challenge    |
+///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// The worker's rank.
+    pub rank: u32,
+    /// Position of the interface in its hub.
+    pub interface: u16,
+    /// Core of the hub.
+    pub core: u16,
+    /// The job.
+    pub namespace: Namespace,
+    /// As given to ConnectService.
+    pub incarnation: Incarnation,
+    /// Digest of the placement the worker computed.
+    pub placement: [u8; 32],
+    /// For the hub to answer.
+    pub challenge: Challenge,
+}
+
+/// Why bytes are no handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum HandshakeError {
+    /// Something other than paramhub is speaking.
+    #[error("the first bytes are not paramhub's")]
+    Magic,
+    /// Another version of the protocol.
+    #[error(
+        "protocol version {0} is spoken, this side speaks {VERSION}: use the same release of paramhub on both ends"
+    )]
+    Version(u16),
+    /// A verdict that is none.
+    #[error("the verdict {0} does not exist")]
+    Verdict(u16),
+}
+
+impl Hello {
+    /// The wire form.
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut wire = [0; HELLO_BYTES];
+        wire[0..4].copy_from_slice(&MAGIC);
+        wire[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        wire[8..12].copy_from_slice(&self.rank.to_le_bytes());
+        wire[12..14].copy_from_slice(&self.interface.to_le_bytes());
+        wire[14..16].copy_from_slice(&self.core.to_le_bytes());
+        wire[16..32].copy_from_slice(&self.namespace.0);
+        wire[32..48].copy_from_slice(&self.incarnation.0);
+        wire[48..80].copy_from_slice(&self.placement);
+        wire[80..112].copy_from_slice(&self.challenge);
+        wire
+    }
+
+    /// Reads the wire form.
+    pub fn decode(wire: &[u8; HELLO_BYTES]) -> Result<Hello, HandshakeError> {
+        fn bytes<const N: usize>(wire: &[u8], at: usize) -> [u8; N] {
+            wire[at..at + N].try_into().expect("a fixed range")
+        }
+        if wire[0..4] != MAGIC {
+            return Err(HandshakeError::Magic);
+        }
+        let version = u16::from_le_bytes(bytes(wire, 4));
+        if version != VERSION {
+            return Err(HandshakeError::Version(version));
+        }
+        Ok(Hello {
+            rank: u32::from_le_bytes(bytes(wire, 8)),
+            interface: u16::from_le_bytes(bytes(wire, 12)),
+            core: u16::from_le_bytes(bytes(wire, 14)),
+            namespace: Namespace(bytes(wire, 16)),
+            incarnation: Incarnation(bytes(wire, 32)),
+            placement: bytes(wire, 48),
+            challenge: bytes(wire, 80),
+        })
+    }
+}
+
+/// The two proofs of a stream: the worker's over the hub's challenge, then the hub's over the worker's.
+pub fn stream_proofs(nonce: &Nonce, hello: &Hello, hub_challenge: &Challenge) -> (Proof, Proof) {
+    let parts: [&[u8]; 2] = [&hello.encode(), hub_challenge];
+    (nonce.prove(Purpose::StreamWorker, &parts), nonce.prove(Purpose::StreamHub, &parts))
+}
+
+/// Why a hub turns a stream away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Refusal {
+    /// The job is unknown here or the proof is wrong; the hub does not say which.
+    WrongNonce = 1,
+    /// The rank is not one of the job's.
+    Rank = 2,
+    /// The stream's rank is connected already.
+    RankTaken = 3,
+    /// The two ends computed different placements.
+    Placement = 4,
+    /// The hub has no such interface and core.
+    Route = 5,
+    /// The job is ending.
+    JobEnded = 6,
+    /// The hub is shutting down or has no room for the stream.
+    Busy = 7,
+    /// Another protocol or version.
+    Protocol = 8,
+}
+
+impl Refusal {
+    fn from_wire(number: u16) -> Option<Refusal> {
+        use Refusal::{Busy, JobEnded, Placement, Protocol, Rank, RankTaken, Route, WrongNonce};
+        [WrongNonce, Rank, RankTaken, Placement, Route, JobEnded, Busy, Protocol]
+            .into_iter()
+            .find(|&refusal| refusal as u16 == number)
+    }
+}
+
+/// The hub's last handshake message.
+///
+/// ```text
+///  0            2              4                36                     1060
+///  +------------+--------------+----------------+----------------------+
+///  | 0, refusal | text bytes   | the hub's proof| text, zero-padded    |
+///  +------------+--------------+----------------+----------------------+
+/// ```
+#[derive(Clone, Debug)]
+pub enum Verdict {
+    /// Frames may follow.
+    Welcome {
+        /// Proof that the hub knows the nonce too.
+        proof: Proof,
+    },
+    /// The connection closes.
+    Refused {
+        /// For programs.
+        refusal: Refusal,
+        /// For people.
+        message: String,
+    },
+}
+
+impl Verdict {
+    /// The wire form; the message is cut at [`MESSAGE_BYTES_MAX`].
+    pub fn encode(&self) -> Vec<u8> {
+        let mut wire = vec![0; VERDICT_BYTES];
+        match self {
+            Verdict::Welcome { proof } => wire[4..4 + PROOF_BYTES].copy_from_slice(&proof.0),
+            Verdict::Refused { refusal, message } => {
+                let text = &message.as_bytes()[..message.len().min(MESSAGE_BYTES_MAX)];
+                wire[0..2].copy_from_slice(&(*refusal as u16).to_le_bytes());
+                wire[2..4].copy_from_slice(&(text.len() as u16).to_le_bytes());
+                wire[4 + PROOF_BYTES..4 + PROOF_BYTES + text.len()].copy_from_slice(text);
+            }
+        }
+        wire
+    }
+
+    /// Reads the wire form.
+    pub fn decode(wire: &[u8; VERDICT_BYTES]) -> Result<Verdict, HandshakeError> {
+        let status = u16::from_le_bytes([wire[0], wire[1]]);
+        if status == 0 {
+            let proof = Proof(wire[4..4 + PROOF_BYTES].try_into().expect("a fixed range"));
+            return Ok(Verdict::Welcome { proof });
+        }
+        let refusal = Refusal::from_wire(status).ok_or(HandshakeError::Verdict(status))?;
+        let length = usize::from(u16::from_le_bytes([wire[2], wire[3]])).min(MESSAGE_BYTES_MAX);
+        let text = &wire[4 + PROOF_BYTES..4 + PROOF_BYTES + length];
+        Ok(Verdict::Refused { refusal, message: String::from_utf8_lossy(text).into_owned() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hello() -> Hello {
+        Hello {
+            rank: 3,
+            interface: 1,
+            core: 2,
+            namespace: Namespace([1; 16]),
+            incarnation: Incarnation([2; 16]),
+            placement: [3; 32],
+            challenge: [4; 32],
+        }
+    }
+
+    #[test]
+    fn hello_round_trips_and_strangers_are_told_apart() {
+        let wire = hello().encode();
+        assert_eq!(Hello::decode(&wire), Ok(hello()));
+        let mut stranger = wire;
+        stranger[0] = b'G';
+        assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));
+        let mut newer = wire;
+        newer[4] = 2;
+        assert_eq!(Hello::decode(&newer), Err(HandshakeError::Version(2)));
+    }
+
+    #[test]
+    fn proofs_depend_on_every_field_and_both_challenges() {
+        let nonce = Nonce([9; 32]);
+        let (worker, hub) = stream_proofs(&nonce, &hello(), &[5; 32]);
+        assert!(!worker.matches(&hub));
+        let other_rank = Hello { rank: 4, ..hello() };
+        assert!(!worker.matches(&stream_proofs(&nonce, &other_rank, &[5; 32]).0));
+        assert!(!worker.matches(&stream_proofs(&nonce, &hello(), &[6; 32]).0));
+    }
+
+    #[test]
+    fn verdicts_round_trip() {
+        let refused = Verdict::Refused { refusal: Refusal::RankTaken, message: "rank 3 is connected".into() };
+        let Ok(Verdict::Refused { refusal, message }) =
+            Verdict::decode(&refused.encode().try_into().unwrap())
+        else {
+            panic!("a refusal reads as one");
+        };
+        assert_eq!((refusal, message.as_str()), (Refusal::RankTaken, "rank 3 is connected"));
+        let welcome = Verdict::Welcome { proof: Proof([7; 32]) };
+        let Ok(Verdict::Welcome { proof }) = Verdict::decode(&welcome.encode().try_into().unwrap()) else {
+            panic!("a welcome reads as one");
+        };
+        assert!(proof.matches(&Proof([7; 32])));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic_the_decoders(bytes in prop::collection::vec(any::<u8>(), VERDICT_BYTES), status in 0u16..12) {
+            let mut wire: [u8; VERDICT_BYTES] = bytes.try_into().unwrap();
+            wire[0..2].copy_from_slice(&status.to_le_bytes());
+            let _ = Verdict::decode(&wire);
+            let _ = Hello::decode(wire[..HELLO_BYTES].try_into().unwrap());
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! The sixteen bytes ahead of every payload. Everything else was agreed at InitService (PHub section 3.2.1, minimal
+//! metadata).
+//!
+//! ```text
+//!  0         1         2                   4                   8                  12                  16
+//!  +---------+---------+-------------------+-------------------+-------------------+-------------------+
+//!  |operation|  codec  |     zero, u16     |    chunk, u32     |     step, u32     |    length, u32    |
+//!  +---------+---------+-------------------+-------------------+-------------------+-------------------+
+//! ```
+//! All little-endian. `length` counts the payload bytes that follow.
+
+use thiserror::Error;
+
+use crate::chunk::ChunkId;
+use crate::codec::Codec;
+use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 16;
+
+/// What a frame says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Operation {
+    /// Worker to hub: a gradient; answered by `Applied` when it has taken effect.
+    Push = 1,
+    /// Worker to hub, no payload: asks for parameters of at least version `step`.
+    Pull = 2,
+    /// Worker to hub: a gradient; answered by `Parameters`.
+    PushPull = 3,
+    /// Rank 0 to hub: the parameters to start from, at version `step`; answered by `Applied`.
+    Initialise = 4,
+    /// Worker to hub: hyperparameters that hold from `step` on.
+    Retune = 5,
+    /// Worker to hub, no payload: the worker ends its part of the job; the connection closes after it.
+    Leave = 6,
+    /// Either way, no payload: the sender lives.
+    Heartbeat = 7,
+    /// Hub to worker: parameters of version `step`.
+    Parameters = 16,
+    /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
+    Applied = 17,
+    /// Hub to worker: the job has failed; the connection closes after it.
+    Failure = 18,
+    /// Hub to worker: something the job's owner should know, while the job goes on.
+    Notice = 19,
+}
+
+impl Operation {
+    const ALL: [Operation; 11] = [
+        Operation::Push,
+        Operation::Pull,
+        Operation::PushPull,
+        Operation::Initialise,
+        Operation::Retune,
+        Operation::Leave,
+        Operation::Heartbeat,
+        Operation::Parameters,
+        Operation::Applied,
+        Operation::Failure,
+        Operation::Notice,
+    ];
+
+    /// The operation with this number on the wire, if there is one.
+    pub fn from_wire(number: u8) -> Option<Operation> {
+        Self::ALL.into_iter().find(|&operation| operation as u8 == number)
+    }
+
+    /// Largest payload a frame of this kind may announce.
+    pub const fn length_max(self) -> u32 {
+        match self {
+            Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters => {
+                CHUNK_BYTES_MAX
+            }
+            Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
+            Operation::Pull | Operation::Leave | Operation::Heartbeat | Operation::Applied => 0,
+        }
+    }
+
+    /// Whether workers send it, hubs send it, or both.
+    pub const fn goes(self) -> Direction {
+        match self {
+            Operation::Heartbeat => Direction::Both,
+            Operation::Parameters | Operation::Applied | Operation::Failure | Operation::Notice => {
+                Direction::ToWorker
+            }
+            _ => Direction::ToHub,
+        }
+    }
+}
+
+/// Which way an operation travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From workers.
+    ToHub,
+    /// From hubs.
+    ToWorker,
+    /// From either.
+    Both,
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame says.
+    pub operation: Operation,
+    /// Encoding of a tensor payload; `F32` where there is none.
+    pub codec: Codec,
+    /// The chunk it is about; 0 where there is none.
+    pub chunk: ChunkId,
+    /// The step it belongs to; 0 where there is none.
+    pub step: u32,
+    /// Payload bytes that follow.
+    pub length: u32,
+}
+
+/// Why sixteen bytes are no header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum FrameError {
+    /// No such operation.
+    #[error("operation {0} does not exist")]
+    Operation(u8),
+    /// The operation travels the other way.
+    #[error("operation {0:?} does not go this way")]
+    Direction(Operation),
+    /// No such codec.
+    #[error("codec {0} does not exist")]
+    Codec(u8),
+    /// The reserved bytes are not zero.
+    #[error("the reserved bytes are {0:#06x}, not zero")]
+    Reserved(u16),
+    /// The payload is longer than the operation allows.
+    #[error("{operation:?} announces {length} bytes, more than the {max} it may have")]
+    Length {
+        /// The operation.
+        operation: Operation,
+        /// What it announces.
+        length: u32,
+        /// What it may have.
+        max: u32,
+    },
+}
+
+impl Header {
+    /// A header without payload, chunk or step.
+    pub const fn bare(operation: Operation) -> Self {
+        Header { operation, codec: Codec::F32, chunk: 0, step: 0, length: 0 }
+    }
+
+    /// The wire form.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut wire = [0; HEADER_BYTES];
+        wire[0] = self.operation as u8;
+        wire[1] = self.codec as u8;
+        wire[4..8].copy_from_slice(&self.chunk.to_le_bytes());
+        wire[8..12].copy_from_slice(&self.step.to_le_bytes());
+        wire[12..16].copy_from_slice(&self.length.to_le_bytes());
+        wire
+    }
+
+    /// Reads a header that came from a worker (`Direction::ToHub`) or from a hub (`Direction::ToWorker`), and bounds
+    /// what it announces.
+    pub fn decode(wire: &[u8; HEADER_BYTES], direction: Direction) -> Result<Header, FrameError> {
+        let word = |at: usize| u32::from_le_bytes(wire[at..at + 4].try_into().expect("four bytes"));
+        let operation = Operation::from_wire(wire[0]).ok_or(FrameError::Operation(wire[0]))?;
+        if operation.goes() != direction && operation.goes() != Direction::Both {
+            return Err(FrameError::Direction(operation));
+        }
+        let codec = Codec::from_wire(wire[1]).ok_or(FrameError::Codec(wire[1]))?;
+        let reserved = u16::from_le_bytes([wire[2], wire[3]]);
+        if reserved != 0 {
+            return Err(FrameError::Reserved(reserved));
+        }
+        let (length, max) = (word(12), operation.length_max());
+        if length > max {
+            return Err(FrameError::Length { operation, length, max });
+        }
+        Ok(Header { operation, codec, chunk: word(4), step: word(8), length })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn each_offence_has_its_own_error() {
+        let good =
+            Header { operation: Operation::Push, codec: Codec::BF16, chunk: 7, step: 9, length: 64 }.encode();
+        let with = |at: usize, byte: u8| {
+            let mut wire = good;
+            wire[at] = byte;
+            Header::decode(&wire, Direction::ToHub).unwrap_err()
+        };
+        assert_eq!(with(0, 99), FrameError::Operation(99));
+        assert_eq!(with(0, 16), FrameError::Direction(Operation::Parameters));
+        assert_eq!(with(1, 3), FrameError::Codec(3));
+        assert_eq!(with(2, 1), FrameError::Reserved(1));
+        assert!(matches!(with(15, 0x7f), FrameError::Length { .. }));
+        assert!(matches!(with(0, Operation::Pull as u8), FrameError::Length { max: 0, .. }));
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_decodes_encodes_to_the_same_bytes(wire in prop::array::uniform16(any::<u8>()), hub in any::<bool>()) {
+            let direction = if hub { Direction::ToHub } else { Direction::ToWorker };
+            if let Ok(header) = Header::decode(&wire, direction) {
+                prop_assert_eq!(header.encode(), wire);
+                prop_assert!(header.length <= header.operation.length_max());
+            }
+        }
+
+        #[test]
+        fn headers_round_trip(operation in 0usize..11, codec in 0u8..3, chunk: u32, step: u32, length: u32) {
+            let operation = Operation::ALL[operation];
+            let direction = if operation.goes() == Direction::ToWorker { Direction::ToWorker } else { Direction::ToHub };
+            let length = length.checked_rem(operation.length_max()).unwrap_or(0);
+            let header = Header { operation, codec: Codec::from_wire(codec).unwrap(), chunk, step, length };
+            prop_assert_eq!(Header::decode(&header.encode(), direction), Ok(header));
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! Frames and handshake, byte for byte; docs/protocol.md draws them.
+
+mod control;
+mod handshake;
+mod header;
+
+pub use control::{Failure, Notice, Retune};
+pub use handshake::{
+    CHALLENGE_BYTES, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
+    VERDICT_BYTES, VERSION, Verdict, stream_proofs,
+};
+pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
