@@ -36,7 +36,7 @@ pub(crate) fn short_run() -> Result<(), Failure> {
             format!("-max_total_time={SECONDS_PER_TARGET}"),
             format!("-artifact_prefix={crashes}"),
         ])
-        .args(["-verbosity=0", "-print_final_stats=1", "-timeout=5", "-rss_limit_mb=1024"])
+        .args(["-verbosity=0", "-print_funcs=0", "-print_final_stats=1", "-timeout=5", "-rss_limit_mb=1024"])
         .args([found])
         .run()?;
     }

@@ -1,0 +1,83 @@
+//! Whatever bytes a peer sends, decoding ends in a value or an error, reads nothing past them, and what it accepted
+//! it would have sent itself.
+//!
+//! A module of its own because two programs run it: libFuzzer (`fuzz_targets/frame_decoder.rs`) and a seeded test of
+//! the workspace (`xtask/tests/decoders.rs`).
+
+use paramhub_core::wire::{
+    Direction, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Notice, Operation, Retune, VERDICT_BYTES,
+    Verdict,
+};
+
+/// Reads `data` as one end of a stream would and counts the frames. The first byte chooses the end: even is the hub's.
+pub(crate) fn check(data: &[u8]) -> usize {
+    let Some((&end, mut stream)) = data.split_first() else { return 0 };
+    // A stream that opens with a good greeting goes on after it; any other bytes are frames from the start.
+    let direction = if end % 2 == 0 {
+        stream = check_hello(stream).unwrap_or(stream);
+        Direction::ToHub
+    } else {
+        check_verdict(stream);
+        Direction::ToWorker
+    };
+    let mut frames = 0;
+    while let Some((wire, rest)) = stream.split_first_chunk::<HEADER_BYTES>() {
+        let Ok(header) = Header::decode(wire, direction) else { break };
+        assert_eq!(header.encode(), *wire, "{header:?} reads from bytes it does not write");
+        assert!(header.length <= header.operation.length_max(), "{header:?} was let through");
+        assert!(
+            [direction, Direction::Both].contains(&header.operation.goes()),
+            "{header:?} goes the other way"
+        );
+        let Some((payload, rest)) = rest.split_at_checked(header.length as usize) else { break };
+        check_payload(header.operation, payload);
+        stream = rest;
+        frames += 1;
+    }
+    frames
+}
+
+/// What follows a good greeting.
+fn check_hello(stream: &[u8]) -> Option<&[u8]> {
+    let (wire, rest) = stream.split_first_chunk::<HELLO_BYTES>()?;
+    let hello = Hello::decode(wire).ok()?;
+    assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+    Some(rest)
+}
+
+/// Shorter input is padded with zeros, as a verdict's text is.
+fn check_verdict(stream: &[u8]) {
+    let mut wire = [0; VERDICT_BYTES];
+    let given = stream.len().min(VERDICT_BYTES);
+    wire[..given].copy_from_slice(&stream[..given]);
+    if let Ok(verdict) = Verdict::decode(&wire) {
+        let again: [u8; VERDICT_BYTES] = verdict.encode().try_into().expect("a verdict has a fixed size");
+        Verdict::decode(&again).expect("what was decoded encodes to a verdict");
+    }
+}
+
+fn check_payload(operation: Operation, payload: &[u8]) {
+    match operation {
+        Operation::Failure => {
+            if let Some(failure) = Failure::decode(payload) {
+                let again = Failure::decode(&failure.encode()).expect("what was decoded encodes");
+                assert_eq!(again.rank, failure.rank);
+                assert!(failure.message.starts_with(&again.message), "{failure:?} became {again:?}");
+            }
+        }
+        Operation::Notice => {
+            if let Some(notice) = Notice::decode(payload) {
+                let again = Notice::decode(&notice.encode()).expect("what was decoded encodes");
+                assert_eq!(again.rank, notice.rank);
+                assert!(notice.message.starts_with(&again.message), "{notice:?} became {again:?}");
+            }
+        }
+        Operation::Retune => {
+            if let Some(retune) = Retune::decode(payload) {
+                assert_eq!(Retune::decode(&retune.0.to_wire()), Some(retune));
+            }
+        }
+        // Tensor data: any bytes are some numbers. The rest carry nothing.
+        _ => {}
+    }
+}
