@@ -1,0 +1,257 @@
+//! Each layer against an independent reference, and every network's gradients against finite differences.
+
+use candle_core::{Device, Tensor, Var};
+
+use super::convolution::Convolution;
+use super::layer::{Layer, Parameters};
+use super::pool::{AveragePool, MaxPool};
+use super::window::Window;
+use super::{NetError, NetKind, Network, storage};
+use crate::data::Geometry;
+use crate::random::Random;
+
+const SEED: u64 = 20;
+
+fn random_values(count: usize, stream: u64) -> Vec<f32> {
+    let mut random = Random::new(SEED, &[stream]);
+    (0..count).map(|_| 2.0 * random.uniform() - 1.0).collect()
+}
+
+fn random_tensor(shape: &[usize], stream: u64) -> Tensor {
+    Tensor::from_vec(random_values(shape.iter().product(), stream), shape, &Device::Cpu).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    storage::read(&tensor.contiguous().unwrap(), <[f32]>::to_vec).unwrap()
+}
+
+#[track_caller]
+fn assert_close(found: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(found.len(), expected.len());
+    let largest = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(largest <= tolerance, "differs by {largest} (seed {SEED})");
+}
+
+/// Channels last to candle's channels first, and back.
+fn channels_first(tensor: &Tensor) -> Tensor {
+    tensor.permute((0, 3, 1, 2)).unwrap().contiguous().unwrap()
+}
+
+fn channels_last(tensor: &Tensor) -> Tensor {
+    tensor.permute((0, 2, 3, 1)).unwrap().contiguous().unwrap()
+}
+
+#[test]
+fn convolution_equals_candles_own_and_its_autograd() {
+    for (side, padding, stride, [height, width, channels, outputs]) in
+        [(3, 1, 1, [8, 8, 1, 4]), (5, 2, 1, [6, 7, 3, 2]), (5, 0, 1, [9, 6, 2, 3]), (3, 1, 2, [7, 7, 2, 3])]
+    {
+        let window = Window { height, width, channels, side, stride, padding, partial: false };
+        let (rows, columns) = window.output().unwrap();
+        let batch = 3;
+        let weight = random_tensor(&[outputs, side, side, channels], 1);
+        let bias = random_values(outputs, 2);
+        let input = random_tensor(&[batch, height, width, channels], 3);
+        let output_gradient = random_tensor(&[batch, rows, columns, outputs], 4);
+
+        let weight_first = Var::from_tensor(&channels_first(&weight)).unwrap();
+        let input_first = Var::from_tensor(&channels_first(&input)).unwrap();
+        let convolved = input_first.conv2d(&weight_first, padding, stride, 1, 1).unwrap();
+        let biased = convolved
+            .broadcast_add(&Tensor::from_slice(&bias, (1, outputs, 1, 1), &Device::Cpu).unwrap())
+            .unwrap();
+        let weighted = (&biased * channels_first(&output_gradient)).unwrap().sum_all().unwrap();
+        let expected = weighted.backward().unwrap();
+
+        let mut parameters = Parameters::new(values(&weight), outputs).unwrap();
+        parameters.bias = Tensor::from_vec(bias, outputs, &Device::Cpu).unwrap();
+        let mut layer = Convolution::new(window, parameters);
+        let flat = |tensor: &Tensor| tensor.reshape((batch, ())).unwrap();
+        for _twice in 0..2 {
+            let output = layer.forward(flat(&input), true).unwrap();
+            assert_close(&values(&output), &values(&channels_last(&biased)), 1e-5);
+            let [weight_gradient, bias_gradient] =
+                layer.parameter_gradients(&flat(&output_gradient)).unwrap();
+            let expected_weight = channels_last(expected.get(&weight_first).unwrap());
+            assert_close(&weight_gradient, &values(&expected_weight), 1e-4);
+            let expected_bias = output_gradient.sum((0, 1, 2)).unwrap();
+            assert_close(&bias_gradient, &values(&expected_bias), 1e-4);
+            let input_gradient = layer.input_gradient(flat(&output_gradient)).unwrap();
+            let expected_input = channels_last(expected.get(&input_first).unwrap());
+            assert_close(&values(&input_gradient), &values(&expected_input), 1e-4);
+        }
+    }
+}
+
+#[test]
+fn pooling_follows_caffes_partial_windows() {
+    // 4x4 pixels, one channel: windows of 3 with stride 2 cover columns 0-2 and 2-3.
+    let window = Window { height: 4, width: 4, channels: 1, side: 3, stride: 2, padding: 0, partial: true };
+    let input =
+        || Tensor::from_vec((0..16).map(|value| value as f32).collect::<Vec<_>>(), (1, 16), &Device::Cpu);
+    let gradient = || Tensor::from_vec(vec![9.0f32, 6.0, 6.0, 4.0], (1, 4), &Device::Cpu).unwrap();
+
+    let mut largest = MaxPool::new(window);
+    assert_eq!(values(&largest.forward(input().unwrap(), true).unwrap()), [10.0, 11.0, 14.0, 15.0]);
+    let mut expected = [0.0; 16];
+    [expected[10], expected[11], expected[14], expected[15]] = [9.0, 6.0, 6.0, 4.0];
+    assert_eq!(values(&largest.input_gradient(gradient()).unwrap()), expected);
+
+    let mut mean = AveragePool::new(window);
+    assert_eq!(values(&mean.forward(input().unwrap(), true).unwrap()), [5.0, 6.5, 11.0, 12.5]);
+    let expected = [1., 1., 2., 1., 1., 1., 2., 1., 2., 2., 4., 2., 1., 1., 2., 1.];
+    assert_eq!(values(&mean.input_gradient(gradient()).unwrap()), expected);
+}
+
+#[test]
+fn pooling_keeps_channels_and_images_apart() {
+    // Two images of 2x2 pixels with two channels, of which the second falls.
+    let window = Window { height: 2, width: 2, channels: 2, side: 2, stride: 2, padding: 0, partial: false };
+    let images: Vec<f32> = vec![0., 7., 1., 5., 2., 3., 3., 1., 4., 6., 4., 6., 4., 6., 4., 6.];
+    let input = || Tensor::from_vec(images.clone(), (2, 8), &Device::Cpu).unwrap();
+    let mut largest = MaxPool::new(window);
+    assert_eq!(values(&largest.forward(input(), true).unwrap()), [3.0, 7.0, 4.0, 6.0]);
+    let gradient = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0], (2, 2), &Device::Cpu).unwrap();
+    let expected = [0., 2., 0., 0., 0., 0., 1., 0., 3., 4., 0., 0., 0., 0., 0., 0.];
+    assert_eq!(values(&largest.input_gradient(gradient).unwrap()), expected);
+    assert_eq!(values(&AveragePool::new(window).forward(input(), true).unwrap()), [1.5, 4.0, 4.0, 6.0]);
+}
+
+/// The mean loss of `network` on a batch.
+fn loss(network: &mut Network, images: &[f32], labels: &[u8]) -> f64 {
+    let logits = network.forward(images.to_vec(), |_, _| Ok::<(), NetError>(())).unwrap();
+    network.loss(logits, labels).unwrap().0
+}
+
+#[test]
+fn gradients_equal_finite_differences() {
+    for (kind, geometry) in [
+        (NetKind::Mlp, Geometry { channels: 1, height: 4, width: 4, classes: 10 }),
+        (NetKind::Lenet, Geometry { channels: 1, height: 8, width: 8, classes: 10 }),
+        (NetKind::Lenet, Geometry { channels: 3, height: 28, width: 28, classes: 5 }),
+        (NetKind::CifarQuick, Geometry { channels: 3, height: 12, width: 10, classes: 4 }),
+    ] {
+        let mut network = Network::new(kind, geometry, SEED).unwrap();
+        let batch = 4;
+        let images = random_values(batch * geometry.features(), 5);
+        let labels: Vec<u8> = (0..batch).map(|example| (example * 3 % geometry.classes) as u8).collect();
+        let logits = network.forward(images.clone(), |_, _| Ok::<(), NetError>(())).unwrap();
+        let (_, gradient) = network.loss(logits, &labels).unwrap();
+        let mut gradients = vec![Vec::new(); network.keys().len()];
+        network
+            .backward(gradient, |key, values| -> Result<(), NetError> {
+                gradients[key] = values;
+                Ok(())
+            })
+            .unwrap();
+        for (key, gradient) in gradients.iter().enumerate() {
+            // Along the gradient itself, where the slope is its norm, and along a random direction with a part of it.
+            let norm = gradient.iter().map(|g| f64::from(g * g)).sum::<f64>().sqrt() as f32;
+            let random = random_values(gradient.len(), 100 + key as u64);
+            let random_norm = random.iter().map(|value| value * value).sum::<f32>().sqrt();
+            for share in [1.0, 0.5] {
+                let direction: Vec<f32> = gradient
+                    .iter()
+                    .zip(&random)
+                    .map(|(g, r)| share * g / norm + (1.0 - share) * r / random_norm)
+                    .collect();
+                let slope: f64 =
+                    gradient.iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
+                let original = network.parameters(key).unwrap();
+                let epsilon = 2e-3;
+                let mut moved = |step: f32| {
+                    let values: Vec<f32> =
+                        original.iter().zip(&direction).map(|(w, d)| w + step * d).collect();
+                    network.lend_parameters(key, |parameters| *parameters = values).unwrap();
+                    loss(&mut network, &images, &labels)
+                };
+                let measured = (moved(epsilon) - moved(-epsilon)) / f64::from(2.0 * epsilon);
+                network.lend_parameters(key, |parameters| *parameters = original).unwrap();
+                let name = &network.keys()[key].name;
+                assert!(
+                    (measured - slope).abs() <= 0.02 * f64::from(norm) + 2e-4,
+                    "{kind} {geometry} {name}: slope {slope}, measured {measured} (seed {SEED})"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_leave_from_the_last_layer_and_layers_fetch_from_the_first() {
+    let geometry = Geometry { channels: 1, height: 8, width: 8, classes: 10 };
+    let mut network = Network::new(NetKind::Lenet, geometry, SEED).unwrap();
+    let names: Vec<&str> = network.keys().iter().map(|key| key.name.as_str()).collect();
+    assert_eq!(names.len(), 8);
+    assert_eq!((names[0], names[1], names[7]), ("conv1.weight", "conv1.bias", "fc2.bias"));
+    assert_eq!(network.keys()[2].shape, [32, 3, 3, 16]);
+
+    let (mut fetched, mut emitted) = (Vec::new(), Vec::new());
+    let logits = network
+        .forward(random_values(2 * 64, 6), |key, _| -> Result<(), NetError> {
+            fetched.push(key);
+            Ok(())
+        })
+        .unwrap();
+    let (_, gradient) = network.loss(logits, &[1, 2]).unwrap();
+    network
+        .backward(gradient, |key, _| -> Result<(), NetError> {
+            emitted.push(key);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(fetched, [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(emitted, [6, 7, 4, 5, 2, 3, 0, 1]);
+}
+
+#[test]
+fn lent_parameters_are_used_and_keep_their_length() {
+    let geometry = Geometry { channels: 1, height: 8, width: 8, classes: 10 };
+    let mut network = Network::new(NetKind::Mlp, geometry, SEED).unwrap();
+    let mut replacement = vec![0.25; 10 * 64];
+    network.lend_parameters(4, |parameters| std::mem::swap(parameters, &mut replacement)).unwrap();
+    assert_eq!(network.parameters(4).unwrap(), [0.25; 640]);
+    let logits = network.forward(random_values(64, 7), |_, _| Ok::<(), NetError>(())).unwrap();
+    let logits = values(&logits);
+    assert!(logits.iter().all(|logit| *logit == logits[0]), "{logits:?}");
+
+    let refused = network.lend_parameters(4, |parameters| parameters.truncate(3)).unwrap_err();
+    assert!(refused.to_string().contains("expected 640 parameters, found 3"), "{refused}");
+}
+
+#[test]
+fn initial_parameters_depend_on_the_seed_alone_and_have_hes_variance() {
+    let geometry = Geometry { channels: 3, height: 32, width: 32, classes: 10 };
+    for kind in NetKind::ALL {
+        assert_eq!(kind.name().parse::<NetKind>().unwrap(), kind);
+        let parameters = |seed| Network::new(kind, geometry, seed).unwrap().all_parameters().unwrap();
+        assert_eq!(parameters(1), parameters(1));
+        assert_ne!(parameters(1), parameters(2));
+        let network = Network::new(kind, geometry, 1).unwrap();
+        let first = &parameters(1)[0];
+        let inputs = network.keys()[0].shape[1..].iter().product::<u64>() as f32;
+        let variance = first.iter().map(|value| value * value).sum::<f32>() / first.len() as f32;
+        assert!((variance * inputs / 2.0 - 1.0).abs() < 0.1, "{kind}: {variance}");
+        assert!(parameters(1)[1].iter().all(|&bias| bias == 0.0));
+    }
+}
+
+#[test]
+fn images_that_are_too_small_are_refused() {
+    let geometry = Geometry { channels: 1, height: 2, width: 2, classes: 10 };
+    let refused = Network::new(NetKind::Lenet, geometry, 1).unwrap_err().to_string();
+    assert!(
+        refused.contains("`lenet`") && refused.contains("pool2") && refused.contains("2x2x1"),
+        "{refused}"
+    );
+    let unknown = "resnet".parse::<NetKind>().unwrap_err().to_string();
+    assert!(unknown.contains("`resnet`") && unknown.contains("cifar-quick"), "{unknown}");
+}
+
+#[test]
+fn a_nan_in_the_parameters_reaches_the_loss() {
+    let geometry = Geometry { channels: 1, height: 8, width: 8, classes: 10 };
+    let mut network = Network::new(NetKind::Lenet, geometry, SEED).unwrap();
+    network.lend_parameters(0, |parameters| parameters[3] = f32::NAN).unwrap();
+    assert!(loss(&mut network, &random_values(64, 8), &[0]).is_nan());
+}

@@ -1,0 +1,254 @@
+//! The training loop, the same with and without a hub.
+
+use std::ops::AddAssign;
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+
+use crate::data::{Data, DataError, EpochOrder};
+use crate::exchange::{Exchange, ExchangeError};
+use crate::net::{NetError, Network};
+
+/// What one training run does. Network, data, optimizer and number of workers come with the other arguments of [`train`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrainConfig {
+    /// Passes over the training set.
+    pub epochs: usize,
+    /// Examples per worker and step.
+    pub batch: usize,
+    /// Decides the order of the examples. Every rank must have the same.
+    pub seed: u64,
+    /// Whether to measure accuracy on the test set at the end.
+    pub evaluate: bool,
+}
+
+/// Where a run is, after each step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Progress {
+    /// Steps done, from 1.
+    pub step: usize,
+    /// Steps in all.
+    pub of: usize,
+    /// The epoch of this step, from 1.
+    pub epoch: usize,
+    /// Mean loss of this process's shards in this step.
+    pub loss: f64,
+    /// Examples of this process per second, since the beginning.
+    pub examples_per_second: f64,
+}
+
+/// What a run was, at its end. Times are of this process.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Steps done.
+    pub steps: usize,
+    /// Wall time of all steps, without the test set.
+    pub seconds: f64,
+    /// Mean loss of this process's shards over the last epoch.
+    pub loss: f64,
+    /// Share of the test set that is classified correctly, if it was measured.
+    pub accuracy: Option<f64>,
+    /// Time spent on anything but the exchange.
+    pub compute_seconds: f64,
+    /// Time spent inside the exchange: handing over gradients and waiting for parameters.
+    pub wait_seconds: f64,
+    /// Time during which at least one key was under way.
+    pub exchange_seconds: f64,
+    /// The share of `exchange_seconds` that passed while this process computed; 0 where nothing was under way.
+    pub hidden_fraction: f64,
+    /// Bytes that left this process.
+    pub bytes_sent: u64,
+    /// Bytes that came back.
+    pub bytes_received: u64,
+    /// The final parameters, one vector per key.
+    pub parameters: Vec<Vec<f32>>,
+}
+
+/// Why a run stopped.
+#[derive(Debug, Error)]
+pub enum TrainError {
+    /// The data set cannot be used.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The network cannot be computed.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// The exchange failed.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
+    /// There is nothing to do.
+    #[error(
+        "{workers} workers with a batch of {batch} need {needed} examples for one step: the training set has {found}"
+    )]
+    TooFewExamples {
+        /// Workers of the job.
+        workers: usize,
+        /// Examples per worker and step.
+        batch: usize,
+        /// Their product.
+        needed: usize,
+        /// Examples there are.
+        found: usize,
+    },
+    /// The batch is empty.
+    #[error("a batch needs at least one example")]
+    EmptyBatch,
+    /// The network was built for other images.
+    #[error("the network is for images of {network}, the data has {data}")]
+    Geometry {
+        /// What the network was built for.
+        network: crate::data::Geometry,
+        /// What the data set has.
+        data: crate::data::Geometry,
+    },
+}
+
+/// Trains a network, the gradients of each layer leaving while the layers below it compute, and each layer waiting for
+/// its own new parameters only when the next forward pass reaches it.
+///
+/// A process computes the shards of the exchange's ranks, one after the other, on the same parameters.
+///
+/// # Errors
+/// The first thing that fails, in data, network or exchange.
+pub fn train(
+    config: &TrainConfig,
+    data: &Data,
+    network: &mut Network,
+    exchange: &mut dyn Exchange,
+    on_progress: &mut dyn FnMut(&Progress),
+) -> Result<Report, TrainError> {
+    let (workers, ranks) = (exchange.workers(), exchange.ranks());
+    let steps_per_epoch = check(config, data, network, workers)?;
+    let of = config.epochs * steps_per_epoch;
+    let started = Instant::now();
+    let mut run = Run { network, exchange, waited: Duration::ZERO, labels: Vec::new() };
+    let mut loss = Mean::default();
+    for epoch in 0..config.epochs {
+        let order = EpochOrder::new(&data.train, config.seed, epoch, workers, config.batch);
+        loss = Mean::default();
+        for step in 0..steps_per_epoch {
+            let mut step_loss = Mean::default();
+            for rank in ranks.clone() {
+                step_loss += run.shard(data, order.shard(step, rank), rank == ranks.start)?;
+            }
+            loss += step_loss.value();
+            let step = epoch * steps_per_epoch + step + 1;
+            let examples = step * ranks.len() * config.batch;
+            let examples_per_second = examples as f64 / started.elapsed().as_secs_f64();
+            on_progress(&Progress {
+                step,
+                of,
+                epoch: epoch + 1,
+                loss: step_loss.value(),
+                examples_per_second,
+            });
+        }
+    }
+    run.collect()?;
+    let (elapsed, waited) = (started.elapsed(), run.waited);
+    let statistics = exchange.statistics();
+    Ok(Report {
+        steps: of,
+        seconds: elapsed.as_secs_f64(),
+        loss: loss.value(),
+        accuracy: if config.evaluate { Some(network.accuracy(&data.test)?) } else { None },
+        compute_seconds: elapsed.saturating_sub(waited).as_secs_f64(),
+        wait_seconds: waited.as_secs_f64(),
+        exchange_seconds: statistics.in_flight.as_secs_f64(),
+        hidden_fraction: hidden_fraction(statistics.in_flight, waited),
+        bytes_sent: statistics.bytes_sent,
+        bytes_received: statistics.bytes_received,
+        parameters: network.all_parameters()?,
+    })
+}
+
+fn check(config: &TrainConfig, data: &Data, network: &Network, workers: usize) -> Result<usize, TrainError> {
+    let (batch, found) = (config.batch, data.train.len());
+    if batch == 0 {
+        return Err(TrainError::EmptyBatch);
+    }
+    if network.geometry() != data.train.geometry() {
+        return Err(TrainError::Geometry { network: network.geometry(), data: data.train.geometry() });
+    }
+    let needed = workers.saturating_mul(batch);
+    if needed > found {
+        return Err(TrainError::TooFewExamples { workers, batch, needed, found });
+    }
+    Ok(found / needed)
+}
+
+/// The part of the time under way that did not keep this process waiting.
+fn hidden_fraction(in_flight: Duration, waited: Duration) -> f64 {
+    if in_flight.is_zero() {
+        return 0.0;
+    }
+    in_flight.saturating_sub(waited).as_secs_f64() / in_flight.as_secs_f64()
+}
+
+struct Run<'a> {
+    network: &'a mut Network,
+    exchange: &'a mut dyn Exchange,
+    waited: Duration,
+    labels: Vec<u8>,
+}
+
+impl Run<'_> {
+    /// Forward and backward on one rank's shard; with new parameters if it is the step's first here.
+    fn shard(
+        &mut self,
+        data: &Data,
+        examples: impl Iterator<Item = usize>,
+        first: bool,
+    ) -> Result<f64, TrainError> {
+        let Run { network, exchange, waited, labels } = self;
+        let mut images = Vec::new();
+        data.train.batch(examples, &mut images, labels);
+        let logits = network.forward(images, |key, parameters| -> Result<(), TrainError> {
+            if first {
+                timed(waited, || exchange.parameters(key, parameters))?;
+            }
+            Ok(())
+        })?;
+        let (loss, gradient) = network.loss(logits, labels)?;
+        network.backward(gradient, |key, gradient| -> Result<(), TrainError> {
+            Ok(timed(waited, || exchange.push(key, gradient))?)
+        })?;
+        Ok(loss)
+    }
+
+    /// The parameters after the last step.
+    fn collect(&mut self) -> Result<(), TrainError> {
+        for key in 0..self.network.keys().len() {
+            let Run { network, exchange, waited, .. } = self;
+            network.lend_parameters(key, |values| timed(waited, || exchange.parameters(key, values)))??;
+        }
+        Ok(())
+    }
+}
+
+fn timed<R>(total: &mut Duration, action: impl FnOnce() -> R) -> R {
+    let started = Instant::now();
+    let result = action();
+    *total += started.elapsed();
+    result
+}
+
+/// A running mean.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    sum: f64,
+    count: usize,
+}
+
+impl Mean {
+    fn value(&self) -> f64 {
+        self.sum / self.count.max(1) as f64
+    }
+}
+
+impl AddAssign<f64> for Mean {
+    fn add_assign(&mut self, value: f64) {
+        self.sum += value;
+        self.count += 1;
+    }
+}
