@@ -1,1 +1,294 @@
+//! The worker's side of the rules: which requests are under way, and which answers a hub may give.
+//!
+//! One [`Requests`] keeps the books of all keys of a job. Like the hub's [`crate::exchange`] it sees neither data nor
+//! sockets: the worker's I/O thread tells it what was asked, what has begun to leave and what has come back whole.
 
+use thiserror::Error;
+
+use crate::chunk::{ChunkId, ChunkMap, Extent};
+use crate::codec::{Codec, Dtype};
+use crate::wire::{Header, Operation};
+
+/// What a worker can ask for a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Contribute a gradient; done when it has taken effect.
+    Push,
+    /// Receive parameters.
+    Pull,
+    /// Contribute a gradient and receive the parameters that follow from it.
+    PushPull,
+    /// Rank 0: send the parameters to start from.
+    Initialise,
+}
+
+impl Request {
+    /// The frame that carries it.
+    pub const fn operation(self) -> Operation {
+        match self {
+            Request::Push => Operation::Push,
+            Request::Pull => Operation::Pull,
+            Request::PushPull => Operation::PushPull,
+            Request::Initialise => Operation::Initialise,
+        }
+    }
+
+    /// Whether parameters come back.
+    pub const fn receives(self) -> bool {
+        matches!(self, Request::Pull | Request::PushPull)
+    }
+}
+
+/// The requests under way, key by key and chunk by chunk.
+#[derive(Clone, Debug)]
+pub struct Requests {
+    map: ChunkMap,
+    dtypes: Vec<Dtype>,
+    keys: Vec<Option<Underway>>,
+    chunks: Vec<Progress>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Underway {
+    request: Request,
+    step: u32,
+    unanswered: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Idle,
+    Unsent,
+    Sent,
+}
+
+/// A second request for a key came before the first was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("a {request:?} of this key is still under way: wait for it first")]
+pub struct Unfinished {
+    /// What is under way.
+    pub request: Request,
+}
+
+/// An answer that nobody asked for: the hub is at fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Unasked {
+    /// No such chunk.
+    #[error("the hub answered for chunk {0}, which does not exist")]
+    Chunk(ChunkId),
+    /// The chunk has no request that this would answer.
+    #[error("the hub answered {operation:?} for chunk {chunk}, which waits for no such answer")]
+    Answer {
+        /// The chunk.
+        chunk: ChunkId,
+        /// The answer.
+        operation: Operation,
+    },
+    /// Older parameters than asked for.
+    #[error("the hub answered with version {got} of chunk {chunk}, older than version {expected} asked for")]
+    Version {
+        /// The chunk.
+        chunk: ChunkId,
+        /// Asked for.
+        expected: u32,
+        /// Answered.
+        got: u32,
+    },
+    /// A payload of the wrong size or encoding.
+    #[error(
+        "the hub answered {bytes} bytes of {codec} for chunk {chunk}, which has {expected_bytes} bytes of {expected_codec}"
+    )]
+    Payload {
+        /// The chunk.
+        chunk: ChunkId,
+        /// Answered.
+        bytes: u32,
+        /// Answered.
+        codec: Codec,
+        /// Asked for.
+        expected_bytes: u32,
+        /// Asked for.
+        expected_codec: Codec,
+    },
+}
+
+/// What is left of a key's request after one of its chunks was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answered {
+    /// The key.
+    pub key: u32,
+    /// Set when this was the key's last chunk: the request is over.
+    pub finished: Option<Request>,
+}
+
+impl Requests {
+    /// Books for a table cut by `map`, with each key's dtype in table order.
+    pub fn new(map: ChunkMap, dtypes: Vec<Dtype>) -> Self {
+        assert_eq!(map.keys(), dtypes.len(), "one dtype a key");
+        Requests {
+            keys: vec![None; map.keys()],
+            chunks: vec![Progress::Idle; map.len() as usize],
+            map,
+            dtypes,
+        }
+    }
+
+    /// How the keys are cut.
+    pub fn map(&self) -> &ChunkMap {
+        &self.map
+    }
+
+    /// Starts a request. `step` is the step pushed, the version pulled, or the version to start from. All the key's
+    /// chunks are then to be sent.
+    pub fn begin(
+        &mut self,
+        key: u32,
+        request: Request,
+        step: u32,
+    ) -> Result<std::ops::Range<ChunkId>, Unfinished> {
+        if let Some(underway) = self.keys[key as usize] {
+            return Err(Unfinished { request: underway.request });
+        }
+        let chunks = self.map.chunks_of(key);
+        self.chunks[chunks.start as usize..chunks.end as usize].fill(Progress::Unsent);
+        self.keys[key as usize] = Some(Underway { request, step, unanswered: chunks.len() as u32 });
+        Ok(chunks)
+    }
+
+    /// The header of a chunk's request, and where its payload lies in the key. `codec` is the gradients'.
+    ///
+    /// # Panics
+    /// If the chunk's key has no request under way.
+    pub fn header(&self, chunk: ChunkId, codec: Codec) -> (Header, Extent) {
+        let extent = self.map.extent(chunk).expect("a chunk to send is in the map");
+        let underway = self.keys[extent.key as usize].expect("a chunk to send has a request");
+        let codec = match underway.request {
+            Request::Push | Request::PushPull => codec,
+            Request::Initialise => self.dtypes[extent.key as usize].codec(),
+            Request::Pull => Codec::F32,
+        };
+        let length = if underway.request == Request::Pull { 0 } else { extent.bytes(codec) };
+        let header =
+            Header { operation: underway.request.operation(), codec, chunk, step: underway.step, length };
+        (header, extent)
+    }
+
+    /// A chunk's request has begun to leave: from now on its answer may come.
+    pub fn sent(&mut self, chunk: ChunkId) {
+        self.chunks[chunk as usize] = Progress::Sent;
+    }
+
+    /// Checks an answer's header and says where its payload goes. Asking twice for one answer is fine.
+    pub fn expect(&self, header: &Header) -> Result<Extent, Unasked> {
+        let chunk = header.chunk;
+        let extent = self.map.extent(chunk).ok_or(Unasked::Chunk(chunk))?;
+        let unasked = Unasked::Answer { chunk, operation: header.operation };
+        let underway = self.keys[extent.key as usize].ok_or(unasked)?;
+        let fits = match header.operation {
+            Operation::Parameters => underway.request.receives(),
+            Operation::Applied => !underway.request.receives(),
+            _ => false,
+        };
+        if !fits || self.chunks[chunk as usize] != Progress::Sent {
+            return Err(unasked);
+        }
+        let expected = match underway.request {
+            Request::Pull | Request::Initialise => underway.step,
+            Request::Push | Request::PushPull => underway.step.wrapping_add(1),
+        };
+        if header.step < expected {
+            return Err(Unasked::Version { chunk, expected, got: header.step });
+        }
+        if header.operation == Operation::Parameters {
+            let codec = self.dtypes[extent.key as usize].codec();
+            let expected_bytes = extent.bytes(codec);
+            if header.codec != codec || header.length != expected_bytes {
+                let (bytes, expected_codec) = (header.length, codec);
+                return Err(Unasked::Payload {
+                    chunk,
+                    bytes,
+                    codec: header.codec,
+                    expected_bytes,
+                    expected_codec,
+                });
+            }
+        }
+        Ok(extent)
+    }
+
+    /// An answer that [`Requests::expect`] accepted is here whole.
+    pub fn answered(&mut self, header: &Header) -> Result<Answered, Unasked> {
+        let key = self.expect(header)?.key;
+        self.chunks[header.chunk as usize] = Progress::Idle;
+        let underway = self.keys[key as usize].as_mut().expect("an expected answer has a request");
+        underway.unanswered -= 1;
+        let finished = (underway.unanswered == 0).then_some(underway.request);
+        if finished.is_some() {
+            self.keys[key as usize] = None;
+        }
+        Ok(Answered { key, finished })
+    }
+
+    /// The keys with a request under way, ascending; what a failed job leaves unanswered.
+    pub fn underway(&self) -> impl Iterator<Item = u32> + '_ {
+        self.keys.iter().enumerate().filter_map(|(key, underway)| underway.map(|_| key as u32))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::{Key, KeyTable};
+
+    fn requests() -> Requests {
+        let mut keys = vec![Key::new("a", [600]), Key::new("b", [10])];
+        keys[1].dtype = Dtype::BF16;
+        let table = KeyTable::new(keys).unwrap();
+        Requests::new(ChunkMap::new(&table, 1024).unwrap(), vec![Dtype::F32, Dtype::BF16])
+    }
+
+    fn parameters(chunk: ChunkId, codec: Codec, length: u32, step: u32) -> Header {
+        Header { operation: Operation::Parameters, codec, chunk, step, length }
+    }
+
+    #[test]
+    fn a_key_finishes_with_its_last_chunk_whatever_the_order() {
+        let mut requests = requests();
+        assert_eq!(requests.begin(0, Request::PushPull, 4), Ok(0..3));
+        assert_eq!(requests.begin(0, Request::Pull, 4), Err(Unfinished { request: Request::PushPull }));
+        for chunk in [2, 0, 1] {
+            let (header, extent) = requests.header(chunk, Codec::F16);
+            assert_eq!((header.operation, header.step, header.codec), (Operation::PushPull, 4, Codec::F16));
+            assert_eq!(header.length, extent.elements * 2);
+            requests.sent(chunk);
+        }
+        assert_eq!(requests.answered(&parameters(1, Codec::F32, 1024, 5)).unwrap().finished, None);
+        assert_eq!(requests.answered(&parameters(0, Codec::F32, 1024, 5)).unwrap().finished, None);
+        assert_eq!(requests.underway().collect::<Vec<_>>(), [0]);
+        let last = requests.answered(&parameters(2, Codec::F32, 88 * 4, 5)).unwrap();
+        assert_eq!(last, Answered { key: 0, finished: Some(Request::PushPull) });
+        assert_eq!(requests.begin(0, Request::Push, 5), Ok(0..3));
+    }
+
+    #[test]
+    fn answers_nobody_asked_for_are_refused() {
+        let mut requests = requests();
+        let good = parameters(3, Codec::BF16, 20, 1);
+        assert_eq!(requests.expect(&parameters(9, Codec::F32, 4, 0)), Err(Unasked::Chunk(9)));
+        assert!(matches!(requests.expect(&good), Err(Unasked::Answer { .. })), "nothing is under way");
+        requests.begin(1, Request::Pull, 1).unwrap();
+        assert!(matches!(requests.expect(&good), Err(Unasked::Answer { .. })), "nothing was sent");
+        requests.sent(3);
+        assert_eq!(requests.expect(&good).unwrap().elements, 10);
+        let applied = Header { operation: Operation::Applied, length: 0, ..good };
+        assert!(matches!(requests.expect(&applied), Err(Unasked::Answer { .. })));
+        assert!(matches!(requests.expect(&Header { step: 0, ..good }), Err(Unasked::Version { .. })));
+        assert!(matches!(requests.expect(&Header { length: 40, ..good }), Err(Unasked::Payload { .. })));
+        assert!(matches!(
+            requests.expect(&Header { codec: Codec::F16, ..good }),
+            Err(Unasked::Payload { .. })
+        ));
+        requests.answered(&good).unwrap();
+        assert!(matches!(requests.answered(&good), Err(Unasked::Answer { .. })), "an answer counts once");
+    }
+}

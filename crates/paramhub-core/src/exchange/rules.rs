@@ -1,0 +1,349 @@
+use std::ops::Range;
+
+use thiserror::Error;
+
+use crate::consistency::Consistency;
+
+/// What holds for all chunks of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rules {
+    /// Ranks in the job.
+    pub workers: u32,
+    /// When contributions take effect and answers may leave.
+    pub consistency: Consistency,
+    /// Sum in rank order.
+    pub reproducible: bool,
+    /// Whether rank 0 must send the parameters to start from.
+    pub has_parameters: bool,
+}
+
+/// The books of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    rules: Rules,
+    chunks: Vec<ChunkBook>,
+    /// Of slot `s` and rank `r`, at `s * workers + r`.
+    ranks: Vec<RankBook>,
+    left: Vec<bool>,
+    departures: u32,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct ChunkBook {
+    /// Updates since version 0; the low 32 bits travel.
+    version: u64,
+    /// Contributions to the step under way.
+    arrived: u32,
+    /// Of those, how many are in the sum; fewer than `arrived` only while some are parked.
+    folded: u32,
+    initialised: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct RankBook {
+    /// The step the rank pushes next.
+    next_step: u32,
+    request: Request,
+}
+
+/// What a rank waits for on a chunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Request {
+    #[default]
+    None,
+    Waiting(Answer),
+    /// The answer may leave but has not begun to.
+    Owed(Answer),
+}
+
+/// How the hub answers a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// With the newest parameters, to Pull and PushPull.
+    Parameters,
+    /// With a bare acknowledgement, to Push and Initialise.
+    Applied,
+}
+
+/// What to do with a contribution that is here whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// Where the payload goes.
+    pub fold: Fold,
+    /// The optimizer must run on the sum, after the fold.
+    pub update: Option<Update>,
+}
+
+/// Where a contribution's payload goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fold {
+    /// Into the sum now, then the contributions parked by the ranks of `parked`, in that order.
+    Sum {
+        /// The sum starts with this payload instead of adding to it.
+        first: bool,
+        /// Ranks whose parked contributions are due.
+        parked: Range<u32>,
+    },
+    /// Into the rank's parking place, until every lower rank's contribution is in the sum.
+    Park,
+}
+
+/// A run of the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Update {
+    /// The step it completes: hyperparameters are those that hold at it.
+    pub step: u32,
+    /// Updates of this chunk including this one, Adam's t.
+    pub number: u64,
+    /// Contributions in the sum; the mean divides by it.
+    pub contributions: u32,
+}
+
+/// A request against the rules: the sender is at fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Offence {
+    /// A step that is over, or that this rank has contributed to already.
+    #[error("step {got} was pushed, but step {expected} is due: a step is pushed once and in order")]
+    StepBehind {
+        /// The step due.
+        expected: u32,
+        /// The step pushed.
+        got: u32,
+    },
+    /// A step that has not begun.
+    #[error("step {got} was asked for, but step {expected} is under way: wait for it first")]
+    StepAhead {
+        /// The step under way.
+        expected: u32,
+        /// The step asked for.
+        got: u32,
+    },
+    /// The rank has a request for this chunk that is not answered.
+    #[error("a second request came before the first was answered")]
+    Unanswered,
+    /// Parameters were pushed to or asked to be replaced before rank 0 had sent any.
+    #[error("a gradient came before rank 0 had sent the parameters to start from")]
+    NotInitialised,
+    /// Parameters came twice, or from another rank than 0, or to a job that has none.
+    #[error("parameters to start from come once, from rank 0, and only to a job with an optimizer")]
+    Initialised,
+}
+
+/// Ranks wait for a step that another rank will never contribute to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("rank {rank} left the job, but other ranks wait for its contribution to step {step}")]
+pub struct Stranded {
+    /// Who left.
+    pub rank: u32,
+    /// The step that cannot end.
+    pub step: u32,
+}
+
+impl Exchange {
+    /// Books for `chunks` chunks; allocates all they will ever need.
+    pub fn new(rules: Rules, chunks: u32) -> Self {
+        let initialised = !rules.has_parameters;
+        Exchange {
+            rules,
+            chunks: vec![ChunkBook { initialised, ..Default::default() }; chunks as usize],
+            ranks: vec![RankBook::default(); chunks as usize * rules.workers as usize],
+            left: vec![false; rules.workers as usize],
+            departures: 0,
+        }
+    }
+
+    /// Bytes these books take.
+    pub fn memory_bytes(rules: Rules, chunks: u32) -> u64 {
+        let per_chunk = size_of::<ChunkBook>() + size_of::<RankBook>() * rules.workers as usize;
+        u64::from(chunks) * per_chunk as u64
+    }
+
+    /// Takes the parameters to start from, at `version`. The caller copies them into the model if this is `Ok`, then
+    /// calls [`Exchange::settle`].
+    pub fn initialise(&mut self, slot: u32, rank: u32, version: u32) -> Result<(), Offence> {
+        let chunk = self.chunks[slot as usize];
+        if chunk.initialised || rank != 0 {
+            return Err(Offence::Initialised);
+        }
+        if self.rank(slot, rank).request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        self.chunks[slot as usize] =
+            ChunkBook { version: u64::from(version), initialised: true, ..Default::default() };
+        for rank in 0..self.rules.workers {
+            self.rank_mut(slot, rank).next_step = version;
+        }
+        self.rank_mut(slot, rank).request = Request::Waiting(Answer::Applied);
+        Ok(())
+    }
+
+    /// Takes a contribution that is here whole. The caller does what the arrival says and, if it ran the optimizer,
+    /// calls [`Exchange::settle`].
+    pub fn push(&mut self, slot: u32, rank: u32, step: u32, answer: Answer) -> Result<Arrival, Offence> {
+        let chunk = self.chunks[slot as usize];
+        let book = self.rank(slot, rank);
+        if !chunk.initialised {
+            return Err(Offence::NotInitialised);
+        }
+        if book.request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        let expected = book.next_step;
+        match step {
+            got if got < expected => return Err(Offence::StepBehind { expected, got }),
+            got if got > expected => return Err(Offence::StepAhead { expected, got }),
+            _ => {}
+        }
+        if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
+            return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
+        }
+        *self.rank_mut(slot, rank) =
+            RankBook { next_step: step.wrapping_add(1), request: Request::Waiting(answer) };
+        let contributions_due = match self.rules.consistency {
+            Consistency::Synchronous => self.rules.workers,
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => 1,
+        };
+        let fold = self.fold(slot, rank);
+        let chunk = &mut self.chunks[slot as usize];
+        chunk.arrived += 1;
+        let update = (chunk.arrived == contributions_due).then(|| {
+            chunk.version += 1;
+            chunk.arrived = 0;
+            chunk.folded = 0;
+            Update { step, number: chunk.version, contributions: contributions_due }
+        });
+        Ok(Arrival { fold, update })
+    }
+
+    /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::settle`].
+    pub fn pull(&mut self, slot: u32, rank: u32, version: u32) -> Result<(), Offence> {
+        let chunk = self.chunks[slot as usize];
+        let book = self.rank(slot, rank);
+        if book.request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        let newest = match self.rules.consistency {
+            Consistency::Synchronous => chunk.version as u32,
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => book.next_step,
+        };
+        // Until rank 0 has spoken, nobody knows the version it starts from.
+        if chunk.initialised && version > newest {
+            return Err(Offence::StepAhead { expected: newest, got: version });
+        }
+        self.rank_mut(slot, rank).request = Request::Waiting(Answer::Parameters);
+        Ok(())
+    }
+
+    /// Calls `owed` for each rank whose request for this chunk may now be answered and could not before. Called after
+    /// every initialise, update and pull of the chunk.
+    pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
+        let slowest = self.slowest(slot);
+        for rank in 0..self.rules.workers {
+            if let Request::Waiting(answer) = self.rank(slot, rank).request
+                && self.may_answer(slot, rank, slowest)
+            {
+                self.rank_mut(slot, rank).request = Request::Owed(answer);
+                owed(rank, answer);
+            }
+        }
+    }
+
+    /// The answer to `rank` begins to leave: from now on the rank may ask for this chunk again.
+    ///
+    /// Returns the version to send with it.
+    pub fn answer(&mut self, slot: u32, rank: u32) -> u32 {
+        debug_assert!(matches!(self.rank(slot, rank).request, Request::Owed(_)), "only what is owed is sent");
+        let version = match self.rules.consistency {
+            Consistency::Synchronous => self.chunks[slot as usize].version as u32,
+            // Each worker counts its own steps where there is no common one.
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.rank(slot, rank).next_step,
+        };
+        self.rank_mut(slot, rank).request = Request::None;
+        version
+    }
+
+    /// Notes that a rank has left of its own accord, and calls `owed` as [`Exchange::settle`] does for every slot the
+    /// departure frees.
+    ///
+    /// Fails if others wait, now or for ever, for a contribution that will not come.
+    pub fn leave(&mut self, rank: u32, mut owed: impl FnMut(u32, u32, Answer)) -> Result<(), Stranded> {
+        self.left[rank as usize] = true;
+        self.departures += 1;
+        for slot in 0..self.chunks.len() as u32 {
+            self.rank_mut(slot, rank).request = Request::None;
+            self.settle(slot, |waiting, answer| owed(slot, waiting, answer));
+            self.stranded_at(slot)?;
+        }
+        Ok(())
+    }
+
+    /// Fails if a rank waits on this chunk for a rank that has left. Called after every push that brought no update.
+    pub fn stranded_at(&self, slot: u32) -> Result<(), Stranded> {
+        if self.rules.consistency != Consistency::Synchronous || self.departures == 0 {
+            return Ok(());
+        }
+        let chunk = self.chunks[slot as usize];
+        let waits = |rank: u32| {
+            matches!(self.rank(slot, rank).request, Request::Waiting(_)) && !self.left[rank as usize]
+        };
+        let missing = (0..self.rules.workers).find(|&rank| {
+            self.left[rank as usize] && u64::from(self.rank(slot, rank).next_step) <= chunk.version
+        });
+        match missing {
+            Some(rank) if (0..self.rules.workers).any(waits) => {
+                Err(Stranded { rank, step: chunk.version as u32 })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Ranks whose contribution to this chunk's step under way is missing, ascending; what a stalled job is named by.
+    pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
+        let version = self.chunks[slot as usize].version;
+        (0..self.rules.workers).filter(move |&rank| u64::from(self.rank(slot, rank).next_step) <= version)
+    }
+
+    /// In rank order if the job is reproducible, else in order of arrival.
+    fn fold(&mut self, slot: u32, rank: u32) -> Fold {
+        let chunk = self.chunks[slot as usize];
+        if !self.rules.reproducible {
+            self.chunks[slot as usize].folded += 1;
+            return Fold::Sum { first: chunk.folded == 0, parked: 0..0 };
+        }
+        if chunk.folded != rank {
+            return Fold::Park;
+        }
+        let step = self.rank(slot, rank).next_step;
+        let mut end = rank + 1;
+        while end < self.rules.workers && self.rank(slot, end).next_step == step {
+            end += 1;
+        }
+        self.chunks[slot as usize].folded = end;
+        Fold::Sum { first: rank == 0, parked: rank + 1..end }
+    }
+
+    fn may_answer(&self, slot: u32, rank: u32, slowest: u32) -> bool {
+        let chunk = self.chunks[slot as usize];
+        let next_step = self.rank(slot, rank).next_step;
+        chunk.initialised
+            && match self.rules.consistency {
+                Consistency::Synchronous => u64::from(next_step) <= chunk.version,
+                Consistency::Asynchronous => true,
+                Consistency::BoundedStaleness(bound) => next_step - slowest <= bound,
+            }
+    }
+
+    /// The least advanced rank's next step; ranks that have left hold nobody back.
+    fn slowest(&self, slot: u32) -> u32 {
+        let present = (0..self.rules.workers).filter(|&rank| !self.left[rank as usize]);
+        present.map(|rank| self.rank(slot, rank).next_step).min().unwrap_or(u32::MAX)
+    }
+
+    fn rank(&self, slot: u32, rank: u32) -> RankBook {
+        self.ranks[slot as usize * self.rules.workers as usize + rank as usize]
+    }
+
+    fn rank_mut(&mut self, slot: u32, rank: u32) -> &mut RankBook {
+        &mut self.ranks[slot as usize * self.rules.workers as usize + rank as usize]
+    }
+}

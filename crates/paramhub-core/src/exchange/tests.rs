@@ -1,0 +1,295 @@
+//! Workers and a hub in one thread, their messages interleaved at random, against a reference that keeps every
+//! contribution by name instead of summing it.
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRng;
+
+use super::*;
+use crate::consistency::Consistency;
+
+const STEPS: u32 = 4;
+
+/// Who contributed, to which step.
+type Contribution = (u32, u32);
+
+struct Worker {
+    next_step: u32,
+    waiting: Option<Answer>,
+    left: bool,
+}
+
+/// A hub that does with names what a core does with bytes.
+struct World {
+    exchange: Exchange,
+    rules: Rules,
+    workers: Vec<Worker>,
+    sum: Vec<Contribution>,
+    parked: Vec<Option<Contribution>>,
+    /// One entry an update: the contributions in it, in the order they were summed.
+    model: Vec<Vec<Contribution>>,
+    owed: Vec<(u32, Answer)>,
+}
+
+impl World {
+    fn new(rules: Rules) -> Self {
+        let worker = || Worker { next_step: 0, waiting: None, left: false };
+        World {
+            exchange: Exchange::new(rules, 1),
+            rules,
+            workers: (0..rules.workers).map(|_| worker()).collect(),
+            sum: vec![],
+            parked: vec![None; rules.workers as usize],
+            model: vec![],
+            owed: vec![],
+        }
+    }
+
+    fn settle(&mut self) {
+        let owed = &mut self.owed;
+        self.exchange.settle(0, |rank, answer| owed.push((rank, answer)));
+    }
+
+    fn push(&mut self, rank: u32, step: u32, answer: Answer) -> Result<(), Offence> {
+        let arrival = self.exchange.push(0, rank, step, answer)?;
+        match arrival.fold {
+            Fold::Park => {
+                assert!(self.parked[rank as usize].replace((rank, step)).is_none(), "a place taken twice")
+            }
+            Fold::Sum { first, parked } => {
+                assert_eq!(
+                    first,
+                    self.sum.is_empty(),
+                    "the first contribution, and no other, starts the sum"
+                );
+                self.sum.push((rank, step));
+                for rank in parked {
+                    self.sum.push(self.parked[rank as usize].take().expect("a contribution was parked"));
+                }
+            }
+        }
+        if let Some(update) = arrival.update {
+            assert_eq!(update.contributions as usize, self.sum.len());
+            assert_eq!(update.number as usize, self.model.len() + 1);
+            assert!(self.sum.iter().all(|&(_, step)| step == update.step));
+            self.model.push(std::mem::take(&mut self.sum));
+            self.settle();
+        }
+        Ok(())
+    }
+
+    /// Delivers one owed answer and checks what the worker may conclude from it.
+    fn deliver(&mut self, index: usize) {
+        let (rank, answer) = self.owed.swap_remove(index);
+        let version = self.exchange.answer(0, rank);
+        let worker = &mut self.workers[rank as usize];
+        if worker.left {
+            return;
+        }
+        assert_eq!(worker.waiting.take(), Some(answer), "an answer answers a request, once");
+        assert_eq!(version, worker.next_step);
+        let (step, clock) = (version, worker.next_step);
+        match self.rules.consistency {
+            Consistency::Synchronous => {
+                assert_eq!(
+                    self.model.len() as u32,
+                    step,
+                    "nobody sees a step before all contributed, nor two at once"
+                );
+            }
+            Consistency::Asynchronous => {}
+            Consistency::BoundedStaleness(bound) => {
+                let slowest = self.workers.iter().filter(|w| !w.left).map(|w| w.next_step).min().unwrap();
+                assert!(clock - slowest <= bound, "rank {rank} is {} steps ahead", clock - slowest);
+            }
+        }
+        if step > 0 {
+            let own = self.model.iter().flatten().filter(|&&(r, s)| r == rank && s + 1 == step).count();
+            assert_eq!(own, 1, "a worker sees its own contribution, once");
+        }
+    }
+
+    /// What the rules say must be refused, and must change nothing.
+    fn offend(&mut self, rank: u32, rng: &mut TestRng) {
+        let (next, waiting) = {
+            let worker = &self.workers[rank as usize];
+            (worker.next_step, worker.waiting.is_some())
+        };
+        let before = format!("{:?}", self.exchange);
+        let offence = match rng.random_range(0..4u32) {
+            0 if next > 0 => self.push(rank, next - 1, Answer::Applied).unwrap_err(),
+            1 => self.push(rank, next + 1, Answer::Parameters).unwrap_err(),
+            2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
+            _ => self.exchange.initialise(0, rank, 0).unwrap_err(),
+        };
+        if waiting && offence != Offence::Initialised {
+            assert_eq!(offence, Offence::Unanswered);
+        }
+        assert_eq!(before, format!("{:?}", self.exchange), "{offence:?} left a trace");
+    }
+}
+
+fn run(rules: Rules, losses: bool, mut rng: TestRng) {
+    let mut world = World::new(rules);
+    if rules.has_parameters {
+        for rank in 1..rules.workers {
+            assert_eq!(world.push(rank, 0, Answer::Applied), Err(Offence::NotInitialised));
+            world.exchange.pull(0, rank, 0).unwrap();
+            world.settle();
+            world.workers[rank as usize].waiting = Some(Answer::Parameters);
+        }
+        assert!(world.owed.is_empty(), "there is nothing to answer with yet");
+        world.exchange.initialise(0, 0, 0).unwrap();
+        world.workers[0].waiting = Some(Answer::Applied);
+        world.settle();
+    }
+    loop {
+        let able: Vec<u32> = (0..rules.workers)
+            .filter(|&rank| {
+                let worker = &world.workers[rank as usize];
+                worker.waiting.is_none() && !worker.left && worker.next_step < STEPS
+            })
+            .collect();
+        if able.is_empty() && world.owed.is_empty() {
+            break;
+        }
+        if rng.random_range(0..5) == 0 {
+            let rank = rng.random_range(0..rules.workers);
+            if !world.workers[rank as usize].left && world.owed.iter().all(|&(owed, _)| owed != rank) {
+                world.offend(rank, &mut rng);
+            }
+        }
+        if losses && rng.random_range(0..20) == 0 {
+            if leave(&mut world, &mut rng) {
+                return;
+            }
+            continue;
+        }
+        if !world.owed.is_empty() && (able.is_empty() || rng.random_range(0..2) == 0) {
+            let index = rng.random_range(0..world.owed.len());
+            world.deliver(index);
+        } else if !able.is_empty() {
+            act(&mut world, able[rng.random_range(0..able.len())], &mut rng);
+            if stranded(&world) {
+                assert!(world.exchange.stranded_at(0).is_err(), "a job that cannot go on must be told");
+                return;
+            }
+            assert_eq!(world.exchange.stranded_at(0), Ok(()));
+        }
+    }
+    for (rank, worker) in world.workers.iter().enumerate() {
+        assert!(worker.left || worker.next_step == STEPS, "rank {rank} starved at step {}", worker.next_step);
+    }
+    check_model(&world);
+}
+
+/// One request of a worker that waits for nothing.
+fn act(world: &mut World, rank: u32, rng: &mut TestRng) {
+    let step = world.workers[rank as usize].next_step;
+    let answer = match rng.random_range(0..4) {
+        0 => {
+            world.exchange.pull(0, rank, step).unwrap();
+            world.workers[rank as usize].waiting = Some(Answer::Parameters);
+            world.settle();
+            return;
+        }
+        1 => Answer::Applied,
+        _ => Answer::Parameters,
+    };
+    world.workers[rank as usize].waiting = Some(answer);
+    world.workers[rank as usize].next_step += 1;
+    world.push(rank, step, answer).unwrap();
+}
+
+/// Lets a random rank leave; whether that ends the job.
+fn leave(world: &mut World, rng: &mut TestRng) -> bool {
+    let rank = rng.random_range(0..world.rules.workers);
+    if world.workers[rank as usize].left {
+        return false;
+    }
+    world.workers[rank as usize].left = true;
+    world.workers[rank as usize].waiting = None;
+    world.owed.retain(|&(owed, _)| owed != rank);
+    let owed = &mut world.owed;
+    let outcome = world.exchange.leave(rank, |_, rank, answer| owed.push((rank, answer)));
+    assert_eq!(outcome.is_err(), stranded(world), "{outcome:?}");
+    outcome.is_err()
+}
+
+/// Whether a rank that is here waits for a step that a rank that left never contributed to.
+fn stranded(world: &World) -> bool {
+    let step = world.model.len() as u32;
+    let incomplete = world.workers.iter().any(|worker| worker.left && worker.next_step <= step);
+    let waits = |rank: usize| {
+        let worker = &world.workers[rank];
+        !worker.left && worker.waiting.is_some() && world.owed.iter().all(|&(owed, _)| owed as usize != rank)
+    };
+    world.rules.consistency == Consistency::Synchronous && incomplete && (0..world.workers.len()).any(waits)
+}
+
+fn check_model(world: &World) {
+    let present = world.workers.iter().filter(|worker| !worker.left).count();
+    match world.rules.consistency {
+        Consistency::Synchronous => {
+            for (step, update) in world.model.iter().enumerate() {
+                let mut ranks: Vec<u32> = update.iter().map(|&(rank, _)| rank).collect();
+                if !world.rules.reproducible {
+                    ranks.sort_unstable();
+                }
+                assert_eq!(ranks, (0..world.rules.workers).collect::<Vec<_>>(), "step {step}");
+            }
+        }
+        _ => {
+            assert!(world.model.iter().all(|update| update.len() == 1));
+            assert!(world.model.len() >= present * STEPS as usize);
+        }
+    }
+}
+
+fn rules() -> impl Strategy<Value = Rules> {
+    let consistency = prop_oneof![
+        3 => Just((Consistency::Synchronous, false)),
+        3 => Just((Consistency::Synchronous, true)),
+        1 => Just((Consistency::Asynchronous, false)),
+        2 => (0u32..3).prop_map(|bound| (Consistency::BoundedStaleness(bound), false)),
+    ];
+    (1u32..6, consistency, any::<bool>()).prop_map(
+        |(workers, (consistency, reproducible), has_parameters)| Rules {
+            workers,
+            consistency,
+            reproducible,
+            has_parameters,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_interleaving_serves_every_worker_right(rules in rules(), losses in prop::bool::weighted(0.4), rng in any_rng()) {
+        run(rules, losses, rng);
+    }
+}
+
+fn any_rng() -> impl Strategy<Value = TestRng> {
+    any::<u32>().prop_perturb(|_, rng| rng)
+}
+
+#[test]
+fn resuming_starts_at_the_version_given() {
+    let rules = Rules {
+        workers: 2,
+        consistency: Consistency::Synchronous,
+        reproducible: false,
+        has_parameters: true,
+    };
+    let mut exchange = Exchange::new(rules, 1);
+    exchange.initialise(0, 0, 100).unwrap();
+    exchange.settle(0, |_, _| {});
+    assert_eq!(exchange.answer(0, 0), 100);
+    assert_eq!(exchange.push(0, 1, 0, Answer::Applied), Err(Offence::StepBehind { expected: 100, got: 0 }));
+    exchange.push(0, 1, 100, Answer::Applied).unwrap();
+    assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
+    let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().update.unwrap();
+    assert_eq!(update, Update { step: 100, number: 101, contributions: 2 });
+}
