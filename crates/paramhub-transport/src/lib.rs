@@ -1,1 +1,24 @@
 //! Moves frames between registered buffers: TCP streams and the memory they read and write.
+//!
+//! Everything is non-blocking and meant for single-threaded event loops: a hub core, a worker's I/O thread. A [`Poller`]
+//! says which [`Stream`]s are ready; [`Stream::receive`] hands whole frames to a [`FrameSink`], straight from a
+//! [`Scratch`] shared by the thread's streams or straight into the slice the sink names; [`Stream::send`] writes frames
+//! from wherever their payloads lie. Nothing is allocated and nothing is locked per frame.
+//!
+//! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them; [`socket`] makes the
+//! connections and carries their handshake.
+
+mod assembly;
+mod memory;
+mod poll;
+pub mod socket;
+mod stream;
+mod tcp;
+
+pub use memory::{Lending, ReceiveRegion, SendRegion, StableBytes, lend};
+pub use poll::{Event, Events, Interest, Poller, Waker};
+pub use stream::{
+    FrameSink, Landing, Outgoing, ReceiveError, Received, SCRATCH_BYTES_DEFAULT, Scratch, Sent, Stream,
+    StreamError,
+};
+pub use tcp::{ReceiveMode, TcpStream};

@@ -1,0 +1,178 @@
+//! Makes frames of a byte stream, whatever pieces it comes in.
+
+use std::io::IoSliceMut;
+
+use paramhub_core::limits::CONTROL_BYTES_MAX;
+use paramhub_core::wire::{Direction, FrameError, HEADER_BYTES, Header};
+
+use crate::stream::{FrameSink, Landing, ReceiveError};
+
+/// The receiving side of a stream between two reads.
+#[derive(Debug)]
+pub(crate) struct Assembly {
+    direction: Direction,
+    frame_bytes_max: usize,
+    stage: Stage,
+    head: [u8; HEADER_BYTES],
+    /// The payload of a staged frame that a read cut off. Room for the largest, from the start.
+    stash: Box<[u8]>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    /// `filled` bytes of the next header are in `head`.
+    Head { filled: usize },
+    /// `filled` bytes of the payload are in `stash`.
+    Staged { header: Header, filled: usize },
+    /// `filled` bytes of the payload are where the sink wants them.
+    InPlace { header: Header, filled: usize },
+}
+
+/// Where one read's bytes went: first into the unfinished frame, the rest into the read-ahead.
+pub(crate) struct Filled {
+    pub(crate) wanted: usize,
+    pub(crate) bytes: usize,
+    into_frame: usize,
+}
+
+impl Assembly {
+    /// For frames that travel in `direction` with at most `frame_bytes_max` bytes of tensor payload. Control frames have
+    /// their own, small bound, which even a job of tiny chunks must leave room for.
+    pub(crate) fn new(direction: Direction, frame_bytes_max: usize) -> Self {
+        let stash = frame_bytes_max.max(CONTROL_BYTES_MAX as usize);
+        Assembly {
+            direction,
+            frame_bytes_max,
+            stage: Stage::Head { filled: 0 },
+            head: [0; HEADER_BYTES],
+            stash: vec![0; stash].into_boxed_slice(),
+        }
+    }
+
+    /// Whether the stream may end here.
+    pub(crate) fn at_boundary(&self) -> bool {
+        matches!(self.stage, Stage::Head { filled: 0 })
+    }
+
+    /// Lets `read` fill what is missing of the unfinished frame and then `ahead`, about `budget` bytes in all.
+    pub(crate) fn fill<S: FrameSink, E: From<ReceiveError<S::Error>>>(
+        &mut self,
+        sink: &mut S,
+        ahead: &mut [u8],
+        budget: usize,
+        read: impl FnOnce(&mut [IoSliceMut<'_>]) -> Result<usize, E>,
+    ) -> Result<Filled, E> {
+        let missing: &mut [u8] = match self.stage {
+            Stage::Head { filled: 0 } => &mut [],
+            Stage::Head { filled } => &mut self.head[filled..],
+            Stage::Staged { header, filled } => &mut self.stash[filled..header.length as usize],
+            Stage::InPlace { header, filled } => match sink.landing(&header).map_err(ReceiveError::Sink)? {
+                Landing::InPlace(slice) => &mut checked(&header, slice)[filled..],
+                Landing::Staged => panic!("the sink changed its mind about the unfinished {header:?}"),
+            },
+        };
+        let into_frame = missing.len().min(budget);
+        let ahead_bytes = ahead.len().min(budget - into_frame);
+        let mut slices =
+            [IoSliceMut::new(&mut missing[..into_frame]), IoSliceMut::new(&mut ahead[..ahead_bytes])];
+        let bytes = read(if into_frame == 0 { &mut slices[1..] } else { &mut slices })?;
+        Ok(Filled { wanted: into_frame + ahead_bytes, bytes, into_frame: bytes.min(into_frame) })
+    }
+
+    /// Hands over the frames that `filled` completed; `ahead` is the read-ahead it went to.
+    pub(crate) fn absorb<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        filled: &Filled,
+        ahead: &[u8],
+    ) -> Result<(), ReceiveError<S::Error>> {
+        let mut rest = &ahead[..filled.bytes - filled.into_frame];
+        let new = filled.into_frame;
+        match &mut self.stage {
+            Stage::Head { filled: 0 } => {}
+            Stage::Head { filled } => {
+                *filled += new;
+                if *filled < HEADER_BYTES {
+                    return Ok(());
+                }
+                let head = self.head;
+                rest = self.begin(sink, &head, rest)?;
+            }
+            Stage::Staged { header, filled } => {
+                *filled += new;
+                if *filled < header.length as usize {
+                    return Ok(());
+                }
+                let header = *header;
+                self.stage = Stage::Head { filled: 0 };
+                let payload = &self.stash[..header.length as usize];
+                sink.frame(&header, Some(payload)).map_err(ReceiveError::Sink)?;
+            }
+            Stage::InPlace { header, filled } => {
+                *filled += new;
+                if *filled < header.length as usize {
+                    return Ok(());
+                }
+                let header = *header;
+                self.stage = Stage::Head { filled: 0 };
+                sink.frame(&header, None).map_err(ReceiveError::Sink)?;
+            }
+        }
+        while let Some((head, after)) = rest.split_first_chunk() {
+            rest = self.begin(sink, head, after)?;
+        }
+        if !rest.is_empty() {
+            self.head[..rest.len()].copy_from_slice(rest);
+            self.stage = Stage::Head { filled: rest.len() };
+        }
+        Ok(())
+    }
+
+    /// Begins the frame of `head`, takes what `after` holds of it, and returns what follows it. An incomplete frame
+    /// takes everything.
+    fn begin<'a, S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        head: &[u8; HEADER_BYTES],
+        after: &'a [u8],
+    ) -> Result<&'a [u8], ReceiveError<S::Error>> {
+        let header = Header::decode(head, self.direction)?;
+        self.bound(&header)?;
+        self.stage = Stage::Head { filled: 0 };
+        let length = header.length as usize;
+        let here = length.min(after.len());
+        let (payload, rest) = after.split_at(here);
+        match sink.landing(&header).map_err(ReceiveError::Sink)? {
+            Landing::Staged if here == length => {
+                sink.frame(&header, Some(payload)).map_err(ReceiveError::Sink)?;
+            }
+            Landing::Staged => {
+                self.stash[..here].copy_from_slice(payload);
+                self.stage = Stage::Staged { header, filled: here };
+            }
+            Landing::InPlace(slice) => {
+                checked(&header, slice)[..here].copy_from_slice(payload);
+                if here == length {
+                    sink.frame(&header, None).map_err(ReceiveError::Sink)?;
+                } else {
+                    self.stage = Stage::InPlace { header, filled: here };
+                }
+            }
+        }
+        Ok(rest)
+    }
+
+    fn bound(&self, header: &Header) -> Result<(), FrameError> {
+        let control = header.operation.length_max() <= CONTROL_BYTES_MAX;
+        if control || header.length as usize <= self.frame_bytes_max {
+            return Ok(());
+        }
+        let max = u32::try_from(self.frame_bytes_max).unwrap_or(u32::MAX);
+        Err(FrameError::Length { operation: header.operation, length: header.length, max })
+    }
+}
+
+fn checked<'a>(header: &Header, slice: &'a mut [u8]) -> &'a mut [u8] {
+    assert_eq!(slice.len(), header.length as usize, "the sink's slice does not fit {header:?}");
+    slice
+}

@@ -1,0 +1,192 @@
+//! Waiting for streams, and being woken while waiting.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
+
+/// What to wait for. Errors and hang-ups are reported whatever the interest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Interest {
+    /// Bytes or a connection can be taken, or the peer closed.
+    pub readable: bool,
+    /// Bytes can be written.
+    pub writable: bool,
+}
+
+impl Interest {
+    /// To read alone.
+    pub const READABLE: Interest = Interest { readable: true, writable: false };
+    /// To write alone.
+    pub const WRITABLE: Interest = Interest { readable: false, writable: true };
+    /// To read and to write.
+    pub const BOTH: Interest = Interest { readable: true, writable: true };
+
+    fn flags(self) -> EventFlags {
+        let mut flags = EventFlags::empty();
+        flags.set(EventFlags::IN, self.readable);
+        flags.set(EventFlags::OUT, self.writable);
+        flags
+    }
+}
+
+/// One thread's set of descriptors to wait for; epoll, level-triggered: what was not drained is reported again.
+///
+/// Remove a descriptor before closing it.
+#[derive(Debug)]
+pub struct Poller {
+    epoll: OwnedFd,
+}
+
+impl Poller {
+    /// An empty set.
+    pub fn new() -> io::Result<Self> {
+        Ok(Poller { epoll: epoll::create(epoll::CreateFlags::CLOEXEC)? })
+    }
+
+    /// Adds `fd`; its events carry `token`.
+    pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, fd, EventData::new_u64(token), interest.flags())?)
+    }
+
+    /// Changes what is waited for on `fd`, and its token.
+    pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        Ok(epoll::modify(&self.epoll, fd, EventData::new_u64(token), interest.flags())?)
+    }
+
+    /// Takes `fd` out.
+    pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        Ok(epoll::delete(&self.epoll, fd)?)
+    }
+
+    /// Waits until something is ready or `timeout` is over (`None`: without end, zero: not at all) and fills `events` in
+    /// place of what it held; none after a timeout. A signal does not cut the wait short.
+    pub fn wait(&self, events: &mut Events, timeout: Option<Duration>) -> io::Result<()> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut left = deadline.and(timeout);
+        loop {
+            events.list.clear();
+            let timespec = left.and_then(|left| Timespec::try_from(left).ok());
+            match epoll::wait(&self.epoll, spare_capacity(&mut events.list), timespec.as_ref()) {
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {
+                    left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                }
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+/// Room for the events of one [`Poller::wait`]. What does not fit is reported by the next.
+pub struct Events {
+    list: Vec<epoll::Event>,
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl Events {
+    /// Room for `capacity` events, at least one.
+    pub fn with_capacity(capacity: usize) -> Self {
+        Events { list: Vec::with_capacity(capacity.max(1)) }
+    }
+
+    /// The events of the last wait.
+    pub fn iter(&self) -> impl Iterator<Item = Event> + '_ {
+        self.list.iter().map(|event| {
+            let (flags, data) = (event.flags, event.data);
+            let broken = flags.intersects(EventFlags::HUP | EventFlags::ERR);
+            Event {
+                token: data.u64(),
+                readable: broken || flags.contains(EventFlags::IN),
+                writable: broken || flags.contains(EventFlags::OUT),
+                hangup: broken,
+            }
+        })
+    }
+
+    /// How many there were.
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Whether the wait ended without any.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
+/// Something is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// As given to [`Poller::add`].
+    pub token: u64,
+    /// Reading will not block; it may report an error or the end.
+    pub readable: bool,
+    /// Writing will not block; it may report an error.
+    pub writable: bool,
+    /// Both directions are over. Reported whatever the interest, again and again until the descriptor is removed.
+    pub hangup: bool,
+}
+
+/// Ends another thread's [`Poller::wait`]. Clones wake the same poller.
+///
+/// The sleeper adds it to its poller like any descriptor. A wake is remembered until [`drain`](Self::drain), so the order
+/// is: the waker queues its work, then wakes; the sleeper drains, then looks at the queue.
+#[derive(Clone, Debug)]
+pub struct Waker {
+    inner: Arc<WakerInner>,
+}
+
+#[derive(Debug)]
+struct WakerInner {
+    eventfd: OwnedFd,
+    pending: AtomicBool,
+}
+
+impl Waker {
+    /// A waker that has not woken anyone.
+    pub fn new() -> io::Result<Self> {
+        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Waker { inner: Arc::new(WakerInner { eventfd, pending: AtomicBool::new(false) }) })
+    }
+
+    /// Makes the poller's current or next wait return. Wakes that were not drained yet cost no system call.
+    pub fn wake(&self) {
+        if !self.inner.pending.swap(true, Ordering::AcqRel) {
+            // Cannot fail: the descriptor is ours, and the counter is never near its end, where it would block.
+            let _ = rustix::io::write(&self.inner.eventfd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Forgets the wakes so far. Everything queued before one of them is visible afterwards.
+    pub fn drain(&self) {
+        // First the counter, then the flag: the other way round a wake in between would leave the flag set over an empty
+        // counter, and no later wake would write.
+        let _ = rustix::io::read(&self.inner.eventfd, &mut [0u8; 8]);
+        self.inner.pending.swap(false, Ordering::AcqRel);
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.eventfd.as_fd()
+    }
+}

@@ -1,0 +1,108 @@
+//! Making connections, and the blocking reads and writes of their handshake.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, Socket, Type};
+
+/// Connections that may wait to be accepted: a large job's streams arrive all at once.
+const BACKLOG: i32 = 4096;
+
+/// Listens on `address`; port 0 takes any free one. The listener is blocking. Errors name the address and what to do.
+pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let bound = || -> io::Result<TcpListener> {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        // Connections of a hub that has just ended linger in TIME_WAIT and must not keep its successor out.
+        socket.set_reuse_address(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        Ok(socket.into())
+    };
+    bound().map_err(|error| {
+        let advice = match error.kind() {
+            ErrorKind::AddrInUse => format!(
+                "the port is in use: stop the program that has it (`ss -ltnp 'sport = :{}'` names it) or listen on \
+                 another port",
+                address.port()
+            ),
+            ErrorKind::AddrNotAvailable => {
+                "this machine has no such address: use one that `ip addr` lists".to_owned()
+            }
+            ErrorKind::PermissionDenied => {
+                format!("port {} needs privileges: use one above 1023", address.port())
+            }
+            _ => error.to_string(),
+        };
+        io::Error::new(error.kind(), format!("cannot listen on {address}: {advice}"))
+    })
+}
+
+/// Connects to `address` within `timeout`. The stream is blocking, without Nagle's delay. Errors name the address.
+pub fn dial(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
+    let connected = || -> io::Result<TcpStream> {
+        let stream = TcpStream::connect_timeout(&address, timeout)?;
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    };
+    connected().map_err(|error| {
+        let reason = match error.kind() {
+            ErrorKind::ConnectionRefused => "nobody listens there: is the hub running?".to_owned(),
+            ErrorKind::TimedOut => format!(
+                "no answer within {} s: is the address right, and does a firewall stand between?",
+                timeout.as_secs_f64()
+            ),
+            _ => error.to_string(),
+        };
+        io::Error::new(error.kind(), format!("cannot connect to {address}: {reason}"))
+    })
+}
+
+/// Fills `buffer` from a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline` however slowly the peer
+/// drips. Takes not one byte more than `buffer` holds.
+pub fn read_exact_by(stream: &mut TcpStream, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        stream.set_read_timeout(Some(time_left(deadline)?))?;
+        match stream.read(&mut buffer[filled..]) {
+            Ok(0) => {
+                return Err(io::Error::new(
+                    ErrorKind::UnexpectedEof,
+                    format!("the connection ended after {filled} of {} bytes", buffer.len()),
+                ));
+            }
+            Ok(read) => filled += read,
+            Err(error) if is_temporary(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Writes all of `bytes` to a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline`.
+pub fn write_all_by(stream: &mut TcpStream, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    let mut written = 0;
+    while written < bytes.len() {
+        stream.set_write_timeout(Some(time_left(deadline)?))?;
+        match stream.write(&bytes[written..]) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(wrote) => written += wrote,
+            Err(error) if is_temporary(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn time_left(deadline: Instant) -> io::Result<Duration> {
+    match deadline.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(io::Error::new(ErrorKind::TimedOut, "the peer did not answer in time")),
+        // The kernel counts microseconds, and takes zero for "no timeout".
+        left => Ok(left.max(Duration::from_micros(1))),
+    }
+}
+
+/// Timed out or interrupted: the deadline decides, not the kernel's clock.
+fn is_temporary(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+}

@@ -1,0 +1,278 @@
+//! Frames over a TCP connection.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use paramhub_core::wire::{Direction, HEADER_BYTES};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
+
+use crate::assembly::{Assembly, Filled};
+use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
+
+/// Frames of one `sendmsg`: far more than a socket buffer takes, and their headers fit a kilobyte of stack.
+const BATCH_FRAMES: usize = 64;
+
+/// What an in-place receiver reads beyond the frame at hand: the next header and, of its payload, whole cache lines, so
+/// that the bulk keeps its alignment. Small control frames still arrive many to a read.
+const AHEAD_BYTES: usize = HEADER_BYTES + 256;
+
+/// How far a stream reads ahead. Either mode serves either [`Landing`](crate::Landing); it decides which of them costs no
+/// extra copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReceiveMode {
+    /// A scratch full at once: for frames that are worked on as they arrive and then forgotten.
+    Staged,
+    /// To the next header and little more: bulk payloads are read straight to where they land.
+    InPlace,
+}
+
+/// A [`Stream`] over TCP.
+///
+/// A read or write that comes short ends a call without asking the kernel again: on a level-triggered
+/// [`Poller`](crate::Poller) nothing is lost and one system call in two is saved.
+#[derive(Debug)]
+pub struct TcpStream {
+    socket: OwnedFd,
+    mode: ReceiveMode,
+    assembly: Assembly,
+    receiving_is_over: bool,
+    unfinished: usize,
+    /// The header of the unfinished frame.
+    begun: [u8; HEADER_BYTES],
+    bytes_received: u64,
+    bytes_sent: u64,
+    receive_calls: u64,
+    send_calls: u64,
+}
+
+impl TcpStream {
+    /// Takes a connected socket (a `std::net::TcpStream` or an `OwnedFd`) whose handshake is over; makes it non-blocking
+    /// and switches Nagle's delay off.
+    ///
+    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, which stages contributions,
+    /// [`Direction::ToWorker`] on a worker, which receives parameters in place. `frame_bytes_max` bounds the tensor
+    /// payload of a frame (the job's largest chunk on the wire); a frame that announces more is an error. Room for one
+    /// such frame is allocated here and nothing later.
+    ///
+    /// # Panics
+    /// If `direction` is [`Direction::Both`].
+    pub fn new(socket: impl Into<OwnedFd>, direction: Direction, frame_bytes_max: usize) -> io::Result<Self> {
+        let mode = match direction {
+            Direction::ToHub => ReceiveMode::Staged,
+            Direction::ToWorker => ReceiveMode::InPlace,
+            Direction::Both => panic!("a stream receives from workers or from a hub"),
+        };
+        let socket = socket.into();
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        sockopt::set_tcp_nodelay(&socket, true)?;
+        Ok(TcpStream {
+            socket,
+            mode,
+            assembly: Assembly::new(direction, frame_bytes_max),
+            receiving_is_over: false,
+            unfinished: 0,
+            begun: [0; HEADER_BYTES],
+            bytes_received: 0,
+            bytes_sent: 0,
+            receive_calls: 0,
+            send_calls: 0,
+        })
+    }
+
+    /// Chooses the mode instead of taking the one that suits the direction.
+    pub fn with_receive_mode(mut self, mode: ReceiveMode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Fixes the socket buffers, which switches the kernel's own tuning off; `None` leaves it alone.
+    pub fn with_buffer_bytes(self, send: Option<usize>, receive: Option<usize>) -> io::Result<Self> {
+        if let Some(bytes) = send {
+            sockopt::set_socket_send_buffer_size(&self.socket, bytes)?;
+        }
+        if let Some(bytes) = receive {
+            sockopt::set_socket_recv_buffer_size(&self.socket, bytes)?;
+        }
+        Ok(self)
+    }
+
+    /// System calls made to receive.
+    pub fn receive_calls(&self) -> u64 {
+        self.receive_calls
+    }
+
+    /// System calls made to send.
+    pub fn send_calls(&self) -> u64 {
+        self.send_calls
+    }
+
+    fn receive_frames<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        scratch: &mut Scratch,
+        budget: usize,
+    ) -> Result<Received, ReceiveError<S::Error>> {
+        let scratch = scratch.bytes_mut();
+        let ahead = match self.mode {
+            ReceiveMode::Staged => scratch,
+            ReceiveMode::InPlace => {
+                let bytes = AHEAD_BYTES.min(scratch.len());
+                &mut scratch[..bytes]
+            }
+        };
+        let mut received = Received::default();
+        loop {
+            let left = budget.saturating_sub(received.bytes).max(HEADER_BYTES);
+            let filled = match self.read(sink, ahead, left) {
+                Ok(filled) => filled,
+                Err(ReadError::WouldBlock) => return Ok(received),
+                Err(ReadError::Interrupted) => continue,
+                Err(ReadError::Failed(error)) => return Err(error),
+            };
+            if filled.bytes == 0 {
+                if !self.assembly.at_boundary() {
+                    return Err(StreamError::Closed { reset: false }.into());
+                }
+                received.closed = true;
+                return Ok(received);
+            }
+            received.bytes += filled.bytes;
+            self.bytes_received += filled.bytes as u64;
+            self.assembly.absorb(sink, &filled, ahead)?;
+            if filled.bytes < filled.wanted {
+                return Ok(received);
+            }
+            if received.bytes >= budget {
+                received.more = true;
+                return Ok(received);
+            }
+        }
+    }
+
+    fn read<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        ahead: &mut [u8],
+        budget: usize,
+    ) -> Result<Filled, ReadError<S::Error>> {
+        self.assembly.fill(sink, ahead, budget, |slices| {
+            self.receive_calls += 1;
+            rustix::io::readv(&self.socket, slices).map_err(|errno| match errno {
+                Errno::AGAIN => ReadError::WouldBlock,
+                Errno::INTR => ReadError::Interrupted,
+                other => ReadError::Failed(StreamError::from_errno(other).into()),
+            })
+        })
+    }
+}
+
+impl Stream for TcpStream {
+    fn receive<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        scratch: &mut Scratch,
+        budget: usize,
+    ) -> Result<Received, ReceiveError<S::Error>> {
+        if self.receiving_is_over {
+            return Err(StreamError::Closed { reset: true }.into());
+        }
+        let result = self.receive_frames(sink, scratch, budget);
+        self.receiving_is_over = result.is_err();
+        result
+    }
+
+    fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
+        let mut sent = Sent::default();
+        while sent.frames < frames.len() && !sent.blocked {
+            let batch = &frames[sent.frames..];
+            let batch = &batch[..batch.len().min(BATCH_FRAMES)];
+            let mut heads = [[0; HEADER_BYTES]; BATCH_FRAMES];
+            for (head, frame) in heads.iter_mut().zip(batch) {
+                assert_eq!(frame.header.length as usize, frame.payload.len(), "{:?} lies", frame.header);
+                *head = frame.header.encode();
+            }
+            if self.unfinished > 0 {
+                assert_eq!(heads[0], self.begun, "the frame that has begun must be finished first");
+            }
+            let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
+            let (mut used, mut bytes, mut gone) = (0, 0, self.unfinished);
+            for part in heads.iter().zip(batch).flat_map(|(head, frame)| [&head[..], frame.payload]) {
+                let left = &part[gone.min(part.len())..];
+                gone -= part.len() - left.len();
+                if !left.is_empty() {
+                    slices[used] = IoSlice::new(left);
+                    used += 1;
+                    bytes += left.len();
+                }
+            }
+            self.send_calls += 1;
+            // NOSIGNAL: an embedding process may not ignore SIGPIPE as Rust's own start-up does.
+            let flags = SendFlags::NOSIGNAL;
+            let wrote =
+                match sendmsg(&self.socket, &slices[..used], &mut SendAncillaryBuffer::default(), flags) {
+                    Ok(wrote) => wrote,
+                    Err(Errno::INTR) => continue,
+                    Err(Errno::AGAIN) => 0,
+                    Err(errno) => return Err(StreamError::from_errno(errno)),
+                };
+            sent.bytes += wrote;
+            sent.blocked = wrote < bytes;
+            self.bytes_sent += wrote as u64;
+            self.advance(&mut sent, wrote, batch, &heads);
+        }
+        Ok(sent)
+    }
+
+    fn unfinished(&self) -> usize {
+        self.unfinished
+    }
+
+    fn bytes_received(&self) -> u64 {
+        self.bytes_received
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes_sent
+    }
+}
+
+impl TcpStream {
+    /// Counts the frames that `wrote` bytes finished and remembers where the next one stands.
+    fn advance(
+        &mut self,
+        sent: &mut Sent,
+        wrote: usize,
+        batch: &[Outgoing<'_>],
+        heads: &[[u8; HEADER_BYTES]],
+    ) {
+        self.unfinished += wrote;
+        for (frame, head) in batch.iter().zip(heads) {
+            let whole = HEADER_BYTES + frame.payload.len();
+            if self.unfinished < whole {
+                self.begun = *head;
+                return;
+            }
+            self.unfinished -= whole;
+            sent.frames += 1;
+        }
+    }
+}
+
+impl AsFd for TcpStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+enum ReadError<E> {
+    WouldBlock,
+    Interrupted,
+    Failed(ReceiveError<E>),
+}
+
+impl<E> From<ReceiveError<E>> for ReadError<E> {
+    fn from(error: ReceiveError<E>) -> Self {
+        ReadError::Failed(error)
+    }
+}
