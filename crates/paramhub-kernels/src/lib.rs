@@ -1,1 +1,63 @@
 //! Sums, optimizers and conversions on slices, with SIMD inside.
+//!
+//! A hub core hands this crate one chunk at a time: the bytes of a contribution as they lie in the
+//! receive buffer, the chunk's sum, its model and its optimizer state. Everything here is a function on
+//! slices: no thread, no allocation, no knowledge of jobs, keys or frames.
+//!
+//! # The rounding rule
+//!
+//! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to
+//! even. There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element ever
+//! meets another. So the same inputs give the same bits on every CPU, with every instruction set, in
+//! the vector body as in its tail, and however a tensor is cut into chunks. The one freedom IEEE leaves
+//! open stays open: which payload a NaN carries when two NaNs meet.
+//!
+//! # Wire bytes
+//!
+//! Contributions are little-endian [`Element`]s in a `&[u8]` of any alignment, so that a hub adds straight
+//! from its receive buffer. Sums, models and optimizer state are `f32`.
+//!
+//! # One step of a chunk
+//!
+//! ```
+//! use paramhub_kernels::{Element, Hyperparameters, Registry, Step};
+//!
+//! let registry = Registry::with_builtins();
+//! let aggregator = registry.aggregator("sum").unwrap();
+//! let optimizer = registry.optimizer("sgd").unwrap();
+//! let hyperparameters = Hyperparameters { learning_rate: 0.5, ..optimizer.defaults() };
+//!
+//! let mut model = [1.0_f32, 2.0];
+//! let mut state = vec![0.0; optimizer.state_slots(&hyperparameters) * model.len()];
+//! let gradients: [[u8; 8]; 2] = [
+//!     [[0, 0, 0x80, 0x3f], [0, 0, 0, 0]].concat().try_into().unwrap(), // 1.0, 0.0
+//!     [[0, 0, 0x40, 0x40], [0, 0, 0, 0]].concat().try_into().unwrap(), // 3.0, 0.0
+//! ];
+//!
+//! let mut sum = [0.0; 2];
+//! aggregator.assign(&mut sum, &gradients[0], Element::F32);
+//! aggregator.add(&mut sum, &gradients[1], Element::F32);
+//! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2 };
+//! optimizer.apply(&step, &mut model, &sum, &mut state);
+//! assert_eq!(model, [0.0, 2.0]); // the mean gradient is 2.0
+//! ```
+
+mod aggregate;
+pub mod convert;
+mod dispatch;
+mod element;
+pub mod finite;
+mod half_precision;
+mod hyperparameters;
+pub mod optimizer;
+mod registry;
+pub mod sum;
+
+pub use aggregate::{Aggregator, Sum};
+pub use dispatch::Isa;
+pub use element::Element;
+pub use hyperparameters::{
+    EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues, HyperparameterError, Hyperparameters,
+};
+pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step};
+pub use registry::{Registry, RegistryError};

@@ -1,0 +1,84 @@
+use crate::convert::decode;
+use crate::dispatch::Isa;
+use crate::element::Element;
+use crate::sum;
+
+/// Values decoded at a time by the default wire forms; one tile lies on the stack.
+const TILE_ELEMENTS: usize = 256;
+
+/// How the contributions to a chunk combine (PHub section 3.2.2).
+///
+/// The first contribution is assigned, the others are added, each as it arrives or, in reproducible
+/// mode, in rank order. Element `i` of the result may depend on elements `i` of the contributions alone:
+/// a hub cuts tensors into chunks, and the default wire forms cut chunks into tiles.
+///
+/// Only [`add_f32`](Self::add_f32) is required. The wire forms decode a tile at a time and call the f32
+/// forms, so both ways give the same bits; an aggregator that can read wire bytes faster overrides them.
+/// `sum` and the contribution always have the same number of elements.
+pub trait Aggregator: Send + Sync {
+    /// `sum` after the first contribution, given as f32. By default a copy.
+    fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        sum.copy_from_slice(contribution);
+    }
+
+    /// `sum` after one more contribution, given as f32.
+    fn add_f32(&self, sum: &mut [f32], contribution: &[f32]);
+
+    /// `sum` after the first contribution, given as `sum.len()` little-endian elements at any alignment.
+    fn assign(&self, sum: &mut [f32], wire: &[u8], element: Element) {
+        by_tiles(sum, wire, element, |sum, contribution| self.assign_f32(sum, contribution));
+    }
+
+    /// `sum` after one more contribution, given as `sum.len()` little-endian elements at any alignment.
+    fn add(&self, sum: &mut [f32], wire: &[u8], element: Element) {
+        by_tiles(sum, wire, element, |sum, contribution| self.add_f32(sum, contribution));
+    }
+}
+
+/// The built-in aggregator, registered as `sum`: the sum in f32.
+#[derive(Clone, Copy, Debug)]
+pub struct Sum {
+    isa: Isa,
+}
+
+impl Sum {
+    /// With the widest instruction set of this CPU.
+    pub fn new() -> Self {
+        Self::with_isa(Isa::best())
+    }
+
+    /// With the bodies for `isa`.
+    pub fn with_isa(isa: Isa) -> Self {
+        Self { isa }
+    }
+}
+
+impl Default for Sum {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Aggregator for Sum {
+    fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        sum::add_f32_with(self.isa, sum, contribution);
+    }
+
+    fn assign(&self, sum: &mut [f32], wire: &[u8], element: Element) {
+        sum::assign_with(self.isa, sum, wire, element);
+    }
+
+    fn add(&self, sum: &mut [f32], wire: &[u8], element: Element) {
+        sum::add_with(self.isa, sum, wire, element);
+    }
+}
+
+fn by_tiles(sum: &mut [f32], wire: &[u8], element: Element, combine: impl Fn(&mut [f32], &[f32])) {
+    element.assert_holds(sum.len(), wire.len());
+    let mut tile = [0.0; TILE_ELEMENTS];
+    for (sum, wire) in sum.chunks_mut(TILE_ELEMENTS).zip(wire.chunks(TILE_ELEMENTS * element.bytes())) {
+        let contribution = &mut tile[..sum.len()];
+        decode(wire, contribution, element);
+        combine(sum, contribution);
+    }
+}

@@ -1,0 +1,78 @@
+//! f32 to wire bytes and back.
+
+use crate::dispatch::{Isa, kernel};
+use crate::element::Element;
+use crate::half_precision::{bf16_to_f32, decode_f16, encode_f16, f32_to_bf16};
+
+/// `wire[i] = model[i]`, rounded to the nearest `element`, ties to even.
+///
+/// Values beyond the range become infinite. A NaN stays a NaN of the same sign; in f16 and bf16 it
+/// becomes quiet and keeps the upper bits of its payload. `wire` may have any alignment.
+///
+/// # Panics
+/// If `wire.len() != model.len() * element.bytes()`.
+pub fn encode(model: &[f32], wire: &mut [u8], element: Element) {
+    encode_with(Isa::best(), model, wire, element);
+}
+
+/// [`encode`] by the body for `isa`.
+pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], element: Element) {
+    element.assert_holds(model.len(), wire.len());
+    match element {
+        Element::F32 => encode_f32(isa, model, wire.as_chunks_mut().0),
+        Element::F16 => encode_f16(isa, model, wire.as_chunks_mut().0),
+        Element::Bf16 => encode_bf16(isa, model, wire.as_chunks_mut().0),
+    }
+}
+
+/// `out[i] = wire[i]`, exactly. A signalling f16 NaN becomes quiet; f32 and bf16 keep every bit.
+///
+/// `wire` holds `out.len()` elements, little-endian, at any alignment.
+///
+/// # Panics
+/// If `wire.len() != out.len() * element.bytes()`.
+pub fn decode(wire: &[u8], out: &mut [f32], element: Element) {
+    decode_with(Isa::best(), wire, out, element);
+}
+
+/// [`decode`] by the body for `isa`.
+pub fn decode_with(isa: Isa, wire: &[u8], out: &mut [f32], element: Element) {
+    element.assert_holds(out.len(), wire.len());
+    match element {
+        Element::F32 => decode_f32(isa, wire.as_chunks().0, out),
+        Element::F16 => decode_f16(isa, out, wire.as_chunks().0),
+        Element::Bf16 => decode_bf16(isa, wire.as_chunks().0, out),
+    }
+}
+
+kernel! {
+    fn encode_f32(model: &[f32], wire: &mut [[u8; 4]]) {
+        for (value, bytes) in model.iter().zip(wire) {
+            *bytes = value.to_le_bytes();
+        }
+    }
+}
+
+kernel! {
+    fn encode_bf16(model: &[f32], wire: &mut [[u8; 2]]) {
+        for (value, bytes) in model.iter().zip(wire) {
+            *bytes = f32_to_bf16(*value).to_le_bytes();
+        }
+    }
+}
+
+kernel! {
+    fn decode_f32(wire: &[[u8; 4]], out: &mut [f32]) {
+        for (value, bytes) in out.iter_mut().zip(wire) {
+            *value = f32::from_le_bytes(*bytes);
+        }
+    }
+}
+
+kernel! {
+    fn decode_bf16(wire: &[[u8; 2]], out: &mut [f32]) {
+        for (value, bytes) in out.iter_mut().zip(wire) {
+            *value = bf16_to_f32(u16::from_le_bytes(*bytes));
+        }
+    }
+}

@@ -1,0 +1,132 @@
+use std::fmt;
+use std::sync::OnceLock;
+
+/// An instruction set that this CPU has, so that a value of this type is the proof that a kernel body
+/// compiled for it may run.
+///
+/// Every kernel picks [`Isa::best`] by itself. The explicit form (`add_with(isa, ..)`,
+/// [`Sgd::with_isa`](crate::Sgd::with_isa)) lets tests and benchmarks run each body.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Isa(Body);
+
+/// The bodies each kernel is compiled to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Body {
+    /// Whatever the compilation target guarantees: SSE2 on x86-64, NEON on AArch64.
+    Baseline,
+    /// AVX2 and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Isa {
+    /// The widest set of this CPU, looked up once per process.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| Self::available().last().unwrap_or(Self::baseline()))
+    }
+
+    /// What the compilation target guarantees; every CPU has it.
+    pub const fn baseline() -> Self {
+        Self(Body::Baseline)
+    }
+
+    /// Every set this CPU has, narrowest first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        let candidates = [
+            (true, Body::Baseline),
+            #[cfg(target_arch = "x86_64")]
+            (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"), Body::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            (
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl"),
+                Body::Avx512,
+            ),
+        ];
+        candidates.into_iter().filter(|(present, _)| *present).map(|(_, body)| Self(body))
+    }
+
+    /// `baseline`, `avx2` or `avx512`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Body::Baseline => "baseline",
+            #[cfg(target_arch = "x86_64")]
+            Body::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Body::Avx512 => "avx512",
+        }
+    }
+
+    pub(crate) fn body(self) -> Body {
+        self.0
+    }
+}
+
+impl fmt::Debug for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Compiles one scalar loop once per instruction set and puts the choice in front as a first argument
+/// `isa: Isa`.
+///
+/// The compiler vectorises each copy for its set. It never contracts a multiply and an add into a fused
+/// one by itself, even where the set has it, so the copies agree to the bit.
+macro_rules! kernel {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?)
+        $(-> $answer:ty)? $code:block) => {
+        $(#[$attribute])*
+        $visibility fn $name(isa: $crate::dispatch::Isa, $($argument: $type),*) $(-> $answer)? {
+            #[inline(always)]
+            fn body($($argument: $type),*) $(-> $answer)? $code
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,f16c")]
+            fn avx2($($argument: $type),*) $(-> $answer)? {
+                body($($argument),*)
+            }
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+            fn avx512($($argument: $type),*) $(-> $answer)? {
+                body($($argument),*)
+            }
+
+            match isa.body() {
+                $crate::dispatch::Body::Baseline => body($($argument),*),
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: an `Isa` of this kind exists only where its features were detected.
+                $crate::dispatch::Body::Avx2 => unsafe { avx2($($argument),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: an `Isa` of this kind exists only where its features were detected.
+                $crate::dispatch::Body::Avx512 => unsafe { avx512($($argument),*) },
+            }
+        }
+    };
+}
+pub(crate) use kernel;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn baseline_comes_first_and_best_last() {
+        let all: Vec<Isa> = Isa::available().collect();
+        assert_eq!(all.first(), Some(&Isa::baseline()));
+        assert_eq!(all.last(), Some(&Isa::best()));
+    }
+}

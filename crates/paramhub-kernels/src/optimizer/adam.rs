@@ -1,0 +1,190 @@
+use super::{Optimizer, Step, assert_step, slots_mut};
+use crate::dispatch::{Isa, kernel};
+use crate::hyperparameters::{HyperparameterError, Hyperparameters};
+
+/// Adam as torch.optim defines it: [`Adam::new`] is torch.optim.Adam, registered as `adam`;
+/// [`Adam::decoupled`] is torch.optim.AdamW, registered as `adamw`.
+///
+/// With `g` the mean gradient, `p` the parameter, `m` and `v` the moments (state slots 0 and 1) and `t`
+/// the step's number, in this order:
+///
+/// ```text
+/// g = g + weight_decay * p                        adam, if weight_decay != 0
+/// p = p * (1 - learning_rate * weight_decay)      adamw
+/// m = m + (1 - beta1) * (g - m)                   torch's lerp; g - beta1 * (g - m) if beta1 <= 0.5
+/// v = beta2 * v + (1 - beta2) * g * g
+/// p = p - learning_rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
+/// ```
+///
+/// As in torch, what depends on no element is computed in f64 and rounded to f32 once. Where torch's CPU
+/// kernels fuse a multiplication with an addition, this rounds twice (see the crate's rounding rule), so
+/// results agree to a few units in the last place, not to the bit.
+#[derive(Clone, Copy, Debug)]
+pub struct Adam {
+    isa: Isa,
+    decoupled: bool,
+}
+
+impl Adam {
+    /// torch.optim.Adam, with the widest instruction set of this CPU.
+    pub fn new() -> Self {
+        Self { isa: Isa::best(), decoupled: false }
+    }
+
+    /// torch.optim.AdamW, with the widest instruction set of this CPU.
+    pub fn decoupled() -> Self {
+        Self { isa: Isa::best(), decoupled: true }
+    }
+
+    /// The same with the bodies for `isa`.
+    pub fn with_isa(self, isa: Isa) -> Self {
+        Self { isa, ..self }
+    }
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Optimizer for Adam {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        2
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        assert_step(step, model, sum);
+        let h = step.hyperparameters;
+        let first_weight = 1.0 - h.beta1;
+        let coefficients = Coefficients {
+            mean_factor: step.mean_factor(),
+            weight_decay: h.weight_decay as f32,
+            shrink: (1.0 - h.learning_rate * h.weight_decay) as f32,
+            first_weight: first_weight as f32,
+            first_rest: 1.0 - first_weight as f32,
+            beta2: h.beta2 as f32,
+            second_weight: (1.0 - h.beta2) as f32,
+            step_size: (-h.learning_rate / (1.0 - power(h.beta1, step.number))) as f32,
+            second_correction: (1.0 - power(h.beta2, step.number)).sqrt() as f32,
+            epsilon: h.epsilon as f32,
+        };
+        let decay = match (self.decoupled, h.weight_decay != 0.0) {
+            (_, false) => Decay::None,
+            (false, true) => Decay::L2,
+            (true, true) => Decay::Decoupled,
+        };
+        let [first, second] = slots_mut(state, model.len());
+        descend(self.isa, coefficients, decay, model, sum, first, second);
+    }
+
+    fn defaults(&self) -> Hyperparameters {
+        let weight_decay = if self.decoupled { 1e-2 } else { 0.0 };
+        Hyperparameters { weight_decay, ..Hyperparameters::default() }
+    }
+
+    fn check(&self, h: &Hyperparameters) -> Result<(), HyperparameterError> {
+        h.check_not_negative(&["learning_rate", "weight_decay", "epsilon"])?;
+        h.check_fraction(&["beta1", "beta2"])
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Coefficients {
+    mean_factor: f32,
+    weight_decay: f32,
+    shrink: f32,
+    first_weight: f32,
+    first_rest: f32,
+    beta2: f32,
+    second_weight: f32,
+    step_size: f32,
+    second_correction: f32,
+    epsilon: f32,
+}
+
+#[derive(Clone, Copy)]
+enum Decay {
+    None,
+    L2,
+    Decoupled,
+}
+
+kernel! {
+    fn descend(
+        c: Coefficients,
+        decay: Decay,
+        model: &mut [f32],
+        sum: &[f32],
+        first: &mut [f32],
+        second: &mut [f32],
+    ) {
+        let near = c.first_weight < 0.5;
+        match (decay, near) {
+            (Decay::None, true) => update::<false, false, true>(c, model, sum, first, second),
+            (Decay::None, false) => update::<false, false, false>(c, model, sum, first, second),
+            (Decay::L2, true) => update::<true, false, true>(c, model, sum, first, second),
+            (Decay::L2, false) => update::<true, false, false>(c, model, sum, first, second),
+            (Decay::Decoupled, true) => update::<false, true, true>(c, model, sum, first, second),
+            (Decay::Decoupled, false) => update::<false, true, false>(c, model, sum, first, second),
+        }
+    }
+}
+
+#[inline(always)]
+fn update<const L2: bool, const DECOUPLED: bool, const NEAR: bool>(
+    c: Coefficients,
+    model: &mut [f32],
+    sum: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+) {
+    for (((parameter, total), m), v) in model.iter_mut().zip(sum).zip(first).zip(second) {
+        let mut gradient = total * c.mean_factor;
+        let mut value = *parameter;
+        if L2 {
+            gradient += c.weight_decay * value;
+        }
+        if DECOUPLED {
+            value *= c.shrink;
+        }
+        let distance = gradient - *m;
+        *m = if NEAR { *m + c.first_weight * distance } else { gradient - c.first_rest * distance };
+        *v = c.beta2 * *v + c.second_weight * gradient * gradient;
+        let denominator = v.sqrt() / c.second_correction + c.epsilon;
+        *parameter = value + c.step_size * *m / denominator;
+    }
+}
+
+/// `base` to the power of `exponent` by squaring: the platform's `pow` may differ in the last bit from one
+/// CPU to the next, this cannot.
+fn power(base: f64, mut exponent: u64) -> f64 {
+    let mut result = 1.0;
+    let mut square = base;
+    while exponent > 0 {
+        if exponent & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        exponent >>= 1;
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn power_agrees_with_pow_where_bias_correction_needs_it() {
+        for base in [0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 0.999_999] {
+            for exponent in (1..2000).chain([10_000, 1_000_000, u64::MAX]) {
+                let exact = f64::powf(base, exponent as f64);
+                assert!(
+                    ((1.0 - power(base, exponent)) / (1.0 - exact) - 1.0).abs() < 1e-9,
+                    "{base}^{exponent}"
+                );
+            }
+        }
+    }
+}

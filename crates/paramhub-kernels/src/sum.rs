@@ -1,0 +1,81 @@
+//! Sums of contributions in f32, straight from their wire bytes.
+
+use crate::convert::decode_with;
+use crate::dispatch::{Isa, kernel};
+use crate::element::Element;
+use crate::half_precision::{add_f16, bf16_to_f32};
+
+/// `sum[i] = wire[i]`: the first contribution of a chunk, so that nothing has to be zeroed.
+///
+/// `wire` holds `sum.len()` elements, little-endian, at any alignment.
+///
+/// # Panics
+/// If `wire.len() != sum.len() * element.bytes()`.
+pub fn assign(sum: &mut [f32], wire: &[u8], element: Element) {
+    assign_with(Isa::best(), sum, wire, element);
+}
+
+/// [`assign`] by the body for `isa`.
+pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], element: Element) {
+    decode_with(isa, wire, sum, element);
+}
+
+/// `sum[i] += wire[i]`: a later contribution of a chunk (PHub section 3.2.2), added in f32 whatever it
+/// travelled as.
+///
+/// `wire` holds `sum.len()` elements, little-endian, at any alignment.
+///
+/// # Panics
+/// If `wire.len() != sum.len() * element.bytes()`.
+pub fn add(sum: &mut [f32], wire: &[u8], element: Element) {
+    add_with(Isa::best(), sum, wire, element);
+}
+
+/// [`add`] by the body for `isa`.
+pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], element: Element) {
+    element.assert_holds(sum.len(), wire.len());
+    match element {
+        Element::F32 => add_wire_f32(isa, sum, wire.as_chunks().0),
+        Element::F16 => add_f16(isa, sum, wire.as_chunks().0),
+        Element::Bf16 => add_bf16(isa, sum, wire.as_chunks().0),
+    }
+}
+
+/// `sum[i] += contribution[i]`: a contribution that was parked as f32, as reproducible mode does to sum in
+/// rank order.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add_f32(sum: &mut [f32], contribution: &[f32]) {
+    add_f32_with(Isa::best(), sum, contribution);
+}
+
+/// [`add_f32`] by the body for `isa`.
+pub fn add_f32_with(isa: Isa, sum: &mut [f32], contribution: &[f32]) {
+    assert_eq!(sum.len(), contribution.len(), "a contribution is as long as its sum");
+    add_slices(isa, sum, contribution);
+}
+
+kernel! {
+    fn add_wire_f32(sum: &mut [f32], wire: &[[u8; 4]]) {
+        for (total, bytes) in sum.iter_mut().zip(wire) {
+            *total += f32::from_le_bytes(*bytes);
+        }
+    }
+}
+
+kernel! {
+    fn add_bf16(sum: &mut [f32], wire: &[[u8; 2]]) {
+        for (total, bytes) in sum.iter_mut().zip(wire) {
+            *total += bf16_to_f32(u16::from_le_bytes(*bytes));
+        }
+    }
+}
+
+kernel! {
+    fn add_slices(sum: &mut [f32], contribution: &[f32]) {
+        for (total, value) in sum.iter_mut().zip(contribution) {
+            *total += value;
+        }
+    }
+}
