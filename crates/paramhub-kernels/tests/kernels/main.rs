@@ -1,0 +1,8 @@
+//! Every kernel against a plain scalar reference, bit for bit, in every body this CPU can run.
+
+mod conversions;
+mod finite;
+mod optimizers;
+mod sums;
+mod support;
+mod vectors;

@@ -1,0 +1,264 @@
+use paramhub_kernels::{
+    Adam, HyperparameterError, Hyperparameters, Isa, Mean, Optimizer, Registry, Sgd, Step,
+};
+use proptest::prelude::*;
+
+use crate::support::{Random, assert_same, lengths};
+
+const STEPS: u64 = 3;
+
+/// One element, one step, written as the documentation of the optimizers writes it.
+type Reference = fn(&Step<'_>, f32, f32, &mut [f32; 2]) -> f32;
+
+#[test]
+fn every_body_equals_the_scalar_reference_at_every_length() {
+    for len in lengths() {
+        for case in cases() {
+            compare(&case, len, len % 4);
+        }
+    }
+}
+
+#[test]
+fn infinite_and_absent_gradients_go_through_as_in_the_reference() {
+    for case in cases() {
+        for isa in Isa::available() {
+            let optimizer = (case.optimizer)(isa);
+            let sums =
+                [f32::INFINITY, f32::NAN, 0.0, -0.0, f32::MAX, f32::MIN_POSITIVE / 4.0, -1.0, 1.0, 0.5];
+            let mut model = [0.0, 1.0, -0.0, 0.0, 1.0, 1.0, f32::NAN, f32::INFINITY, -2.0];
+            let mut want = model;
+            let mut state = vec![0.0; optimizer.state_slots(&case.hyperparameters) * model.len()];
+            let mut wanted_state = [[0.0; 2]; 9];
+            for number in 1..=STEPS {
+                let step = Step { hyperparameters: &case.hyperparameters, number, contributions: 3 };
+                optimizer.apply(&step, &mut model, &sums, &mut state);
+                for ((parameter, sum), state) in want.iter_mut().zip(sums).zip(&mut wanted_state) {
+                    *parameter = (case.reference)(&step, *parameter, sum, state);
+                }
+                assert_same(&model, &want, &format!("{} at step {number}, {isa}", case.name));
+            }
+        }
+    }
+}
+
+#[test]
+fn state_slots_follow_the_hyperparameters() {
+    let plain = Hyperparameters::default();
+    let momentum = Hyperparameters { momentum: 0.9, ..plain };
+    assert_eq!(Mean::new().state_slots(&momentum), 0);
+    assert_eq!(Sgd::new().state_slots(&plain), 0);
+    assert_eq!(Sgd::new().state_slots(&momentum), 1);
+    assert_eq!(Adam::new().state_slots(&plain), 2);
+    assert_eq!(Adam::new().defaults().weight_decay, 0.0);
+    assert_eq!(Adam::decoupled().defaults().weight_decay, 0.01);
+
+    assert_eq!(Sgd::new().check_change(&momentum, &plain), Ok(()));
+    let refused = Sgd::new().check_change(&plain, &momentum);
+    assert_eq!(refused, Err(HyperparameterError::MoreState { needed: 1, allocated: 0 }));
+}
+
+#[test]
+fn a_momentum_set_to_zero_for_a_while_keeps_its_buffer_as_torch_does() {
+    let momentum = Hyperparameters { learning_rate: 1.0, momentum: 0.5, ..Hyperparameters::default() };
+    let plain = Hyperparameters { momentum: 0.0, ..momentum };
+    let (mut model, mut buffer) = ([0.0], [0.0]);
+    for (number, h, parameter, velocity) in
+        [(1, &momentum, -1.0, 1.0), (2, &plain, -2.0, 1.0), (3, &momentum, -3.5, 1.5)]
+    {
+        let step = Step { hyperparameters: h, number, contributions: 1 };
+        Sgd::new().apply(&step, &mut model, &[1.0], &mut buffer);
+        assert_eq!((model, buffer), ([parameter], [velocity]), "step {number}");
+    }
+}
+
+#[test]
+fn values_out_of_range_are_named() {
+    let registry = Registry::with_builtins();
+    for (optimizer, name, value, message) in [
+        ("sgd", "learning_rate", -1.0, "learning_rate is -1; it must be 0 or more"),
+        ("sgd", "learning_rate", f64::NAN, "learning_rate is NaN; it must be 0 or more"),
+        ("sgd", "momentum", -0.5, "momentum is -0.5; it must be 0 or more"),
+        ("sgd", "weight_decay", f64::INFINITY, "weight_decay is inf; it must be 0 or more"),
+        ("sgd", "nesterov", 1.0, "nesterov needs a momentum above 0 and no dampening"),
+        ("adam", "beta1", 1.0, "beta1 is 1; it must be 0 or more and less than 1"),
+        ("adam", "beta2", -0.1, "beta2 is -0.1; it must be 0 or more and less than 1"),
+        ("adamw", "epsilon", -1e-8, "epsilon is -0.00000001; it must be 0 or more"),
+    ] {
+        let optimizer = registry.optimizer(optimizer).unwrap();
+        let h = optimizer.defaults().with(name, value).unwrap();
+        let error = optimizer.check(&h).unwrap_err().to_string();
+        assert!(error.starts_with(message), "{error}");
+        assert_eq!(optimizer.check(&optimizer.defaults()), Ok(()));
+    }
+    assert_eq!(registry.optimizer("mean").unwrap().check(&Hyperparameters::default()), Ok(()));
+}
+
+#[test]
+#[should_panic(expected = "0 state values do not hold 1 slots of 2")]
+fn momentum_without_its_buffer_is_a_bug_of_the_caller() {
+    let h = Hyperparameters { momentum: 0.9, ..Hyperparameters::default() };
+    let step = Step { hyperparameters: &h, number: 1, contributions: 1 };
+    Sgd::new().apply(&step, &mut [0.0; 2], &[0.0; 2], &mut []);
+}
+
+proptest! {
+    /// However a tensor is cut into chunks, its parameters come out the same.
+    #[test]
+    fn updates_do_not_depend_on_cuts(
+        len in 0_usize..2000,
+        cut in 0.0_f64..1.0,
+        case in 0..cases().len(),
+        contributions in 1_u32..9,
+        seed: u64,
+    ) {
+        let case = &cases()[case];
+        let optimizer = (case.optimizer)(Isa::best());
+        let slots = optimizer.state_slots(&case.hyperparameters);
+        let cut = (cut * len as f64) as usize;
+        let mut random = Random(seed);
+        let mut whole = random.numbers(len);
+        let mut pieces = whole.clone();
+        let mut state = vec![0.0; slots * len];
+        let (mut head, mut tail) = (vec![0.0; slots * cut], vec![0.0; slots * (len - cut)]);
+        for number in 1..=STEPS {
+            let sum = random.numbers(len);
+            let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+            optimizer.apply(&step, &mut whole, &sum, &mut state);
+            optimizer.apply(&step, &mut pieces[..cut], &sum[..cut], &mut head);
+            optimizer.apply(&step, &mut pieces[cut..], &sum[cut..], &mut tail);
+            assert_same(&pieces, &whole, &case.name);
+        }
+    }
+}
+
+struct Case {
+    name: &'static str,
+    optimizer: fn(Isa) -> Box<dyn Optimizer>,
+    hyperparameters: Hyperparameters,
+    reference: Reference,
+}
+
+fn cases() -> Vec<Case> {
+    let plain = Hyperparameters { learning_rate: 0.1, ..Hyperparameters::default() };
+    let decay = Hyperparameters { weight_decay: 0.03, ..plain };
+    let momentum = Hyperparameters { momentum: 0.9, ..plain };
+    let sgd = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Sgd::with_isa(isa)),
+        hyperparameters,
+        reference: reference_sgd,
+    };
+    let adam = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Adam::new().with_isa(isa)),
+        hyperparameters,
+        reference: reference_adam,
+    };
+    let adamw = |name, hyperparameters| Case {
+        name,
+        optimizer: |isa| Box::new(Adam::decoupled().with_isa(isa)),
+        hyperparameters,
+        reference: reference_adamw,
+    };
+    vec![
+        Case {
+            name: "mean",
+            optimizer: |isa| Box::new(Mean::with_isa(isa)),
+            hyperparameters: plain,
+            reference: |step, _, sum, _| sum * (1.0 / step.contributions as f32),
+        },
+        sgd("sgd", plain),
+        sgd("sgd, decay", decay),
+        sgd("sgd, momentum", momentum),
+        sgd("sgd, momentum, dampening", Hyperparameters { dampening: 0.4, ..momentum }),
+        sgd("sgd, momentum, decay", Hyperparameters { weight_decay: 0.03, ..momentum }),
+        sgd("sgd, nesterov", Hyperparameters { nesterov: true, ..momentum }),
+        sgd("sgd, nesterov, decay", Hyperparameters { nesterov: true, weight_decay: 0.03, ..momentum }),
+        adam("adam", plain),
+        adam("adam, decay", decay),
+        adam("adam, small beta1", Hyperparameters { beta1: 0.3, ..plain }),
+        adam("adam, small beta1, decay", Hyperparameters { beta1: 0.3, ..decay }),
+        adamw("adamw", plain),
+        adamw("adamw, decay", decay),
+        adamw("adamw, small beta1, decay", Hyperparameters { beta1: 0.3, ..decay }),
+    ]
+}
+
+fn compare(case: &Case, len: usize, shift: usize) {
+    let slots = (case.optimizer)(Isa::baseline()).state_slots(&case.hyperparameters);
+    for contributions in [1, 3] {
+        let mut random = Random(len as u64);
+        let start = random.numbers(len);
+        let sums: Vec<Vec<f32>> = (0..STEPS).map(|_| random.numbers(shift + len)).collect();
+
+        let mut want = start.clone();
+        let mut wanted_state = vec![[0.0; 2]; len];
+        for (number, sum) in (1..).zip(&sums) {
+            let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+            for ((parameter, sum), state) in want.iter_mut().zip(&sum[shift..]).zip(&mut wanted_state) {
+                *parameter = (case.reference)(&step, *parameter, *sum, state);
+            }
+        }
+        let wanted_slots: Vec<f32> =
+            (0..slots).flat_map(|slot| wanted_state.iter().map(move |state| state[slot])).collect();
+
+        for isa in Isa::available() {
+            let optimizer = (case.optimizer)(isa);
+            let mut model = start.clone();
+            let mut state = vec![0.0; shift + slots * len];
+            for (number, sum) in (1..).zip(&sums) {
+                let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+                optimizer.apply(&step, &mut model, &sum[shift..], &mut state[shift..]);
+            }
+            let what = format!("{}, {len} elements, {contributions} contributions, {isa}", case.name);
+            assert_same(&model, &want, &what);
+            assert_same(&state[shift..], &wanted_slots, &format!("state of {what}"));
+        }
+    }
+}
+
+fn reference_sgd(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
+    let h = step.hyperparameters;
+    let mut gradient = sum * (1.0 / step.contributions as f32);
+    if h.weight_decay != 0.0 {
+        gradient += h.weight_decay as f32 * parameter;
+    }
+    if h.momentum != 0.0 {
+        state[0] = match step.number {
+            1 => gradient,
+            _ => h.momentum as f32 * state[0] + (1.0 - h.dampening) as f32 * gradient,
+        };
+        gradient = if h.nesterov { gradient + h.momentum as f32 * state[0] } else { state[0] };
+    }
+    parameter + -(h.learning_rate as f32) * gradient
+}
+
+fn reference_adam(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
+    let h = step.hyperparameters;
+    let mut gradient = sum * (1.0 / step.contributions as f32);
+    if h.weight_decay != 0.0 {
+        gradient += h.weight_decay as f32 * parameter;
+    }
+    moments(step, parameter, gradient, state)
+}
+
+fn reference_adamw(step: &Step<'_>, parameter: f32, sum: f32, state: &mut [f32; 2]) -> f32 {
+    let h = step.hyperparameters;
+    let gradient = sum * (1.0 / step.contributions as f32);
+    moments(step, parameter * (1.0 - h.learning_rate * h.weight_decay) as f32, gradient, state)
+}
+
+fn moments(step: &Step<'_>, parameter: f32, gradient: f32, [m, v]: &mut [f32; 2]) -> f32 {
+    let h = step.hyperparameters;
+    let weight = (1.0 - h.beta1) as f32;
+    *m = if weight < 0.5 {
+        *m + weight * (gradient - *m)
+    } else {
+        gradient - (gradient - *m) * (1.0 - weight)
+    };
+    *v = *v * h.beta2 as f32 + (1.0 - h.beta2) as f32 * gradient * gradient;
+    let correction = |beta: f64| 1.0 - (0..step.number).fold(1.0, |power, _| power * beta);
+    let denominator = v.sqrt() / correction(h.beta2).sqrt() as f32 + h.epsilon as f32;
+    parameter + (-h.learning_rate / correction(h.beta1)) as f32 * *m / denominator
+}
