@@ -1,1 +1,27 @@
 //! The blocking HTTP client through which hubs, workers and the command line speak to the connection manager.
+//!
+//! Every call opens its own connection: calls are rare, and without a pool no call can fail because a kept connection
+//! had gone stale. Requests and answers are the types of [`paramhub_core::service`].
+//!
+//! ```no_run
+//! use paramhub_control::ManagerClient;
+//! use paramhub_core::service::CreateService;
+//!
+//! let manager = ManagerClient::new(paramhub_control::DEFAULT_URL, None)?;
+//! let job = CreateService { name: "digits".into(), workers: 4, options: Default::default() };
+//! let created = manager.create_service(&job)?;
+//! println!("namespace {}", created.namespace);
+//! # Ok::<(), paramhub_control::ControlError>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod address;
+mod call;
+mod client;
+mod error;
+
+pub use client::ManagerClient;
+pub use error::ControlError;
+
+/// Where a manager is sought when nobody says where: loopback, [`MANAGER_PORT`](paramhub_core::service::MANAGER_PORT).
+pub const DEFAULT_URL: &str = "http://127.0.0.1:7770";

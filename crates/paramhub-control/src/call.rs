@@ -1,0 +1,133 @@
+//! One HTTP exchange: request out, answer or refusal back, retried where that is safe.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use paramhub_core::limits::REQUEST_BYTES_MAX;
+use paramhub_core::service::ServiceError;
+use serde::de::DeserializeOwned;
+use ureq::http::{Request, Response};
+use ureq::{Agent, Body};
+
+use crate::error::ControlError;
+
+/// Further attempts of a call that may be repeated and whose connection broke.
+const RETRIES: u32 = 2;
+/// Pause before another attempt.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// Bytes of an answer: a hub's plan is a key table with a little around it.
+const ANSWER_BYTES_MAX: u64 = REQUEST_BYTES_MAX as u64 + (64 << 20);
+
+/// What is asked, of whom, and how long the answer may take.
+pub(crate) struct Call<'a> {
+    pub(crate) method: &'static str,
+    /// From the first slash on.
+    pub(crate) path: &'a str,
+    pub(crate) token: Option<&'a str>,
+    /// JSON, where the call carries any.
+    pub(crate) body: Option<Vec<u8>>,
+    /// From dialling to the last byte of the answer, for each attempt.
+    pub(crate) timeout: Duration,
+    /// Whether asking twice does no more than asking once.
+    pub(crate) repeatable: bool,
+}
+
+impl Call<'_> {
+    /// Makes the call. `patience` is how long a refused connection is dialled again: nothing has been sent then.
+    pub(crate) fn make(&self, agent: &Agent, url: &str, patience: Duration) -> Result<Vec<u8>, ControlError> {
+        let size = self.body.as_ref().map_or(0, Vec::len);
+        if size > REQUEST_BYTES_MAX {
+            let cause = format!("it has {size} bytes, more than the {REQUEST_BYTES_MAX} a manager takes");
+            return Err(ControlError::Request { url: url.to_string(), cause });
+        }
+        let begun = Instant::now();
+        let mut retries = if self.repeatable { RETRIES } else { 0 };
+        loop {
+            let failure = match self.attempt(agent, url) {
+                Ok(answer) => return read_answer(answer, url),
+                Err(failure) => failure,
+            };
+            if is_refused(&failure) && begun.elapsed() < patience {
+                std::thread::sleep(RETRY_PAUSE);
+            } else if is_broken(&failure) && retries > 0 {
+                retries -= 1;
+                std::thread::sleep(RETRY_PAUSE);
+            } else {
+                return Err(self.explain(failure, url));
+            }
+        }
+    }
+
+    fn attempt(&self, agent: &Agent, url: &str) -> Result<Response<Body>, ureq::Error> {
+        let mut request = Request::builder().method(self.method).uri(format!("{url}{}", self.path));
+        if let Some(token) = self.token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        match &self.body {
+            Some(body) => {
+                let request = request.header("content-type", "application/json").body(body.as_slice())?;
+                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+            }
+            None => {
+                let request = request.body(())?;
+                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+            }
+        }
+    }
+
+    fn explain(&self, failure: ureq::Error, url: &str) -> ControlError {
+        let url = url.to_string();
+        match failure {
+            ureq::Error::Timeout(_) => {
+                let cause = format!("no answer to {} within {} s", self.path, self.timeout.as_secs_f64());
+                ControlError::Unreachable { url, cause }
+            }
+            ureq::Error::Io(cause) => ControlError::Unreachable { url, cause: cause.to_string() },
+            ureq::Error::HostNotFound => {
+                ControlError::Unreachable { url, cause: "its host name is unknown here".into() }
+            }
+            ureq::Error::ConnectionFailed => {
+                ControlError::Unreachable { url, cause: "the connection failed".into() }
+            }
+            ureq::Error::Http(cause) => ControlError::Request { url, cause: cause.to_string() },
+            other => ControlError::Protocol { url, cause: other.to_string() },
+        }
+    }
+}
+
+/// Reads JSON that a manager sent.
+pub(crate) fn decode<T: DeserializeOwned>(answer: &[u8], url: &str) -> Result<T, ControlError> {
+    serde_json::from_slice(answer).map_err(|cause| ControlError::Protocol {
+        url: url.to_string(),
+        cause: format!("its answer cannot be read: {cause}"),
+    })
+}
+
+fn read_answer(mut answer: Response<Body>, url: &str) -> Result<Vec<u8>, ControlError> {
+    let status = answer.status();
+    let body = answer.body_mut().with_config().limit(ANSWER_BYTES_MAX).read_to_vec().map_err(|cause| {
+        let cause = format!("its answer broke off: {cause}");
+        ControlError::Unreachable { url: url.to_string(), cause }
+    })?;
+    if status.is_success() {
+        return Ok(body);
+    }
+    match serde_json::from_slice::<ServiceError>(&body) {
+        Ok(refusal) => Err(ControlError::Service(refusal)),
+        Err(_) => Err(ControlError::Protocol { url: url.to_string(), cause: format!("it answered {status}") }),
+    }
+}
+
+fn is_refused(failure: &ureq::Error) -> bool {
+    matches!(failure, ureq::Error::Io(cause) if cause.kind() == ErrorKind::ConnectionRefused)
+}
+
+fn is_broken(failure: &ureq::Error) -> bool {
+    const BROKEN: [ErrorKind; 4] = [
+        ErrorKind::ConnectionReset,
+        ErrorKind::ConnectionAborted,
+        ErrorKind::BrokenPipe,
+        ErrorKind::UnexpectedEof,
+    ];
+    matches!(failure, ureq::Error::Io(cause) if BROKEN.contains(&cause.kind()))
+}

@@ -1,0 +1,243 @@
+//! The manager's calls as methods.
+
+use std::time::Duration;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::service::{
+    Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
+    LeaveService, PollCommands, RegisterHub, ServiceConnected, ServiceCreated, ServiceInitialised,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use ureq::Agent;
+
+use crate::address::parse_url;
+use crate::call::{Call, decode};
+use crate::error::ControlError;
+
+/// How long a call may take that waits for nobody; a stop waits for the hubs within it.
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Added to a rendezvous: the manager's own timeout should come first, because it names who is missing.
+const RENDEZVOUS_MARGIN: Duration = Duration::from_secs(30);
+/// Added to a poll's wait.
+const POLL_MARGIN: Duration = Duration::from_secs(10);
+
+/// Speaks to one connection manager. Cheap to clone, and usable from several threads at once.
+#[derive(Clone)]
+pub struct ManagerClient {
+    agent: Agent,
+    url: String,
+    token: Option<String>,
+    patience: Duration,
+}
+
+impl ManagerClient {
+    /// A client of the manager at `url` (`http://host:port`, `host:port` or `host`); `token` is the admin token, where
+    /// the manager has one. Nothing is dialled yet.
+    pub fn new(url: &str, token: Option<String>) -> Result<Self, ControlError> {
+        let url = parse_url(url)?;
+        // A proxy from the environment is for the world outside; the manager is within.
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .proxy(None)
+            .max_idle_connections(0)
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .user_agent(concat!("paramhub/", env!("CARGO_PKG_VERSION")))
+            .build();
+        Ok(ManagerClient { agent: config.new_agent(), url, token, patience: Duration::ZERO })
+    }
+
+    /// Lets every call dial again for this long while the connection is refused, for a manager that is just starting.
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// The manager's URL, in the form `http://host:port`.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// CreateService: a new job, its namespace and its secret. Needs the admin token where the manager has one.
+    pub fn create_service(&self, request: &CreateService) -> Result<ServiceCreated, ControlError> {
+        let call = Call { repeatable: false, ..self.post("/v1/jobs", request)? };
+        self.answer(call)
+    }
+
+    /// ConnectService: joins the job and waits until every rank has, at most for the job's rendezvous timeout, which
+    /// the caller passes so that the manager, who knows who is missing, gives up first.
+    pub fn connect_service(
+        &self,
+        namespace: Namespace,
+        request: &ConnectService,
+        rendezvous_timeout: Duration,
+    ) -> Result<ServiceConnected, ControlError> {
+        let path = format!("/v1/jobs/{namespace}/connect");
+        let timeout = rendezvous_timeout.saturating_add(RENDEZVOUS_MARGIN);
+        self.answer(Call { timeout, ..self.post(&path, request)? })
+    }
+
+    /// InitService: hands in this rank's settings and waits until every rank has and the hubs have allocated.
+    pub fn init_service(
+        &self,
+        namespace: Namespace,
+        request: &InitService,
+        rendezvous_timeout: Duration,
+    ) -> Result<ServiceInitialised, ControlError> {
+        let path = format!("/v1/jobs/{namespace}/init");
+        let timeout = rendezvous_timeout.saturating_add(RENDEZVOUS_MARGIN);
+        self.answer(Call { timeout, ..self.post(&path, request)? })
+    }
+
+    /// LeaveService: gives up a rank that reached no hub, saying why.
+    pub fn leave_service(&self, namespace: Namespace, request: &LeaveService) -> Result<(), ControlError> {
+        let path = format!("/v1/jobs/{namespace}/leave");
+        self.send(self.post(&path, request)?).map(drop)
+    }
+
+    /// Every job the manager remembers, oldest first.
+    pub fn jobs(&self) -> Result<Vec<JobStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/jobs"))
+    }
+
+    /// One job, by name or namespace; of several with one name the living one, else the newest.
+    pub fn job(&self, job: &str) -> Result<JobStatus, ControlError> {
+        self.answer(self.admin("GET", &job_path(job)))
+    }
+
+    /// Ends a job, by name or namespace, and waits until its hubs have freed it.
+    pub fn stop_job(&self, job: &str) -> Result<JobStatus, ControlError> {
+        self.answer(self.admin("DELETE", &job_path(job)))
+    }
+
+    /// Every hub that has joined.
+    pub fn hubs(&self) -> Result<Vec<HubStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/hubs"))
+    }
+
+    /// A hub joins. Needs the admin token where the manager has one.
+    pub fn register_hub(&self, request: &RegisterHub) -> Result<HubRegistered, ControlError> {
+        let call = Call { repeatable: false, ..self.post("/v1/hubs", request)? };
+        self.answer(call)
+    }
+
+    /// Waits for a hub's commands. `NotFound` says that the manager no longer knows the hub: register again.
+    pub fn poll_commands(
+        &self,
+        hub: &HubRegistered,
+        request: &PollCommands,
+    ) -> Result<Commands, ControlError> {
+        let path = format!("/v1/hubs/{}/poll", hub.hub);
+        let wait = Duration::try_from_secs_f64(request.wait_s).unwrap_or(POLL_MARGIN).min(POLL_MARGIN);
+        let call = self.post(&path, request)?;
+        self.answer(Call { timeout: wait + POLL_MARGIN, token: Some(&hub.token), ..call })
+    }
+
+    /// Tells the manager what happened at a hub. An event told twice counts once.
+    pub fn report(&self, hub: &HubRegistered, report: &HubReport) -> Result<(), ControlError> {
+        let path = format!("/v1/hubs/{}/events", hub.hub);
+        let call = self.post(&path, report)?;
+        self.send(Call { token: Some(&hub.token), ..call }).map(drop)
+    }
+
+    fn admin<'a>(&'a self, method: &'static str, path: &'a str) -> Call<'a> {
+        let token = self.token.as_deref();
+        Call { method, path, token, body: None, timeout: CALL_TIMEOUT, repeatable: true }
+    }
+
+    fn post<'a>(&'a self, path: &'a str, request: &impl Serialize) -> Result<Call<'a>, ControlError> {
+        let body = serde_json::to_vec(request)
+            .map_err(|cause| ControlError::Request { url: self.url.clone(), cause: cause.to_string() })?;
+        Ok(Call { body: Some(body), ..self.admin("POST", path) })
+    }
+
+    fn answer<T: DeserializeOwned>(&self, call: Call) -> Result<T, ControlError> {
+        decode(&self.send(call)?, &self.url)
+    }
+
+    fn send(&self, call: Call) -> Result<Vec<u8>, ControlError> {
+        call.make(&self.agent, &self.url, self.patience)
+    }
+}
+
+impl std::fmt::Debug for ManagerClient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ManagerClient").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+fn job_path(job: &str) -> String {
+    use std::fmt::Write;
+    let mut path = "/v1/jobs/".to_string();
+    for byte in job.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => path.push(byte as char),
+            _ => write!(path, "%{byte:02X}").expect("a String takes all"),
+        }
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    /// A server that answers one connection with these bytes.
+    fn answering(bytes: &'static [u8]) -> (String, std::thread::JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = listener.local_addr().unwrap().to_string();
+        let server = std::thread::spawn(move || {
+            let mut connection = listener.accept().unwrap().0;
+            assert!(connection.read(&mut [0; 4096]).unwrap() > 0);
+            connection.write_all(bytes).unwrap();
+        });
+        (url, server)
+    }
+
+    #[test]
+    fn a_silent_port_says_what_to_start() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let client = ManagerClient::new(&format!("127.0.0.1:{port}"), None).unwrap();
+        let refused = client.jobs().unwrap_err();
+        assert!(matches!(refused, ControlError::Unreachable { .. }), "{refused:?}");
+        assert!(refused.to_string().contains("Is `paramhub hub`"), "{refused}");
+        assert!(refused.to_string().contains(&port.to_string()), "{refused}");
+    }
+
+    #[test]
+    fn another_server_is_told_apart_from_a_manager() {
+        for bytes in [
+            &b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"[..],
+            b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n",
+            b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        ] {
+            let (url, server) = answering(bytes);
+            let refused = ManagerClient::new(&url, None).unwrap().jobs().unwrap_err();
+            assert!(matches!(refused, ControlError::Protocol { .. }), "{refused:?}");
+            server.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn patience_outlasts_a_manager_that_starts_late() {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let server = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            let mut connection = TcpListener::bind(address).unwrap().accept().unwrap().0;
+            assert!(connection.read(&mut [0; 4096]).unwrap() > 0);
+            connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]").unwrap();
+        });
+        let client = ManagerClient::new(&address.to_string(), None).unwrap();
+        assert!(client.with_patience(Duration::from_secs(30)).jobs().unwrap().is_empty());
+        server.join().unwrap();
+    }
+
+    #[test]
+    fn a_job_name_is_one_path_segment() {
+        assert_eq!(job_path("team/run.7"), "/v1/jobs/team%2Frun%2E7");
+        assert_eq!(job_path(".."), "/v1/jobs/%2E%2E");
+    }
+}
