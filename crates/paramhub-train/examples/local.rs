@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&argument(5, "sgd"))?;
     let hyperparameters = Hyperparameters {
-        learning_rate: argument(6, "0.05").parse()?,
+        learning_rate: argument(6, "0.02").parse()?,
         momentum: argument(7, "0.9").parse()?,
         ..optimizer.defaults()
     };
@@ -41,6 +41,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("epoch {epoch}: step {step}/{of}, loss {loss:.4}, {speed:.0} examples/s");
         }
     })?;
+    let bits = report.parameters.iter().flatten().map(|value| u64::from(value.to_bits()));
+    let digest = bits.fold(0u64, |digest, bits| (digest ^ bits).wrapping_mul(0x100_0000_01b3));
+    println!("digest of the parameters: {digest:016x}");
     let elements: usize = report.parameters.iter().map(Vec::len).sum();
     println!(
         "{elements} parameters, accuracy {:.4}, loss {:.4}, {:.2} s ({:.2} s in the exchange), {:.1} steps/s",

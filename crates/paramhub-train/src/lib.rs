@@ -22,3 +22,8 @@ pub mod trainer;
 
 /// The environment variable with candle's number of compute threads; set it to `1` for each worker process.
 pub const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
+
+/// The compute threads that candle takes in this process, from [`THREADS_VARIABLE`] or the machine.
+pub fn compute_threads() -> usize {
+    candle_core::utils::get_num_threads()
+}

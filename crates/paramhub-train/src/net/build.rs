@@ -30,13 +30,12 @@ pub(super) fn network(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Ne
             builder.last("fc3", classes)?;
         }
         NetKind::Lenet => {
-            let large = height.min(width) >= 28;
-            let (side, padding, outputs) = if large { (5, 0, [20, 50, 500]) } else { (3, 1, [16, 32, 64]) };
-            builder.convolution("conv1", side, padding, outputs[0])?.relu();
+            let (side, padding) = if height.min(width) >= 28 { (5, 0) } else { (3, 1) };
+            builder.convolution("conv1", side, padding, 20)?.relu();
             builder.pool("pool1", 2, Pool::Max)?;
-            builder.convolution("conv2", side, padding, outputs[1])?.relu();
+            builder.convolution("conv2", side, padding, 50)?.relu();
             builder.pool("pool2", 2, Pool::Max)?;
-            builder.linear("fc1", outputs[2])?.relu();
+            builder.linear("fc1", 500)?.relu();
             builder.last("fc2", classes)?;
         }
         NetKind::CifarQuick => {

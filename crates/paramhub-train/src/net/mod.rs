@@ -27,8 +27,8 @@ use layer::Layer;
 pub enum NetKind {
     /// Two hidden layers of 128 and 64 units with ReLU.
     Mlp,
-    /// Two convolutions with max pooling, then two fully connected layers. From 28x28 on these are Caffe's
-    /// LeNet (5x5 windows, 20 and 50 channels, 500 units); smaller images get 3x3 windows, 16 and 32 channels, 64 units.
+    /// Caffe's LeNet with ReLU after each convolution: 5x5 convolutions of 20 and 50 channels, each with 2x2 max pooling,
+    /// then fully connected layers of 500 and of the classes. Images below 28x28 get padded 3x3 convolutions instead.
     Lenet,
     /// Caffe's CIFAR-10 quick: three 5x5 convolutions of 32, 32 and 64 channels, each pooled by 3x3 windows with stride
     /// 2 (max, mean, mean), then fully connected layers of 64 and of the classes.

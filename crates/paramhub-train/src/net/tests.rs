@@ -184,7 +184,7 @@ fn gradients_leave_from_the_last_layer_and_layers_fetch_from_the_first() {
     let names: Vec<&str> = network.keys().iter().map(|key| key.name.as_str()).collect();
     assert_eq!(names.len(), 8);
     assert_eq!((names[0], names[1], names[7]), ("conv1.weight", "conv1.bias", "fc2.bias"));
-    assert_eq!(network.keys()[2].shape, [32, 3, 3, 16]);
+    assert_eq!(network.keys()[2].shape, [50, 3, 3, 20]);
 
     let (mut fetched, mut emitted) = (Vec::new(), Vec::new());
     let logits = network
