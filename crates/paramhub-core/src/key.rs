@@ -109,7 +109,7 @@ impl KeyTable {
             if key.name.is_empty() || key.name.len() > KEY_NAME_BYTES_MAX {
                 return Err(KeyTableError::Name { index, bytes: key.name.len() });
             }
-            if key.shape.len() > KEY_DIMENSIONS_MAX || !key.elements().is_some_and(|elements| elements > 0) {
+            if key.shape.len() > KEY_DIMENSIONS_MAX || key.elements().is_none_or(|elements| elements == 0) {
                 return Err(KeyTableError::Shape { name: key.name.clone(), shape: key.shape.clone() });
             }
             if let Some(first) = position_of.insert(key.name.as_str(), index) {

@@ -113,7 +113,9 @@ impl Settings {
 
     /// Checks what no single field can.
     pub fn check(&self) -> Result<(), SettingsError> {
-        if self.chunk_bytes % 4 != 0 || !(CHUNK_BYTES_MIN..=CHUNK_BYTES_MAX).contains(&self.chunk_bytes) {
+        if !self.chunk_bytes.is_multiple_of(4)
+            || !(CHUNK_BYTES_MIN..=CHUNK_BYTES_MAX).contains(&self.chunk_bytes)
+        {
             return Err(SettingsError::ChunkBytes(self.chunk_bytes));
         }
         if self.reproducible && self.consistency != Consistency::Synchronous {

@@ -248,18 +248,20 @@ impl Exchange {
         }
     }
 
-    /// The answer to `rank` begins to leave: from now on the rank may ask for this chunk again.
-    ///
-    /// Returns the version to send with it.
-    pub fn answer(&mut self, slot: u32, rank: u32) -> u32 {
-        debug_assert!(matches!(self.rank(slot, rank).request, Request::Owed(_)), "only what is owed is sent");
-        let version = match self.rules.consistency {
+    /// The version to send with the answer to `rank`.
+    pub fn answer_version(&self, slot: u32, rank: u32) -> u32 {
+        match self.rules.consistency {
             Consistency::Synchronous => self.chunks[slot as usize].version as u32,
             // Each worker counts its own steps where there is no common one.
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.rank(slot, rank).next_step,
-        };
-        self.rank_mut(slot, rank).request = Request::None;
-        version
+        }
+    }
+
+    /// The answer to `rank` has begun to leave: from now on the rank may ask for this chunk again.
+    pub fn answer_begun(&mut self, slot: u32, rank: u32) {
+        let request = &mut self.rank_mut(slot, rank).request;
+        debug_assert!(matches!(request, Request::Owed(_)), "only what is owed is sent");
+        *request = Request::None;
     }
 
     /// Notes that a rank has left of its own accord, and calls `owed` as [`Exchange::settle`] does for every slot the

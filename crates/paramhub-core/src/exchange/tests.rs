@@ -80,7 +80,8 @@ impl World {
     /// Delivers one owed answer and checks what the worker may conclude from it.
     fn deliver(&mut self, index: usize) {
         let (rank, answer) = self.owed.swap_remove(index);
-        let version = self.exchange.answer(0, rank);
+        let version = self.exchange.answer_version(0, rank);
+        self.exchange.answer_begun(0, rank);
         let worker = &mut self.workers[rank as usize];
         if worker.left {
             return;
@@ -286,7 +287,8 @@ fn resuming_starts_at_the_version_given() {
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, 0, 100).unwrap();
     exchange.settle(0, |_, _| {});
-    assert_eq!(exchange.answer(0, 0), 100);
+    assert_eq!(exchange.answer_version(0, 0), 100);
+    exchange.answer_begun(0, 0);
     assert_eq!(exchange.push(0, 1, 0, Answer::Applied), Err(Offence::StepBehind { expected: 100, got: 0 }));
     exchange.push(0, 1, 100, Answer::Applied).unwrap();
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);

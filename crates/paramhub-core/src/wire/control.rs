@@ -36,12 +36,8 @@ pub struct Retune(pub Hyperparameters);
 const NO_RANK: u32 = u32::MAX;
 
 fn encode_message(rank: Option<u32>, message: &str) -> Vec<u8> {
-    let mut end = message.len().min(MESSAGE_BYTES_MAX);
-    while !message.is_char_boundary(end) {
-        end -= 1;
-    }
     let mut wire = rank.unwrap_or(NO_RANK).to_le_bytes().to_vec();
-    wire.extend_from_slice(&message.as_bytes()[..end]);
+    wire.extend_from_slice(&message.as_bytes()[..message.floor_char_boundary(MESSAGE_BYTES_MAX)]);
     wire
 }
 

@@ -68,6 +68,9 @@ pub enum HandshakeError {
         "protocol version {0} is spoken, this side speaks {VERSION}: use the same release of paramhub on both ends"
     )]
     Version(u16),
+    /// The reserved bytes are not zero.
+    #[error("the reserved bytes are {0:#06x}, not zero")]
+    Reserved(u16),
     /// A verdict that is none.
     #[error("the verdict {0} does not exist")]
     Verdict(u16),
@@ -100,6 +103,10 @@ impl Hello {
         let version = u16::from_le_bytes(bytes(wire, 4));
         if version != VERSION {
             return Err(HandshakeError::Version(version));
+        }
+        let reserved = u16::from_le_bytes(bytes(wire, 6));
+        if reserved != 0 {
+            return Err(HandshakeError::Reserved(reserved));
         }
         Ok(Hello {
             rank: u32::from_le_bytes(bytes(wire, 8)),
@@ -181,7 +188,7 @@ impl Verdict {
         match self {
             Verdict::Welcome { proof } => wire[4..4 + PROOF_BYTES].copy_from_slice(&proof.0),
             Verdict::Refused { refusal, message } => {
-                let text = &message.as_bytes()[..message.len().min(MESSAGE_BYTES_MAX)];
+                let text = &message.as_bytes()[..message.floor_char_boundary(MESSAGE_BYTES_MAX)];
                 wire[0..2].copy_from_slice(&(*refusal as u16).to_le_bytes());
                 wire[2..4].copy_from_slice(&(text.len() as u16).to_le_bytes());
                 wire[4 + PROOF_BYTES..4 + PROOF_BYTES + text.len()].copy_from_slice(text);
@@ -231,6 +238,9 @@ mod tests {
         let mut newer = wire;
         newer[4] = 2;
         assert_eq!(Hello::decode(&newer), Err(HandshakeError::Version(2)));
+        let mut odd = wire;
+        odd[7] = 1;
+        assert_eq!(Hello::decode(&odd), Err(HandshakeError::Reserved(0x100)));
     }
 
     #[test]
