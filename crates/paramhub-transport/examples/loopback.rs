@@ -1,10 +1,12 @@
 //! Frames over loopback TCP against bare 256 KB writes and reads, interleaved in one run:
-//! `cargo run --release -p paramhub-transport --example loopback [megabytes per round] [rounds]`
+//! `cargo run --release -p paramhub-transport --example loopback [megabytes per round] [rounds] [socket buffer bytes]`
 //!
-//! One thread sends, one receives. Prints the median GB/s of each way, its ratio to the bare one, and system calls per MB.
+//! One thread sends, one receives. Prints, as medians, GB/s of each way and its ratio to the bare one, CPU seconds per GB
+//! of both threads, and system calls per MB.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream as StdTcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use paramhub_core::wire::{Direction, HEADER_BYTES, Header, Operation};
@@ -15,17 +17,23 @@ use paramhub_transport::{
 const CHUNK: usize = 32 << 10;
 const RAW: usize = 256 << 10;
 
+/// Of every socket; 0 leaves the kernel's own tuning on.
+static BUFFER_BYTES: AtomicUsize = AtomicUsize::new(0);
+
 fn main() {
     let mut arguments = std::env::args().skip(1).map(|text| text.parse::<usize>().expect("a number"));
     let megabytes = arguments.next().unwrap_or(512);
     let rounds = arguments.next().unwrap_or(11);
     let bytes = megabytes << 20;
+    if let Some(buffer_bytes) = arguments.next() {
+        BUFFER_BYTES.store(buffer_bytes, Ordering::Relaxed);
+    }
     // A model's worth of distinct memory on both sides, so that neither end works from cache alone.
     let source = vec![1_u8; 100 << 20];
     let mut target = vec![0_u8; 100 << 20];
 
     type Way = fn(usize, &[u8], &mut [u8]) -> Measured;
-    let ways: [(&str, Way); 4] = [
+    let ways: [(&str, Way); 5] = [
         ("bare 256 KB, read into one buffer", |bytes, source, target| {
             bare(bytes, source, &mut target[..RAW])
         }),
@@ -33,6 +41,9 @@ fn main() {
         ("32 KB frames, staged", |bytes, source, _| framed(bytes, source, ReceiveMode::Staged, Staged)),
         ("32 KB frames, in place", |bytes, source, target| {
             framed(bytes, source, ReceiveMode::InPlace, InPlace { target, at: 0 })
+        }),
+        ("32 KB frames, copied into place", |bytes, source, target| {
+            framed(bytes, source, ReceiveMode::Staged, InPlace { target, at: 0 })
         }),
     ];
     let mut measured: Vec<Vec<Measured>> = ways.iter().map(|_| Vec::new()).collect();
@@ -47,13 +58,16 @@ fn main() {
     println!("{megabytes} MB a round, medians of {rounds} interleaved rounds");
     let bare = [rate(&mut measured[0]), rate(&mut measured[1])];
     for (((name, _), measured), bare) in
-        ways.iter().zip(&mut measured).zip([bare[0], bare[1], bare[0], bare[1]])
+        ways.iter().zip(&mut measured).zip([bare[0], bare[1], bare[0], bare[1], bare[1]])
     {
         let rate = rate(measured);
+        let mut cpu: Vec<_> = measured.iter().map(|one| one.cpu_seconds).collect();
+        cpu.sort_by(f64::total_cmp);
+        let cpu = cpu[cpu.len() / 2] / (bytes as f64 / 1e9);
         let median = &measured[measured.len() / 2];
         let per_mb = |calls: u64| calls as f64 / (bytes as f64 / 1e6);
         println!(
-            "{name:36} {rate:6.2} GB/s  {:5.3} of bare  per MB: {:6.2} sends {:6.2} receives {:6.2} waits",
+            "{name:36} {rate:6.2} GB/s  {:5.3} of bare  {cpu:5.3} CPU s/GB  per MB: {:6.2} sends {:6.2} receives {:6.2} waits",
             rate / bare,
             per_mb(median.sends),
             per_mb(median.receives),
@@ -64,6 +78,7 @@ fn main() {
 
 struct Measured {
     gigabytes_per_second: f64,
+    cpu_seconds: f64,
     sends: u64,
     receives: u64,
     waits: u64,
@@ -77,14 +92,24 @@ fn rate(measured: &mut [Measured]) -> f64 {
 fn sockets() -> (StdTcpStream, StdTcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback");
     let near = StdTcpStream::connect(listener.local_addr().expect("bound")).expect("loopback");
-    (near, listener.accept().expect("a connection").0)
+    let far = listener.accept().expect("a connection").0;
+    let buffer_bytes = BUFFER_BYTES.load(Ordering::Relaxed);
+    if buffer_bytes > 0 {
+        for socket in [&near, &far] {
+            let socket = socket2::SockRef::from(socket);
+            socket.set_send_buffer_size(buffer_bytes).expect("a size");
+            socket.set_recv_buffer_size(buffer_bytes).expect("a size");
+        }
+    }
+    (near, far)
 }
 
 /// Blocking writes and reads, nothing in between.
 fn bare(bytes: usize, source: &[u8], target: &mut [u8]) -> Measured {
     let (mut near, mut far) = sockets();
     let start = Instant::now();
-    let (sends, receives) = std::thread::scope(|threads| {
+    let cpu = cpu_seconds();
+    let (sends, sender_cpu, receives) = std::thread::scope(|threads| {
         let sender = threads.spawn(move || {
             let mut sends = 0;
             for at in (0..bytes).step_by(RAW) {
@@ -94,7 +119,7 @@ fn bare(bytes: usize, source: &[u8], target: &mut [u8]) -> Measured {
                     piece = &piece[near.write(piece).expect("an open stream")..];
                 }
             }
-            sends
+            (sends, cpu_seconds())
         });
         let (mut received, mut receives) = (0, 0);
         while received < bytes {
@@ -103,10 +128,17 @@ fn bare(bytes: usize, source: &[u8], target: &mut [u8]) -> Measured {
             receives += 1;
             received += far.read(&mut target[at..end]).expect("an open stream");
         }
-        (sender.join().expect("the sender"), receives)
+        let (sends, sender_cpu) = sender.join().expect("the sender");
+        (sends, sender_cpu, receives)
     });
     let gigabytes_per_second = bytes as f64 / start.elapsed().as_secs_f64() / 1e9;
-    Measured { gigabytes_per_second, sends, receives, waits: 0 }
+    Measured {
+        gigabytes_per_second,
+        cpu_seconds: sender_cpu + cpu_seconds() - cpu,
+        sends,
+        receives,
+        waits: 0,
+    }
 }
 
 /// The same bytes, headers and all, as frames on event loops.
@@ -116,7 +148,8 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
     let mut to = TcpStream::new(far, Direction::ToWorker, CHUNK).expect("a socket").with_receive_mode(mode);
     let frames = bytes / (CHUNK + HEADER_BYTES);
     let start = Instant::now();
-    let (sends, receives, waits) = std::thread::scope(|threads| {
+    let cpu = cpu_seconds();
+    let (sends, receives, waits, sender_cpu) = std::thread::scope(|threads| {
         let sender = threads.spawn(move || {
             let (poller, mut events, mut waits) = loop_of(&from, Interest::WRITABLE);
             let outgoing: Vec<_> = (0..frames)
@@ -134,7 +167,7 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
                     poller.wait(&mut events, None).expect("a poller");
                 }
             }
-            (from.send_calls(), waits, from)
+            (from.send_calls(), waits, cpu_seconds(), from)
         });
         let (poller, mut events, mut waits) = loop_of(&to, Interest::READABLE);
         let mut scratch = Scratch::default();
@@ -146,11 +179,18 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
                 poller.wait(&mut events, None).expect("a poller");
             }
         }
-        let (sends, more_waits, _open) = sender.join().expect("the sender");
-        (sends, to.receive_calls(), waits + more_waits)
+        let (sends, more_waits, sender_cpu, _open) = sender.join().expect("the sender");
+        (sends, to.receive_calls(), waits + more_waits, sender_cpu)
     });
     let gigabytes_per_second = bytes as f64 / start.elapsed().as_secs_f64() / 1e9;
-    Measured { gigabytes_per_second, sends, receives, waits }
+    let cpu_seconds = sender_cpu + cpu_seconds() - cpu;
+    Measured { gigabytes_per_second, cpu_seconds, sends, receives, waits }
+}
+
+/// What the calling thread has used so far.
+fn cpu_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("schedstat");
+    text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") / 1e9
 }
 
 fn loop_of(stream: &TcpStream, interest: Interest) -> (Poller, Events, u64) {

@@ -86,7 +86,9 @@ impl TcpStream {
         self
     }
 
-    /// Fixes the socket buffers, which switches the kernel's own tuning off; `None` leaves it alone.
+    /// Fixes the socket buffers, which switches the kernel's own tuning off; `None` leaves it alone. The kernel doubles
+    /// the number and caps it (`net.core.wmem_max`, `rmem_max`). A buffer smaller than the largest segment (64 KiB on
+    /// loopback) makes acknowledgement timers set the pace.
     pub fn with_buffer_bytes(self, send: Option<usize>, receive: Option<usize>) -> io::Result<Self> {
         if let Some(bytes) = send {
             sockopt::set_socket_send_buffer_size(&self.socket, bytes)?;

@@ -116,8 +116,7 @@ fn lent_slices_are_used_by_another_thread_and_seen_afterwards() {
 #[test]
 fn the_scope_waits_for_a_region_on_another_thread() {
     let mut parameters = [0_u8; 8];
-    let dropped = AtomicBool::new(false);
-    let dropped = &*Box::leak(Box::new(dropped));
+    let dropped: &AtomicBool = Box::leak(Box::new(AtomicBool::new(false)));
     lend(|lending| {
         let mut into = lending.receive(&mut parameters);
         std::thread::spawn(move || {
@@ -136,8 +135,11 @@ fn a_panic_inside_the_scope_waits_too() {
     let dropped: &AtomicBool = Box::leak(Box::new(AtomicBool::new(false)));
     let panic = catch_unwind(AssertUnwindSafe(|| {
         lend(|lending| {
+            // Goes with the unwinding, so that the time a panic takes to print itself does not count.
+            let (_unwinds, unwound) = mpsc::channel::<()>();
             let mut into = lending.receive(&mut parameters);
             std::thread::spawn(move || {
+                let _ = unwound.recv();
                 std::thread::sleep(Duration::from_millis(50));
                 into.bytes_mut().fill(1);
                 dropped.store(true, Ordering::SeqCst);

@@ -89,7 +89,7 @@ fn a_wake_is_remembered_until_it_is_drained() {
 /// A sleeper that drains and then looks must see every item, whatever the interleaving: a lost wake hangs here.
 #[test]
 fn no_wake_is_lost_between_draining_and_sleeping() {
-    const ITEMS: u64 = 20_000;
+    const ITEMS: u64 = 200_000;
     let poller = Poller::new().unwrap();
     let waker = Waker::new().unwrap();
     poller.add(&waker, 0, Interest::READABLE).unwrap();
@@ -101,8 +101,12 @@ fn no_wake_is_lost_between_draining_and_sleeping() {
             for item in 1..=ITEMS {
                 queued.store(item, Ordering::Relaxed);
                 waker.wake();
+                // A pace that meets the other thread at every point between draining and sleeping.
+                for _ in 0..item % 97 {
+                    std::hint::spin_loop();
+                }
                 // Now and then wait until the item is taken, so that the sleeper falls asleep between wakes.
-                while item % 7 == 0 && taken.load(Ordering::Relaxed) < item {
+                while item % 1000 == 0 && taken.load(Ordering::Relaxed) < item {
                     std::thread::yield_now();
                 }
             }

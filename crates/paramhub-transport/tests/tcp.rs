@@ -21,12 +21,10 @@ fn sockets() -> (StdTcpStream, StdTcpStream) {
 }
 
 fn stream(socket: StdTcpStream, options: Options) -> TcpStream {
-    // A receive buffer below loopback's segments of 64 KiB would make the kernel's timers, not the reader, set the pace.
-    let (send_bytes, receive_bytes) = (options.tight.then_some(16 << 10), options.tight.then_some(128 << 10));
+    // Below loopback's segments of 64 KiB the kernel's timers, not the reader, would set the pace.
+    let send_bytes = options.tight.then_some(128 << 10);
     TcpStream::new(socket, options.direction, options.frame_bytes_max)
-        .and_then(|stream| {
-            stream.with_receive_mode(options.mode).with_buffer_bytes(send_bytes, receive_bytes)
-        })
+        .and_then(|stream| stream.with_receive_mode(options.mode).with_buffer_bytes(send_bytes, None))
         .unwrap()
 }
 
