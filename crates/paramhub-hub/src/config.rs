@@ -1,0 +1,63 @@
+use std::net::SocketAddr;
+
+use paramhub_control::{ControlError, ManagerClient};
+use paramhub_kernels::Registry;
+use thiserror::Error;
+
+/// How a hub runs.
+#[derive(Clone, Debug)]
+pub struct HubConfig {
+    /// The connection manager this hub joins.
+    pub manager: ManagerClient,
+    /// One address per interface; port 0 takes a free one.
+    pub listen: Vec<SocketAddr>,
+    /// What workers dial instead of the listening address, per interface, as `host:port`; needed only where they cannot
+    /// reach the address itself. An empty list advertises what is listened on.
+    pub advertise: Vec<String>,
+    /// Core threads that sum and optimise; at least one.
+    pub cores: usize,
+    /// Pin each core thread to a processor. Right for a hub with a machine to itself, wrong where workers share it.
+    pub pin: bool,
+    /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
+    pub memory_bytes: Option<u64>,
+    /// Optimizers and aggregators that jobs may ask for by name.
+    pub registry: Registry,
+}
+
+impl HubConfig {
+    /// A hub on a free port of the loopback interface with one core, not pinned.
+    pub fn new(manager: ManagerClient) -> Self {
+        HubConfig {
+            manager,
+            listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
+            advertise: Vec::new(),
+            cores: 1,
+            pin: false,
+            memory_bytes: None,
+            registry: Registry::with_builtins(),
+        }
+    }
+}
+
+/// Why a hub cannot start or go on.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HubError {
+    /// The configuration contradicts itself.
+    #[error("{0}")]
+    Config(String),
+    /// An address cannot be listened on.
+    #[error("{0}")]
+    Listen(std::io::Error),
+    /// The operating system refuses threads, descriptors or the like.
+    #[error("the hub cannot {what}: {cause}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the operating system says.
+        cause: std::io::Error,
+    },
+    /// The connection manager cannot be joined.
+    #[error("the hub cannot join the connection manager: {0}")]
+    Manager(#[from] ControlError),
+}

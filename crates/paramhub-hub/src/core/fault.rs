@@ -1,0 +1,45 @@
+//! What a worker can do wrong on a stream, in the words its owner will read.
+
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::{Offence, Stranded};
+use paramhub_core::wire::Operation;
+use thiserror::Error;
+
+/// Why a core gives up on a rank of a job, or on the job.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub(crate) enum Fault {
+    #[error(
+        "sent a frame for chunk {0}, which is not on this stream: was the same placement computed on both ends?"
+    )]
+    Chunk(u32),
+    #[error(
+        "sent {got} bytes of {codec} for chunk {chunk} of key `{key}`, which has {expected} bytes of {expected_codec}"
+    )]
+    Payload { chunk: u32, key: String, got: u32, codec: Codec, expected: u32, expected_codec: Codec },
+    #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
+    Rules { chunk: u32, key: String, offence: Offence },
+    #[error(
+        "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
+    )]
+    NonFinite { key: String, element: u64 },
+    #[error("sent hyperparameters that cannot be used: {0}")]
+    Retune(String),
+    #[error("sent {0:?} after it had left")]
+    AfterLeave(Operation),
+    #[error("sent something that is no frame: {0}")]
+    Frame(String),
+    #[error("was lost: {0}")]
+    Lost(String),
+    #[error("{0}")]
+    Stranded(Stranded),
+}
+
+impl Fault {
+    /// The message for everybody, which names the rank at fault.
+    pub(crate) fn message(&self, rank: u32) -> String {
+        match self {
+            Fault::Stranded(stranded) => stranded.to_string(),
+            other => format!("rank {rank} {other}"),
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! One rank's stream on a core: frames in to its shard, answers out from it.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use paramhub_core::exchange::Answer;
+use paramhub_core::wire::{Direction, Header, Operation};
+use paramhub_transport::{
+    FrameSink, Landing, Outgoing, ReceiveError, Scratch, Stream, StreamError, TcpStream,
+};
+
+use super::fault::Fault;
+use super::outbox::{Begun, Source};
+use super::shard::Shard;
+
+/// Bytes taken from one stream before the others get their turn: about one read of the scratch buffer, so that what a
+/// chunk's last contribution sets free leaves while it is in cache.
+const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
+/// Frames gathered into one write.
+const BATCH_FRAMES: usize = 32;
+/// A stream on which nothing left for this long carries a heartbeat.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// A worker not heard for this long is named as silent; it sends a heartbeat a second.
+const SILENT_AFTER: Duration = Duration::from_secs(3);
+/// How long a stream of a job that is over may take to read the reason and close.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// A worker's stream. The shard's books say what is to be sent; the lane says how far it got.
+pub(crate) struct Lane {
+    stream: TcpStream,
+    pub(crate) shard: usize,
+    pub(crate) rank: u32,
+    last_heard: Instant,
+    last_sent: Instant,
+    reported_silent: bool,
+    pub(crate) waits_writable: bool,
+    draining: Option<Draining>,
+}
+
+/// What comes is thrown away: the worker broke the rules, or the job is over.
+#[derive(Clone, Copy)]
+struct Draining {
+    until: Instant,
+    /// Nothing will be put into the outbox any more: once it is empty, our side closes.
+    last_word: LastWord,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum LastWord {
+    Awaited,
+    Queued,
+    Said,
+}
+
+/// What a look at the clock says of a lane.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Pulse {
+    Silent(Duration),
+    Dead(Duration),
+    HeardAgain,
+}
+
+/// How a lane stands after it has received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Taken {
+    /// There is more to read: come back without waiting.
+    pub(crate) more: bool,
+    /// The peer has closed in order.
+    pub(crate) closed: bool,
+}
+
+struct ShardSink<'a> {
+    shard: &'a mut Shard,
+    rank: u32,
+}
+
+impl FrameSink for ShardSink<'_> {
+    type Error = Fault;
+
+    fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
+        self.shard.check(self.rank, header)?;
+        Ok(Landing::Staged)
+    }
+
+    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
+        self.shard.frame(self.rank, header, payload.unwrap_or_default())
+    }
+}
+
+/// A frame chosen for the next write, and what becomes of it.
+#[derive(Clone, Copy)]
+enum Pick {
+    Begun(Begun),
+    Message,
+    Answer(u32, Answer),
+}
+
+impl Lane {
+    pub(crate) fn new(
+        socket: std::net::TcpStream,
+        shard: usize,
+        rank: u32,
+        frame_bytes_max: usize,
+        now: Instant,
+    ) -> io::Result<Self> {
+        Ok(Lane {
+            stream: TcpStream::new(socket, Direction::ToHub, frame_bytes_max)?,
+            shard,
+            rank,
+            last_heard: now,
+            last_sent: now,
+            reported_silent: false,
+            waits_writable: false,
+            draining: None,
+        })
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.is_some()
+    }
+
+    /// Takes what has come, up to the budget.
+    pub(crate) fn receive(
+        &mut self,
+        shard: &mut Shard,
+        scratch: &mut Scratch,
+        now: Instant,
+    ) -> Result<Taken, Fault> {
+        if self.is_draining() {
+            return Ok(self.discard());
+        }
+        let mut sink = ShardSink { shard, rank: self.rank };
+        match self.stream.receive(&mut sink, scratch, RECEIVE_BUDGET_BYTES) {
+            Ok(received) => {
+                if received.bytes > 0 {
+                    self.last_heard = now;
+                    shard.count_bytes(received.bytes, 0);
+                }
+                if received.closed && !shard.has_left(self.rank) {
+                    return Err(Fault::Lost("its connection ended without a goodbye".to_string()));
+                }
+                Ok(Taken { more: received.more, closed: received.closed })
+            }
+            // Having left, it owes nobody an orderly close.
+            Err(ReceiveError::Stream(_)) if shard.has_left(self.rank) => {
+                Ok(Taken { more: false, closed: true })
+            }
+            Err(ReceiveError::Stream(error)) => Err(Fault::Lost(error.to_string())),
+            Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
+            Err(ReceiveError::Sink(fault)) => Err(fault),
+        }
+    }
+
+    /// Reads and forgets, so that closing does not reset the connection over a reason still unread at the other end.
+    fn discard(&mut self) -> Taken {
+        let mut sink = [0; 16 << 10];
+        for _ in 0..16 {
+            match rustix::io::read(&self.stream, &mut sink) {
+                Ok(0) => return Taken { more: false, closed: true },
+                Ok(_) => {}
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                    return Taken { more: false, closed: false };
+                }
+                Err(_) => return Taken { more: false, closed: true },
+            }
+        }
+        Taken { more: true, closed: false }
+    }
+
+    /// Sends what the shard owes this rank until nothing is left or the peer takes no more; `true` in the latter case.
+    pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<bool, StreamError> {
+        loop {
+            let mut picks = [Pick::Message; BATCH_FRAMES];
+            let count = pick(shard, self.rank, &mut picks);
+            if count == 0 {
+                self.shut_if_drained()?;
+                return Ok(false);
+            }
+            let picks = &picks[..count];
+            let mut frames =
+                [Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] }; BATCH_FRAMES];
+            frame(shard, self.rank, picks, &mut frames[..count]);
+            let headers: [Header; BATCH_FRAMES] = std::array::from_fn(|index| frames[index].header);
+            let sent = self.stream.send(&frames[..count])?;
+            if sent.bytes > 0 {
+                self.last_sent = now;
+            }
+            let begun = sent.frames + usize::from(self.stream.unfinished() > 0);
+            settle(shard, self.rank, picks, &headers, sent.frames, begun);
+            shard.count_bytes(0, sent.bytes);
+            if sent.blocked {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// From now on nothing this worker sends counts; the job's end, with its reason, will follow.
+    pub(crate) fn mute(&mut self, now: Instant) {
+        self.draining.get_or_insert(Draining { until: now + DRAIN, last_word: LastWord::Awaited });
+    }
+
+    /// From now on this lane only says what it still has to say, and closes.
+    pub(crate) fn drain(&mut self, now: Instant) {
+        self.draining = Some(Draining { until: now + DRAIN, last_word: LastWord::Queued });
+    }
+
+    /// Whether a draining lane has had its time.
+    pub(crate) fn is_overdue(&self, now: Instant) -> bool {
+        self.draining.is_some_and(|draining| now >= draining.until)
+    }
+
+    fn shut_if_drained(&mut self) -> Result<(), StreamError> {
+        if let Some(draining) = &mut self.draining
+            && draining.last_word == LastWord::Queued
+        {
+            draining.last_word = LastWord::Said;
+            rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Write).map_err(io::Error::from)?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the clock: whether a heartbeat is due.
+    pub(crate) fn wants_heartbeat(&self, now: Instant) -> bool {
+        self.draining.is_none() && now.duration_since(self.last_sent) >= HEARTBEAT
+    }
+
+    /// Looks at the clock: what is to be said about the worker, once per change.
+    pub(crate) fn pulse(&mut self, now: Instant, dead_after: Duration) -> Option<Pulse> {
+        if self.draining.is_some() {
+            return None;
+        }
+        let silence = now.duration_since(self.last_heard);
+        if silence >= dead_after {
+            return Some(Pulse::Dead(silence));
+        }
+        let silent = silence >= SILENT_AFTER;
+        let changed = silent != self.reported_silent;
+        self.reported_silent = silent;
+        changed.then_some(if silent { Pulse::Silent(silence) } else { Pulse::HeardAgain })
+    }
+
+    /// The core itself stood still for `pause`; that is no silence of the worker's.
+    pub(crate) fn forgive(&mut self, pause: Duration) {
+        self.last_heard += pause;
+    }
+}
+
+impl AsFd for Lane {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both);
+    }
+}
+
+/// Takes the most urgent frames out of the rank's outbox.
+fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize {
+    let outbox = &mut shard.outboxes[rank as usize];
+    let mut count = 0;
+    let mut add = |pick| {
+        picks[count] = pick;
+        count += 1;
+        count < BATCH_FRAMES
+    };
+    let mut room = true;
+    let mut messages = outbox.messages.len();
+    if let Some(begun) = outbox.begun {
+        messages -= usize::from(begun.source == Source::Message);
+        room = add(Pick::Begun(begun));
+    }
+    for _ in 0..messages {
+        room = room && add(Pick::Message);
+    }
+    for (set, answer) in
+        [(&mut outbox.applied, Answer::Applied), (&mut outbox.parameters, Answer::Parameters)]
+    {
+        while room && let Some(slot) = set.pop_first() {
+            room = add(Pick::Answer(slot, answer));
+        }
+    }
+    count
+}
+
+fn frame<'a>(shard: &'a Shard, rank: u32, picks: &[Pick], frames: &mut [Outgoing<'a>]) {
+    let begun_message = matches!(picks[0], Pick::Begun(begun) if begun.source == Source::Message);
+    let mut messages = shard.outboxes[rank as usize].messages.iter().skip(usize::from(begun_message));
+    for (frame, pick) in frames.iter_mut().zip(picks) {
+        *frame = match *pick {
+            Pick::Begun(begun) => {
+                Outgoing { header: begun.header, payload: shard.begun_payload(rank, begun.source) }
+            }
+            Pick::Message => {
+                let (header, payload) = messages.next().expect("as many messages as were picked");
+                Outgoing { header: *header, payload }
+            }
+            Pick::Answer(slot, answer) => {
+                let (header, payload) = shard.answer(rank, slot, answer);
+                Outgoing { header, payload }
+            }
+        };
+    }
+}
+
+/// Notes what has left whole (the first `whole`), what has begun (the first `begun`), and puts the rest back.
+fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whole: usize, begun: usize) {
+    for (index, pick) in picks.iter().enumerate() {
+        let (is_whole, has_begun) = (index < whole, index < begun);
+        if let Pick::Answer(slot, _) = *pick
+            && has_begun
+        {
+            shard.answer_begun(rank, slot);
+        }
+        let outbox = &mut shard.outboxes[rank as usize];
+        match *pick {
+            Pick::Begun(first) if is_whole => {
+                outbox.begun = None;
+                if first.source == Source::Message {
+                    outbox.messages.pop_front();
+                }
+            }
+            Pick::Message if is_whole => {
+                outbox.messages.pop_front();
+            }
+            Pick::Answer(slot, answer) if !has_begun => outbox.owe(slot, answer),
+            Pick::Message if has_begun => {
+                outbox.begun = Some(Begun { header: headers[index], source: Source::Message });
+            }
+            Pick::Answer(slot, answer) if !is_whole => {
+                let source = if answer == Answer::Applied { Source::Empty } else { Source::Model(slot) };
+                outbox.begun = Some(Begun { header: headers[index], source });
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! What the rest of the hub asks of a core, and what a core tells it. Rare things only: nothing here is per chunk.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::TcpStream;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::placement::RouteId;
+use paramhub_core::service::{CoreCounters, JobCounters};
+use paramhub_core::wire::{Failure, Notice};
+use paramhub_transport::Waker;
+
+use super::shard::ShardPlan;
+use crate::steward::Letter;
+
+/// Commands a core may have waiting; who sends more waits.
+const MAILBOX_COMMANDS: usize = 1024;
+
+/// Asked of a core.
+#[derive(Debug)]
+pub(crate) enum CoreCommand {
+    /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
+    Open(Box<ShardPlan>),
+    /// Serve a stream whose handshake is done.
+    Adopt { namespace: Namespace, route: RouteId, rank: u32, socket: TcpStream },
+    /// Tell a rank something.
+    Notify { namespace: Namespace, rank: u32, notice: Notice },
+    /// Free all of a job and close its streams, telling them why if it failed; answered by [`CoreEvent::Closed`], a route.
+    End { namespace: Namespace, failure: Option<Failure> },
+    /// End the thread.
+    Stop,
+}
+
+/// Told by a core.
+#[derive(Debug)]
+pub(crate) enum CoreEvent {
+    /// A route's chunks are allocated, or do not fit.
+    Opened { namespace: Namespace, missing_bytes: Option<u64> },
+    /// A job cannot go on, through the fault of `rank`.
+    Faulted { namespace: Namespace, rank: u32, message: String },
+    /// A rank has said goodbye on a route.
+    Left { namespace: Namespace, route: RouteId, rank: u32 },
+    /// A rank has not been heard for a while on some stream, or is heard again.
+    Silence { namespace: Namespace, rank: u32, seconds: Option<f64> },
+    /// A route is freed and its streams are closed.
+    Closed { namespace: Namespace, counters: JobCounters },
+}
+
+/// A core's other end.
+#[derive(Clone, Debug)]
+pub(crate) struct CoreHandle {
+    commands: SyncSender<CoreCommand>,
+    waker: Waker,
+    pub(crate) report: Arc<Mutex<CoreReport>>,
+}
+
+/// What a core has counted; written a few times a second.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CoreReport {
+    pub(crate) time: CoreCounters,
+    pub(crate) jobs: Vec<(Namespace, JobCounters)>,
+}
+
+/// The core's end of its mailbox.
+pub(crate) struct Mailbox {
+    pub(crate) commands: Receiver<CoreCommand>,
+    pub(crate) waker: Waker,
+    pub(crate) report: Arc<Mutex<CoreReport>>,
+    letters: SyncSender<Letter>,
+    /// What the steward had no room for; as long as there are streams and shards at most, since each is told of once.
+    unsent: VecDeque<CoreEvent>,
+}
+
+/// A core's mailbox, both ends.
+pub(crate) fn mailbox(letters: SyncSender<Letter>) -> io::Result<(CoreHandle, Mailbox)> {
+    let (sender, commands) = sync_channel(MAILBOX_COMMANDS);
+    let waker = Waker::new()?;
+    let report = Arc::new(Mutex::new(CoreReport::default()));
+    let handle = CoreHandle { commands: sender, waker: waker.clone(), report: report.clone() };
+    Ok((handle, Mailbox { commands, waker, report, letters, unsent: VecDeque::new() }))
+}
+
+impl CoreHandle {
+    /// Queues a command; waits if the core has very many. A core that has ended takes none.
+    pub(crate) fn send(&self, command: CoreCommand) {
+        if self.commands.send(command).is_ok() {
+            self.waker.wake();
+        }
+    }
+}
+
+impl Mailbox {
+    /// Tells the steward, without ever waiting for it.
+    pub(crate) fn tell(&mut self, event: CoreEvent) {
+        self.unsent.push_back(event);
+        self.retry();
+    }
+
+    /// Sends what could not be sent before.
+    pub(crate) fn retry(&mut self) {
+        while let Some(event) = self.unsent.pop_front() {
+            match self.letters.try_send(Letter::Core(event)) {
+                Ok(()) => {}
+                Err(TrySendError::Full(Letter::Core(event))) => {
+                    self.unsent.push_front(event);
+                    return;
+                }
+                // Nobody is left to be told.
+                Err(_) => self.unsent.clear(),
+            }
+        }
+    }
+}

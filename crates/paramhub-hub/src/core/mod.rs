@@ -1,0 +1,359 @@
+//! A core: one thread that owns chunks end to end, their streams, sums, optimizer state and answers (PHub section 3.2.4).
+//!
+//! The thread shares nothing with other cores. It runs to completion: every frame that a read brought is summed,
+//! optimised and answered before the next stream gets its turn.
+
+mod buffer;
+mod fault;
+mod lane;
+mod mailbox;
+mod outbox;
+mod shard;
+mod table;
+
+use std::collections::HashMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::placement::RouteId;
+use paramhub_core::wire::{Failure, Header, Notice, Operation};
+use paramhub_transport::{Events, Interest, Poller, Scratch};
+
+use fault::Fault;
+use lane::{Lane, Pulse};
+use table::Table;
+
+pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
+pub(crate) use shard::{Shard, ShardPlan, memory_bytes};
+
+/// How often a core looks at the clock for heartbeats, silent workers and counters.
+const TICK: Duration = Duration::from_millis(250);
+/// Readiness reports taken at once.
+const EVENTS: usize = 256;
+const WAKER: u64 = u64::MAX;
+
+/// The state of a core's thread.
+pub(crate) struct Core {
+    poller: Poller,
+    mailbox: Mailbox,
+    scratch: Scratch,
+    shards: Table<Hosted>,
+    shard_of: HashMap<(Namespace, RouteId), usize>,
+    lanes: Table<Lane>,
+    /// Lanes whose budget ran out before their bytes did, and those of the turn before.
+    unread: Vec<u64>,
+    unread_before: Vec<u64>,
+    busy: Duration,
+    idle: Duration,
+    last_tick: Instant,
+}
+
+/// A shard and the lanes of its ranks.
+struct Hosted {
+    shard: Shard,
+    route: RouteId,
+    lane_of: Vec<Option<u64>>,
+    ending: bool,
+}
+
+impl Core {
+    pub(crate) fn new(mailbox: Mailbox) -> io::Result<Self> {
+        let poller = Poller::new()?;
+        poller.add(&mailbox.waker, WAKER, Interest::READABLE)?;
+        Ok(Core {
+            poller,
+            mailbox,
+            scratch: Scratch::default(),
+            shards: Table::default(),
+            shard_of: HashMap::new(),
+            lanes: Table::default(),
+            unread: Vec::new(),
+            unread_before: Vec::new(),
+            busy: Duration::ZERO,
+            idle: Duration::ZERO,
+            last_tick: Instant::now(),
+        })
+    }
+
+    /// Serves until told to stop.
+    pub(crate) fn run(mut self) -> io::Result<()> {
+        let mut events = Events::with_capacity(EVENTS);
+        let mut turn_ended = Instant::now();
+        loop {
+            let timeout = match self.unread_before.is_empty() {
+                true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
+                false => Duration::ZERO,
+            };
+            self.poller.wait(&mut events, Some(timeout))?;
+            let now = Instant::now();
+            self.idle += now - turn_ended;
+            for event in events.iter() {
+                if event.token == WAKER {
+                    self.mailbox.waker.drain();
+                    if self.obey(now) {
+                        return Ok(());
+                    }
+                    continue;
+                }
+                if event.writable {
+                    self.flush(event.token, now);
+                }
+                if event.readable {
+                    self.receive(event.token, now);
+                }
+            }
+            // Those left from the turn before; what this turn leaves is for the next.
+            while let Some(token) = self.unread_before.pop() {
+                self.receive(token, now);
+            }
+            std::mem::swap(&mut self.unread, &mut self.unread_before);
+            if now - self.last_tick >= TICK {
+                self.tick(now);
+            }
+            turn_ended = Instant::now();
+            self.busy += turn_ended - now;
+        }
+    }
+
+    /// Takes what a stream has brought and sends what that set free.
+    fn receive(&mut self, token: u64, now: Instant) {
+        // A token of a lane that is gone may still be among this turn's events.
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let hosted = self.shards.index_mut(lane.shard);
+        let left_before = hosted.shard.has_left(lane.rank);
+        let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
+        let (shard, rank) = (lane.shard, lane.rank);
+        if hosted.shard.has_left(rank) && !left_before {
+            let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+            self.mailbox.tell(CoreEvent::Left { namespace, route, rank });
+        }
+        self.answer(shard, now);
+        match taken {
+            Ok(taken) if taken.closed => self.drop_lane(token),
+            Ok(taken) if taken.more => self.unread.push(token),
+            Ok(_) => {}
+            Err(fault) => self.fault(token, &fault, now),
+        }
+    }
+
+    /// Sends to every rank of a shard that has something new.
+    fn answer(&mut self, shard: usize, now: Instant) {
+        while let Some(rank) = self.shards.index_mut(shard).shard.dirty.pop_first() {
+            if let Some(token) = self.shards.index_mut(shard).lane_of[rank as usize] {
+                self.flush(token, now);
+            }
+        }
+    }
+
+    fn flush(&mut self, token: u64, now: Instant) {
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let hosted = self.shards.index_mut(lane.shard);
+        match lane.flush(&mut hosted.shard, now) {
+            Ok(blocked) => {
+                if blocked != lane.waits_writable {
+                    lane.waits_writable = blocked;
+                    let interest = if blocked { Interest::BOTH } else { Interest::READABLE };
+                    if let Err(error) = self.poller.modify(&*lane, token, interest) {
+                        self.fault(token, &Fault::Lost(error.to_string()), now);
+                    }
+                }
+            }
+            Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
+        }
+    }
+
+    /// A stream cannot go on: the steward decides about the job, and this stream waits for the reason.
+    fn fault(&mut self, token: u64, fault: &Fault, now: Instant) {
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let rank = lane.rank;
+        let hosted = self.shards.index_mut(lane.shard);
+        let told_before = lane.is_draining();
+        let leaves_quietly = hosted.shard.has_left(rank) && matches!(fault, Fault::Lost(_));
+        let namespace = hosted.shard.plan().namespace;
+        lane.mute(now);
+        if !told_before && !leaves_quietly && !hosted.ending {
+            self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message: fault.message(rank) });
+        }
+        if matches!(fault, Fault::Lost(_)) {
+            self.drop_lane(token);
+        }
+    }
+
+    fn drop_lane(&mut self, token: u64) {
+        let Some(lane) = self.lanes.remove(token) else { return };
+        // Fails only if the descriptor is not in the set, and then there is nothing to take out.
+        let _ = self.poller.remove(&lane);
+        let hosted = self.shards.index_mut(lane.shard);
+        hosted.lane_of[lane.rank as usize] = None;
+        self.close_if_over(lane.shard);
+    }
+
+    fn close_if_over(&mut self, index: usize) {
+        let hosted = self.shards.index_mut(index);
+        if !hosted.ending || hosted.lane_of.iter().any(Option::is_some) {
+            return;
+        }
+        let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+        let counters = hosted.shard.counters();
+        self.shards.remove_index(index);
+        self.shard_of.remove(&(namespace, route));
+        self.mailbox.tell(CoreEvent::Closed { namespace, counters });
+    }
+
+    /// Does what the mailbox asks; `true` to stop.
+    fn obey(&mut self, now: Instant) -> bool {
+        while let Ok(command) = self.mailbox.commands.try_recv() {
+            match command {
+                CoreCommand::Open(plan) => self.open(*plan),
+                CoreCommand::Adopt { namespace, route, rank, socket } => {
+                    self.adopt(namespace, route, rank, socket, now);
+                }
+                CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
+                CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
+                CoreCommand::Stop => return true,
+            }
+        }
+        false
+    }
+
+    fn open(&mut self, plan: ShardPlan) {
+        let (namespace, route, workers) = (plan.namespace, plan.route, plan.workers as usize);
+        let missing_bytes = match Shard::new(plan) {
+            Ok(shard) => {
+                let hosted = Hosted { shard, route, lane_of: vec![None; workers], ending: false };
+                let index = self.shards.insert_index(hosted);
+                self.shard_of.insert((namespace, route), index);
+                None
+            }
+            Err(missing) => Some(missing.bytes),
+        };
+        self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
+    }
+
+    fn adopt(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        rank: u32,
+        socket: std::net::TcpStream,
+        now: Instant,
+    ) {
+        // The job may have ended while the stream's handshake was under way; its worker will see the stream close.
+        let Some(&shard) = self.shard_of.get(&(namespace, route)) else { return };
+        let hosted = self.shards.index_mut(shard);
+        if hosted.ending || hosted.lane_of[rank as usize].is_some() {
+            return;
+        }
+        let frame_bytes_max =
+            hosted.shard.plan().settings.chunk_bytes.max(paramhub_core::limits::CONTROL_BYTES_MAX);
+        let added = Lane::new(socket, shard, rank, frame_bytes_max as usize, now).and_then(|lane| {
+            let token = self.lanes.insert(lane);
+            let lane = self.lanes.at_mut(token).expect("it was just put in");
+            self.poller.add(&*lane, token, Interest::READABLE).map(|()| token)
+        });
+        match added {
+            Ok(token) => {
+                self.shards.index_mut(shard).lane_of[rank as usize] = Some(token);
+                self.flush(token, now);
+            }
+            Err(error) => {
+                let message = Fault::Lost(format!("the hub cannot serve its stream: {error}")).message(rank);
+                self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message });
+            }
+        }
+    }
+
+    /// Tells a rank on one of its streams here.
+    fn notify(&mut self, namespace: Namespace, rank: u32, notice: &Notice, now: Instant) {
+        let here = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
+        let lane = here.map(|index| (index, self.shards.index(index).lane_of[rank as usize]));
+        if let Some((shard, Some(token))) = lane.into_iter().find(|(_, lane)| lane.is_some()) {
+            let payload = notice.encode();
+            let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Notice) };
+            self.shards.index_mut(shard).shard.outboxes[rank as usize].message(header, payload);
+            self.flush(token, now);
+        }
+    }
+
+    fn end(&mut self, namespace: Namespace, failure: Option<&Failure>, now: Instant) {
+        let here: Vec<usize> =
+            self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index).collect();
+        for index in here {
+            let hosted = self.shards.index_mut(index);
+            hosted.ending = true;
+            hosted.shard.free();
+            let lanes: Vec<(usize, u64)> = hosted
+                .lane_of
+                .iter()
+                .enumerate()
+                .filter_map(|(rank, lane)| lane.map(|lane| (rank, lane)))
+                .collect();
+            for (rank, token) in lanes {
+                if let Some(failure) = failure {
+                    let payload = failure.encode();
+                    let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
+                    self.shards.index_mut(index).shard.outboxes[rank].message(header, payload);
+                }
+                if let Some(lane) = self.lanes.at_mut(token) {
+                    lane.drain(now);
+                }
+                self.flush(token, now);
+            }
+            if self.shards.contains_index(index) {
+                self.close_if_over(index);
+            }
+        }
+    }
+
+    /// Heartbeats, silent workers, streams that were given time to close, and counters.
+    fn tick(&mut self, now: Instant) {
+        let pause = (now - self.last_tick).saturating_sub(TICK * 4);
+        self.last_tick = now;
+        for token in self.lanes.tokens() {
+            let Some(lane) = self.lanes.at_mut(token) else { continue };
+            if !pause.is_zero() {
+                lane.forgive(pause);
+            }
+            if lane.is_overdue(now) {
+                self.drop_lane(token);
+                continue;
+            }
+            let (rank, index) = (lane.rank, lane.shard);
+            let hosted = self.shards.index_mut(index);
+            let namespace = hosted.shard.plan().namespace;
+            let dead_after = Duration::from_secs_f64(hosted.shard.plan().dead_after_s);
+            let pulse = if hosted.shard.has_left(rank) { None } else { lane.pulse(now, dead_after) };
+            if lane.wants_heartbeat(now) && hosted.shard.outboxes[rank as usize].is_empty() {
+                hosted.shard.outboxes[rank as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
+                self.flush(token, now);
+            }
+            match pulse {
+                Some(Pulse::Silent(silence)) => {
+                    let seconds = Some(silence.as_secs_f64());
+                    self.mailbox.tell(CoreEvent::Silence { namespace, rank, seconds });
+                }
+                Some(Pulse::HeardAgain) => {
+                    self.mailbox.tell(CoreEvent::Silence { namespace, rank, seconds: None });
+                }
+                Some(Pulse::Dead(silence)) => {
+                    let reason = format!("it has not been heard for {:.0} s", silence.as_secs_f64());
+                    self.fault(token, &Fault::Lost(reason), now);
+                }
+                None => {}
+            }
+        }
+        self.mailbox.retry();
+        self.publish();
+    }
+
+    fn publish(&mut self) {
+        let mut report = self.mailbox.report.lock().expect("nobody panics while counting");
+        report.time.busy_ns = self.busy.as_nanos() as u64;
+        report.time.idle_ns = self.idle.as_nanos() as u64;
+        report.jobs.clear();
+        report.jobs.extend(
+            self.shards.values().map(|hosted| (hosted.shard.plan().namespace, hosted.shard.counters())),
+        );
+    }
+}

@@ -1,0 +1,89 @@
+//! What one rank is to be sent on one route.
+
+use std::collections::VecDeque;
+
+use paramhub_core::exchange::Answer;
+use paramhub_core::ready_set::ReadySet;
+use paramhub_core::wire::Header;
+
+/// Answers and messages for one rank, most urgent first: messages, then acknowledgements, then parameters by slot.
+///
+/// It holds no parameters: they leave straight from the model. Only where the model is about to change under a frame that
+/// has begun to leave is that one chunk copied, into `spill`; so no worker ever receives a chunk torn between two steps,
+/// and what has not begun leaves with the newest values.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    pub(crate) parameters: ReadySet,
+    pub(crate) applied: ReadySet,
+    /// Failure, notices and heartbeats; few.
+    pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
+    /// The frame whose first bytes have left and whose last have not.
+    pub(crate) begun: Option<Begun>,
+    pub(crate) spill: Vec<u8>,
+}
+
+/// A frame on its way out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Begun {
+    pub(crate) header: Header,
+    pub(crate) source: Source,
+}
+
+/// Where a frame's payload lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// The front of `messages`.
+    Message,
+    /// There is none.
+    Empty,
+    /// The model, at this slot.
+    Model(u32),
+    /// The outbox's `spill`.
+    Spill,
+}
+
+/// Messages an outbox keeps; a rank that does not read them has other troubles than missing the rest.
+const MESSAGES_MAX: usize = 64;
+
+impl Outbox {
+    /// For a route of `slots` chunks whose largest payload has `payload_bytes_max` bytes; allocates all it will need.
+    pub(crate) fn new(slots: u32, payload_bytes_max: usize) -> Self {
+        Outbox {
+            parameters: ReadySet::new(slots),
+            applied: ReadySet::new(slots),
+            messages: VecDeque::new(),
+            begun: None,
+            spill: Vec::with_capacity(payload_bytes_max),
+        }
+    }
+
+    /// Puts an answer in.
+    pub(crate) fn owe(&mut self, slot: u32, answer: Answer) {
+        match answer {
+            Answer::Parameters => self.parameters.insert(slot),
+            Answer::Applied => self.applied.insert(slot),
+        };
+    }
+
+    /// Puts a message in, unless there are too many already.
+    pub(crate) fn message(&mut self, header: Header, payload: Vec<u8>) {
+        debug_assert_eq!(header.length as usize, payload.len());
+        if self.messages.len() < MESSAGES_MAX {
+            self.messages.push_back((header, payload));
+        }
+    }
+
+    /// Whether nothing is left to send.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.begun.is_none()
+            && self.messages.is_empty()
+            && self.applied.is_empty()
+            && self.parameters.is_empty()
+    }
+
+    /// Forgets every answer but what has begun; the job is over.
+    pub(crate) fn forget_answers(&mut self) {
+        while self.parameters.pop_first().is_some() {}
+        while self.applied.pop_first().is_some() {}
+    }
+}

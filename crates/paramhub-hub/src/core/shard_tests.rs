@@ -1,0 +1,235 @@
+use paramhub_core::codec::Dtype;
+use paramhub_core::consistency::Consistency;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::settings::OptimizerChoice;
+use paramhub_kernels::Registry;
+
+use super::*;
+use crate::core::outbox::Begun;
+
+/// A shard of all chunks of `keys`, on one core.
+fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
+    let mut settings = Settings::new(KeyTable::new(keys).unwrap());
+    settings.chunk_bytes = 1024;
+    change(&mut settings);
+    settings.check().unwrap();
+    let registry = Registry::with_builtins();
+    let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    let hubs = [HubShape { interfaces: vec![interface] }];
+    let placement = Placement::new(&settings.keys, &map, &hubs).unwrap();
+    let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
+    let plan = ShardPlan {
+        name: "test".into(),
+        namespace: Namespace([1; 16]),
+        workers,
+        dead_after_s: 30.0,
+        aggregator: registry.aggregator(&settings.aggregator).unwrap(),
+        settings: Arc::new(settings),
+        map: Arc::new(map),
+        placement: Arc::new(placement),
+        route: 0,
+        optimizer,
+        hyperparameters,
+    };
+    Shard::new(plan).unwrap()
+}
+
+fn wire(values: &[f32]) -> Vec<u8> {
+    bytemuck::cast_slice(values).to_vec()
+}
+
+fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
+    Header { operation, codec: Codec::F32, chunk, step, length: payload.len() as u32 }
+}
+
+/// Checks and takes a frame, as a lane would.
+fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+    shard.check(rank, header)?;
+    shard.frame(rank, header, payload)
+}
+
+fn push_pull(shard: &mut Shard, rank: u32, chunk: u32, step: u32, values: &[f32]) -> Result<(), Fault> {
+    let payload = wire(values);
+    take(shard, rank, &header(Operation::PushPull, chunk, step, &payload), &payload)
+}
+
+/// Takes the one answer owed to `rank`, as values.
+fn answer(shard: &mut Shard, rank: u32) -> (Header, Vec<f32>) {
+    let slot = shard.outboxes[rank as usize].parameters.pop_first().expect("parameters are owed");
+    let (header, payload) = shard.answer(rank, slot, Answer::Parameters);
+    let values = payload.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    shard.answer_begun(rank, slot);
+    (header, values)
+}
+
+#[test]
+fn the_last_contribution_makes_the_mean_and_owes_it_to_all() {
+    let mut shard = shard(3, vec![Key::new("w", [4])], |_| {});
+    push_pull(&mut shard, 2, 0, 0, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+    push_pull(&mut shard, 0, 0, 0, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+    assert!(shard.dirty.is_empty(), "nothing is owed before all have contributed");
+    push_pull(&mut shard, 1, 0, 0, &[1.0, 5.0, 0.0, -8.0]).unwrap();
+    for rank in 0..3 {
+        let (header, mean) = answer(&mut shard, rank);
+        assert_eq!((header.operation, header.step), (Operation::Parameters, 1));
+        assert_eq!(mean, [1.0, 3.0, 2.0, 0.0]);
+    }
+    assert_eq!((shard.counters().contributions, shard.counters().updates), (3, 1));
+}
+
+#[test]
+fn reproducible_sums_do_not_depend_on_the_order_of_arrival() {
+    // Values whose sum depends on the order they are added in.
+    let values = [1.0e8f32, 1.0, -1.0e8, 0.5];
+    let expected = ((values[0] + values[1]) + values[2] + values[3]) * 0.25;
+    assert_ne!(expected, ((values[3] + values[2]) + values[1] + values[0]) * 0.25);
+    let mut order = [0u32, 1, 2, 3];
+    // Heap's algorithm: all 24 orders.
+    fn permutations(k: usize, order: &mut [u32; 4], visit: &mut impl FnMut(&[u32; 4])) {
+        if k == 1 {
+            return visit(order);
+        }
+        for i in 0..k {
+            permutations(k - 1, order, visit);
+            order.swap(if k.is_multiple_of(2) { i } else { 0 }, k - 1);
+        }
+    }
+    let mut seen = 0;
+    permutations(4, &mut order, &mut |order| {
+        let mut shard = shard(4, vec![Key::new("w", [1])], |settings| settings.reproducible = true);
+        for &rank in order {
+            push_pull(&mut shard, rank, 0, 0, &[values[rank as usize]]).unwrap();
+        }
+        assert_eq!(answer(&mut shard, 0).1, [expected], "order {order:?}");
+        seen += 1;
+    });
+    assert_eq!(seen, 24);
+}
+
+#[test]
+fn a_frame_under_way_keeps_the_values_it_began_with() {
+    let mut shard = shard(2, vec![Key::new("w", [2])], |settings| {
+        settings.consistency = Consistency::Asynchronous;
+    });
+    push_pull(&mut shard, 0, 0, 0, &[1.0, 2.0]).unwrap();
+    let (begun, _) = answer(&mut shard, 0);
+    shard.outboxes[0].begun = Some(Begun { header: begun, source: Source::Model(0) });
+    push_pull(&mut shard, 1, 0, 0, &[7.0, 8.0]).unwrap();
+    let source = shard.outboxes[0].begun.unwrap().source;
+    assert_eq!(source, Source::Spill);
+    assert_eq!(shard.begun_payload(0, source), wire(&[1.0, 2.0]));
+    assert_eq!(answer(&mut shard, 1).1, [7.0, 8.0], "what had not begun leaves with the newest values");
+    shard.free();
+    assert_eq!(shard.begun_payload(0, source), wire(&[1.0, 2.0]), "it outlives even the job's buffers");
+}
+
+#[test]
+fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time() {
+    let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
+    let mut shard = shard(1, vec![Key::new("w", [300])], |settings| {
+        settings.optimizer = OptimizerChoice { name: "sgd".into(), hyperparameters: Some(rate(0.5)) };
+    });
+    let refused = push_pull(&mut shard, 0, 1, 0, &[0.0; 44]).unwrap_err();
+    assert_eq!(
+        refused.message(0),
+        "rank 0 broke the rules on chunk 1 of key `w`: a gradient came before rank 0 had sent the parameters to start from"
+    );
+    for (chunk, elements) in [(0, 256), (1, 44)] {
+        let payload = wire(&vec![1.0; elements]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+        shard.answer_begun(0, slot);
+    }
+    let retune = rate(0.25).to_wire();
+    take(&mut shard, 0, &header(Operation::Retune, 0, 1, &retune), &retune).unwrap();
+    push_pull(&mut shard, 0, 1, 0, &[1.0; 44]).unwrap();
+    assert_eq!(answer(&mut shard, 0).1, [0.5; 44], "step 0 knows the first rate");
+    push_pull(&mut shard, 0, 1, 1, &[1.0; 44]).unwrap();
+    assert_eq!(answer(&mut shard, 0).1, [0.25; 44], "step 1 knows the second");
+    let momentum = Hyperparameters { momentum: 0.9, ..rate(0.1) }.to_wire();
+    let refused = take(&mut shard, 0, &header(Operation::Retune, 0, 2, &momentum), &momentum).unwrap_err();
+    assert!(refused.message(0).contains("hyperparameters that cannot be used"), "{}", refused.message(0));
+}
+
+#[test]
+fn half_precision_is_summed_and_kept_in_single() {
+    let mut keys = vec![Key::new("w", [2])];
+    keys[0].dtype = Dtype::BF16;
+    let mut shard = shard(2, keys, |settings| {
+        settings.optimizer.name = "sgd".into();
+        settings.optimizer.hyperparameters =
+            Some(Hyperparameters { learning_rate: 1.0, ..Default::default() });
+    });
+    let bf16 = |values: [f32; 2]| values.map(|value| (value.to_bits() >> 16) as u16);
+    let frame = |operation, values| {
+        let payload: Vec<u8> = bytemuck::cast_slice(&bf16(values)).to_vec();
+        (Header { codec: Codec::BF16, ..header(operation, 0, 0, &payload) }, payload)
+    };
+    let (start, payload) = frame(Operation::Initialise, [1.0, 2.0]);
+    take(&mut shard, 0, &start, &payload).unwrap();
+    let slot = shard.outboxes[0].applied.pop_first().unwrap();
+    shard.answer_begun(0, slot);
+    for rank in 0..2 {
+        // Their mean, 2^-9, is lost next to 1 in bf16, but not in the parameters the hub keeps.
+        let (push, payload) = frame(Operation::PushPull, [-(2.0f32.powi(-9)), 1.0]);
+        take(&mut shard, rank, &push, &payload).unwrap();
+    }
+    let slot = shard.outboxes[1].parameters.pop_first().unwrap();
+    let (header, payload) = shard.answer(1, slot, Answer::Parameters);
+    assert_eq!((header.codec, header.length), (Codec::BF16, 4));
+    assert_eq!(payload, bytemuck::cast_slice::<u16, u8>(&bf16([1.0, 1.0])));
+    assert_eq!(shard.model[0], 1.0 + 2.0f32.powi(-9));
+}
+
+#[test]
+fn each_fault_names_what_is_wrong_and_changes_nothing() {
+    let mut shard = shard(2, vec![Key::new("conv", [300]), Key::new("fc", [5])], |settings| {
+        settings.reject_non_finite = true;
+    });
+    let fault = |shard: &mut Shard, header: Header, payload: &[u8]| {
+        take(shard, 1, &header, payload).unwrap_err().message(1)
+    };
+    let five = wire(&[1.0; 5]);
+    let unknown = fault(&mut shard, header(Operation::Push, 9, 0, &five), &five);
+    assert!(unknown.starts_with("rank 1 sent a frame for chunk 9, which is not on this stream"), "{unknown}");
+    let short = fault(&mut shard, header(Operation::Push, 2, 0, &five[4..]), &five[4..]);
+    assert!(short.contains("16 bytes of f32 for chunk 2 of key `fc`, which has 20 bytes"), "{short}");
+    let ahead = fault(&mut shard, header(Operation::PushPull, 2, 3, &five), &five);
+    assert!(ahead.contains("step 3 was asked for, but step 0 is under way"), "{ahead}");
+    let codec = Header { codec: Codec::F16, ..header(Operation::Push, 2, 0, &five) };
+    assert!(fault(&mut shard, codec, &five).contains("bytes of f16"));
+    let mut gradient = vec![0.0; 44];
+    gradient[3] = f32::NAN;
+    let nan = wire(&gradient);
+    let refused = fault(&mut shard, header(Operation::Push, 1, 0, &nan), &nan);
+    assert!(refused.contains("key `conv` whose element 259 is not finite"), "{refused}");
+    assert_eq!(shard.counters().contributions, 0);
+    push_pull(&mut shard, 1, 2, 0, &[1.0; 5]).unwrap();
+    shard.frame(1, &Header::bare(Operation::Leave), &[]).unwrap();
+    assert!(fault(&mut shard, header(Operation::Push, 2, 1, &five), &five).contains("after it had left"));
+    push_pull(&mut shard, 0, 2, 0, &[1.0; 5]).unwrap();
+    answer(&mut shard, 0);
+    let stranded = push_pull(&mut shard, 0, 2, 1, &[1.0; 5]).unwrap_err().message(0);
+    assert_eq!(stranded, "rank 1 left the job, but other ranks wait for its contribution to step 1");
+}
+
+#[test]
+fn memory_is_what_was_announced() {
+    let many = (0..50).map(|i| Key::new(format!("k{i}"), [1000])).collect();
+    let shard = shard(3, many, |settings| {
+        settings.optimizer.name = "adam".into();
+        settings.reproducible = true;
+    });
+    let arrays = 4 + 2;
+    let buffers = [&shard.model, &shard.merge, &shard.state, &shard.parked[0], &shard.parked[1]];
+    let floats: usize = buffers.iter().map(|buffer| buffer.len()).sum();
+    assert_eq!(floats, shard.model.len() * arrays);
+    let announced = memory_bytes(shard.plan());
+    assert!(
+        announced >= floats as u64 * 4 && announced < floats as u64 * 4 * 11 / 10,
+        "{announced} for {floats}"
+    );
+}

@@ -1,0 +1,84 @@
+//! The jobs a hub serves, as the door needs to know them.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Mutex;
+
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::placement::RouteId;
+use paramhub_core::wire::{Hello, Refusal};
+
+/// Jobs whose buffers stand. Steward and door share it; neither is on the data path.
+#[derive(Default)]
+pub(crate) struct Directory {
+    jobs: Mutex<HashMap<Namespace, Entry>>,
+}
+
+/// What a stream must fit.
+pub(crate) struct Entry {
+    pub(crate) name: String,
+    pub(crate) nonce: Nonce,
+    pub(crate) workers: u32,
+    pub(crate) placement_hash: [u8; 32],
+    /// Routes with chunks, by interface and core number.
+    pub(crate) routes: HashMap<(u16, u16), RouteId>,
+    pub(crate) incarnations: HashMap<u32, Incarnation>,
+    pub(crate) taken: HashSet<(RouteId, u32)>,
+}
+
+impl Directory {
+    pub(crate) fn insert(&self, namespace: Namespace, entry: Entry) {
+        self.jobs.lock().expect("no panic while holding it").insert(namespace, entry);
+    }
+
+    pub(crate) fn remove(&self, namespace: Namespace) {
+        self.jobs.lock().expect("no panic while holding it").remove(&namespace);
+    }
+
+    pub(crate) fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
+        self.jobs.lock().expect("no panic while holding it").get(&namespace).map(|entry| entry.nonce)
+    }
+
+    /// Ranks that lack a stream on some route, ascending; none for an unknown job.
+    pub(crate) fn missing_ranks(&self, namespace: Namespace) -> Vec<u32> {
+        let jobs = self.jobs.lock().expect("no panic while holding it");
+        let Some(entry) = jobs.get(&namespace) else { return Vec::new() };
+        let complete = |rank: &u32| entry.routes.values().all(|&route| entry.taken.contains(&(route, *rank)));
+        (0..entry.workers).filter(|rank| !complete(rank)).collect()
+    }
+
+    /// Gives a proven worker its place on a route, or says why it cannot have it. `interface` is the
+    /// one the stream came in by.
+    pub(crate) fn admit(&self, hello: &Hello, interface: u16) -> Result<RouteId, (Refusal, String)> {
+        let mut jobs = self.jobs.lock().expect("no panic while holding it");
+        let refused = |refusal, message: String| Err((refusal, message));
+        let Some(entry) = jobs.get_mut(&hello.namespace) else {
+            return refused(Refusal::JobEnded, "the job has just ended".to_string());
+        };
+        let (name, rank) = (&entry.name, hello.rank);
+        if rank >= entry.workers {
+            let last = entry.workers - 1;
+            return refused(
+                Refusal::Rank,
+                format!("rank {rank} is not in job `{name}`, whose last rank is {last}"),
+            );
+        }
+        if hello.placement != entry.placement_hash {
+            let why =
+                "the two ends computed different placements: use the same release of paramhub on both ends";
+            return refused(Refusal::Placement, format!("rank {rank} of job `{name}`: {why}"));
+        }
+        let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| hello.interface == interface);
+        let Some(&route) = route else {
+            let (at, core) = (hello.interface, hello.core);
+            let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");
+            return refused(Refusal::Route, why);
+        };
+        let incarnation = *entry.incarnations.entry(rank).or_insert(hello.incarnation);
+        if incarnation != hello.incarnation || !entry.taken.insert((route, rank)) {
+            let why =
+                format!("rank {rank} of job `{name}` is connected already: two processes have the same rank");
+            return refused(Refusal::RankTaken, why);
+        }
+        Ok(route)
+    }
+}

@@ -1,0 +1,255 @@
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::socket;
+use tracing::{error, info, warn};
+
+use crate::config::{HubConfig, HubError};
+use crate::core::{Core, CoreHandle, mailbox};
+use crate::directory::Directory;
+use crate::door::{Door, DoorStop};
+use crate::link::Link;
+use crate::steward::{Letter, Steward};
+
+/// Letters the steward may have waiting.
+const LETTERS: usize = 4096;
+/// Events the manager may not have been told yet.
+const EVENTS: usize = 4096;
+
+/// A hub at work: its cores, its door, its steward and its link to the manager, each a thread.
+///
+/// Dropping it stops it.
+#[derive(Debug)]
+pub struct RunningHub {
+    addresses: Vec<SocketAddr>,
+    cores: Vec<CoreHandle>,
+    letters: SyncSender<Letter>,
+    door: DoorStop,
+    stop: Arc<AtomicBool>,
+    failure: Arc<Mutex<Option<String>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl RunningHub {
+    /// Listens, joins the manager and serves. Returns when workers can be served.
+    pub fn start(config: HubConfig) -> Result<RunningHub, HubError> {
+        check(&config)?;
+        let listeners: Vec<TcpListener> = config
+            .listen
+            .iter()
+            .map(|&address| socket::listen(address).map_err(HubError::Listen))
+            .collect::<Result<_, _>>()?;
+        let addresses: Vec<SocketAddr> = listeners
+            .iter()
+            .map(TcpListener::local_addr)
+            .collect::<Result<_, _>>()
+            .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
+        let shape = shape(&config, &addresses)?;
+
+        let (letters, letterbox) = sync_channel(LETTERS);
+        let (events, event_queue) = sync_channel(EVENTS);
+        let failure = Arc::new(Mutex::new(None));
+        let mut threads = Vec::new();
+        let mut cores = Vec::new();
+        for index in 0..config.cores {
+            let (handle, thread) = start_core(index, config.pin, letters.clone(), failure.clone())?;
+            cores.push(handle);
+            threads.push(thread);
+        }
+        let directory = Arc::new(Directory::default());
+        let (door, door_stop) = Door::new(listeners, directory.clone(), cores.clone())
+            .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
+        let steward = Steward {
+            letters: letterbox,
+            cores: cores.clone(),
+            directory,
+            events,
+            registry: config.registry,
+            shape: shape.clone(),
+            memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
+            jobs: HashMap::new(),
+        };
+        let registered = config.manager.register_hub(&RegisterHub { shape })?;
+        info!("joined {} as hub {}", config.manager.url(), registered.hub);
+        let stop = Arc::new(AtomicBool::new(false));
+        let link = Link {
+            client: config.manager,
+            registered: Arc::new(registered),
+            stop: stop.clone(),
+            failure: failure.clone(),
+        };
+        let fail = failure.clone();
+        threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
+        threads.push(spawn("hub-steward", move || steward.run())?);
+        let (reporter, cores_to_report) = (link.clone(), cores.clone());
+        threads.push(spawn("hub-reporter", move || reporter.report(&event_queue, &cores_to_report))?);
+        let commands = letters.clone();
+        // Not joined: it may be in the middle of a poll, and holds nothing.
+        spawn("hub-commands", move || link.take_commands(&commands))?;
+        Ok(RunningHub { addresses, cores, letters, door: door_stop, stop, failure, threads })
+    }
+
+    /// The addresses listened on, one per interface, with the ports that were found free.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// What each core did with its time since the hub started.
+    pub fn cores(&self) -> Vec<CoreCounters> {
+        self.reports().map(|(time, _)| time).collect()
+    }
+
+    /// Bytes the buffers of all jobs take.
+    pub fn memory_bytes(&self) -> u64 {
+        self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
+    }
+
+    /// Why the hub cannot go on, if so: a core has died, or its manager has forgotten it.
+    pub fn has_failed(&self) -> Option<String> {
+        self.failure.lock().expect("no panic while holding it").clone()
+    }
+
+    /// Tells every job's workers that the hub is shutting down, frees all and returns, within a second.
+    pub fn stop(mut self) {
+        self.stop_threads();
+    }
+
+    fn reports(&self) -> impl Iterator<Item = (CoreCounters, u64)> {
+        self.cores.iter().map(|core| {
+            let report = core.report.lock().expect("no panic while counting");
+            (report.time, report.jobs.iter().map(|(_, job)| job.memory_bytes).sum())
+        })
+    }
+
+    fn stop_threads(&mut self) {
+        if self.stop.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.door.stop();
+        // A steward that is gone has stopped already.
+        let _ = self.letters.send(Letter::Stop);
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                error!("a thread of the hub panicked");
+            }
+        }
+    }
+}
+
+impl Drop for RunningHub {
+    fn drop(&mut self) {
+        self.stop_threads();
+    }
+}
+
+fn check(config: &HubConfig) -> Result<(), HubError> {
+    let refused = |why: String| Err(HubError::Config(why));
+    if config.cores == 0 || config.cores > CORES_MAX {
+        return refused(format!("a hub has 1 to {CORES_MAX} cores, not {}", config.cores));
+    }
+    if config.listen.is_empty() || config.listen.len() > INTERFACES_MAX {
+        return refused(format!(
+            "a hub listens on 1 to {INTERFACES_MAX} addresses, not {}",
+            config.listen.len()
+        ));
+    }
+    if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
+        let (given, needed) = (config.advertise.len(), config.listen.len());
+        return refused(format!(
+            "{given} addresses are advertised for {needed} listened on: give one for each"
+        ));
+    }
+    Ok(())
+}
+
+/// Interfaces share the cores out, so that each core serves as few interfaces as possible (PHub section 3.3).
+fn shape(config: &HubConfig, addresses: &[SocketAddr]) -> Result<HubShape, HubError> {
+    let interfaces = addresses.len();
+    let cores_of = |interface: usize| -> Vec<u16> {
+        match config.cores >= interfaces {
+            true => (interface..config.cores).step_by(interfaces).map(|core| core as u16).collect(),
+            false => vec![(interface % config.cores) as u16],
+        }
+    };
+    let address_of = |interface: usize| match config.advertise.get(interface) {
+        Some(advertised) => Ok(advertised.clone()),
+        None if addresses[interface].ip().is_unspecified() => Err(HubError::Config(format!(
+            "{} is no address that workers can dial: listen on the address of an interface, or say what to dial with \
+             --advertise",
+            addresses[interface]
+        ))),
+        None => Ok(addresses[interface].to_string()),
+    };
+    let interface = |interface| {
+        Ok(InterfaceShape { address: address_of(interface)?, cores: cores_of(interface), weight: 1 })
+    };
+    Ok(HubShape { interfaces: (0..interfaces).map(interface).collect::<Result<_, HubError>>()? })
+}
+
+fn start_core(
+    index: usize,
+    pin: bool,
+    letters: SyncSender<Letter>,
+    failure: Arc<Mutex<Option<String>>>,
+) -> Result<(CoreHandle, JoinHandle<()>), HubError> {
+    let system = |cause| HubError::System { what: "start a core", cause };
+    let (handle, mailbox) = mailbox(letters).map_err(system)?;
+    let core = Core::new(mailbox).map_err(system)?;
+    let thread = spawn(&format!("hub-core-{index}"), move || {
+        if pin {
+            pin_to_processor(index);
+        }
+        watch(&failure, "core", || core.run());
+    })?;
+    Ok((handle, thread))
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, HubError> {
+    let spawned = std::thread::Builder::new().name(name.to_string()).spawn(run);
+    spawned.map_err(|cause| HubError::System { what: "start a thread", cause })
+}
+
+/// Runs a thread's work and notes why it ended, if it should not have.
+fn watch(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std::io::Result<()>) {
+    // What the work shared with others is not looked at again: the whole hub is reported as failed.
+    let cause = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
+        Ok(Ok(())) => return,
+        Ok(Err(cause)) => cause.to_string(),
+        Err(_) => "it panicked, which is a bug: please report it".to_string(),
+    };
+    error!("the hub's {what} died: {cause}");
+    failure
+        .lock()
+        .expect("no panic while holding it")
+        .get_or_insert(format!("the hub's {what} died: {cause}"));
+}
+
+/// Pins the calling thread to the `index`-th processor it may run on; a hub with more cores than processors wraps.
+fn pin_to_processor(index: usize) {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let pinned = sched_getaffinity(None).and_then(|allowed| {
+        let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
+        let mut one = CpuSet::new();
+        one.set(processors[index % processors.len()]);
+        sched_setaffinity(None, &one)
+    });
+    if let Err(cause) = pinned {
+        warn!("core {index} cannot be pinned to a processor: {cause}");
+    }
+}
+
+/// Four fifths of what the machine has free now.
+fn available_memory_bytes() -> u64 {
+    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    });
+    free.map_or(u64::MAX, |kibibytes| kibibytes * 1024 / 5 * 4)
+}

@@ -1,0 +1,297 @@
+//! Opens jobs on the cores and ends them everywhere at once: the one thread that decides.
+
+mod job;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::placement::HubShape;
+use paramhub_core::service::{HubCommand, HubEvent, JobPlan};
+use paramhub_core::wire::{Failure, Notice};
+use paramhub_kernels::Registry;
+use tracing::{info, warn};
+
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, ShardPlan};
+use crate::directory::{Directory, Entry};
+use job::{Job, State};
+
+/// How often the steward looks at its jobs' deadlines.
+const TICK: Duration = Duration::from_millis(200);
+/// How long ending jobs may take when the hub stops.
+const STOP: Duration = Duration::from_millis(600);
+
+/// What reaches the steward.
+#[derive(Debug)]
+pub(crate) enum Letter {
+    /// The manager asks.
+    Command(HubCommand),
+    /// A core tells.
+    Core(CoreEvent),
+    /// The hub shuts down.
+    Stop,
+}
+
+/// The hub's jobs, and whom they concern.
+pub(crate) struct Steward {
+    pub(crate) letters: Receiver<Letter>,
+    pub(crate) cores: Vec<CoreHandle>,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) events: SyncSender<HubEvent>,
+    pub(crate) registry: Registry,
+    pub(crate) shape: HubShape,
+    pub(crate) memory_bytes: u64,
+    pub(crate) jobs: HashMap<Namespace, Job>,
+}
+
+impl Steward {
+    /// Decides until the hub stops.
+    pub(crate) fn run(mut self) {
+        loop {
+            match self.letters.recv_timeout(TICK) {
+                Ok(Letter::Command(command)) => self.obey(command),
+                Ok(Letter::Core(event)) => self.hear(event),
+                Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.look_at_deadlines();
+        }
+        self.stop();
+    }
+
+    fn obey(&mut self, command: HubCommand) {
+        match command {
+            HubCommand::Allocate(plan) => {
+                let namespace = plan.namespace;
+                // A command can come twice: the answer to the first may have been lost.
+                if !self.jobs.contains_key(&namespace)
+                    && let Err(reason) = self.allocate(*plan)
+                {
+                    warn!("a job was refused: {reason}");
+                    self.report(HubEvent::Refused { namespace, reason });
+                }
+            }
+            HubCommand::Stop { namespace, reason } => match self.jobs.contains_key(&namespace) {
+                true => self.fail(namespace, None, reason),
+                false => self.report(HubEvent::Ended { namespace, finished: false, reason }),
+            },
+        }
+    }
+
+    fn allocate(&mut self, plan: JobPlan) -> Result<(), String> {
+        let (job, shards) = Job::plan(&plan, &self.shape, &self.registry)?;
+        let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
+        let free = self.memory_bytes.saturating_sub(taken);
+        if job.memory_bytes > free {
+            let [needed, free, all] = [job.memory_bytes, free, self.memory_bytes].map(mebibytes);
+            return Err(format!(
+                "job `{}` needs {needed} MiB at this hub, which has {free} of {all} MiB free: use more hubs, end other \
+                 jobs, or give the hub more with --memory",
+                job.name
+            ));
+        }
+        let needed = mebibytes(job.memory_bytes);
+        info!("job `{}`: {} workers, {} routes, {needed} MiB", job.name, job.workers, shards.len());
+        let (namespace, none) = (job.namespace, shards.is_empty());
+        self.jobs.insert(namespace, job);
+        for (core, shard) in shards {
+            self.open(core, shard);
+        }
+        if none {
+            // So small a job that none of its chunks fell to this hub.
+            self.opened(namespace);
+            self.end(namespace, None, true, String::new());
+        }
+        Ok(())
+    }
+
+    fn open(&self, core: u16, shard: ShardPlan) {
+        self.cores[usize::from(core)].send(CoreCommand::Open(Box::new(shard)));
+    }
+
+    fn hear(&mut self, event: CoreEvent) {
+        match event {
+            CoreEvent::Opened { namespace, missing_bytes } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                if let State::Opening { routes } = &mut job.state {
+                    *routes -= 1;
+                    let all = *routes == 0;
+                    match missing_bytes {
+                        Some(bytes) => job.missing_bytes = Some(bytes),
+                        None if all && job.missing_bytes.is_none() => return self.opened(namespace),
+                        None => {}
+                    }
+                    if all {
+                        self.refuse_opened(namespace);
+                    }
+                }
+            }
+            CoreEvent::Faulted { namespace, rank, message } => self.fail(namespace, Some(rank), message),
+            CoreEvent::Left { namespace, route, rank } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                job.left.insert((route, rank));
+                if job.everybody_left() {
+                    self.end(namespace, None, true, String::new());
+                }
+            }
+            CoreEvent::Silence { namespace, rank, seconds } => self.silence(namespace, rank, seconds),
+            CoreEvent::Closed { namespace, counters } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                job.counters += counters;
+                if let State::Ending { routes, .. } = &mut job.state {
+                    *routes -= 1;
+                    if *routes == 0 {
+                        self.closed(namespace);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Every core has allocated: streams may come.
+    fn opened(&mut self, namespace: Namespace) {
+        let job = self.jobs.get_mut(&namespace).expect("an opened job is here");
+        job.state = State::Connecting { until: Instant::now() + job.rendezvous };
+        let entry = Entry {
+            name: job.name.clone(),
+            nonce: job.nonce,
+            workers: job.workers,
+            placement_hash: *job.placement.hash().as_bytes(),
+            routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
+            incarnations: HashMap::new(),
+            taken: Default::default(),
+        };
+        let placement_hash = job.placement.hash().to_hex().to_string();
+        self.directory.insert(namespace, entry);
+        self.report(HubEvent::Allocated { namespace, placement_hash });
+    }
+
+    /// Some core could not allocate: free what the others did.
+    fn refuse_opened(&mut self, namespace: Namespace) {
+        let job = self.jobs.remove(&namespace).expect("an opening job is here");
+        for core in job.cores() {
+            self.cores[usize::from(core)].send(CoreCommand::End { namespace, failure: None });
+        }
+        let (missing, needed) = (mebibytes(job.missing_bytes.unwrap_or(0)), mebibytes(job.memory_bytes));
+        let reason = format!(
+            "job `{}` needs {needed} MiB at this hub, but the operating system had no {missing} MiB left for one part",
+            job.name
+        );
+        warn!("{reason}");
+        self.report(HubEvent::Refused { namespace, reason });
+    }
+
+    fn silence(&mut self, namespace: Namespace, rank: u32, seconds: Option<f64>) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // Every stream of the rank tells; once is enough.
+        let changed = match seconds {
+            Some(_) => job.silent.insert(rank),
+            None => job.silent.remove(&rank),
+        };
+        if !changed || matches!(job.state, State::Ending { .. }) {
+            return;
+        }
+        let message = match seconds {
+            Some(seconds) => format!(
+                "rank {rank} of job `{}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
+                job.name, job.dead_after_s
+            ),
+            None => format!("rank {rank} of job `{}` is heard again", job.name),
+        };
+        warn!("{message}");
+        let notice = Notice { rank: Some(rank), message: message.clone() };
+        if let Some(core) = job.cores().next() {
+            self.cores[usize::from(core)].send(CoreCommand::Notify { namespace, rank: 0, notice });
+        }
+        self.report(HubEvent::Noticed { namespace, message });
+    }
+
+    fn look_at_deadlines(&mut self) {
+        let now = Instant::now();
+        let mut late = Vec::new();
+        for job in self.jobs.values_mut() {
+            if let State::Connecting { until } = job.state {
+                let missing = self.directory.missing_ranks(job.namespace);
+                if missing.is_empty() {
+                    job.state = State::Running;
+                } else if now >= until {
+                    let ranks: Vec<String> = missing.iter().take(8).map(ToString::to_string).collect();
+                    let dots = if missing.len() > ranks.len() { ", ..." } else { "" };
+                    let message = format!(
+                        "rank {}{dots} did not open all streams to the hub within {:.0} s",
+                        ranks.join(", "),
+                        job.rendezvous.as_secs_f64()
+                    );
+                    late.push((job.namespace, missing[0], message));
+                }
+            }
+        }
+        for (namespace, rank, message) in late {
+            self.fail(namespace, Some(rank), message);
+        }
+    }
+
+    /// Ends a job that cannot go on; all its ranks are told why.
+    fn fail(&mut self, namespace: Namespace, rank: Option<u32>, reason: String) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        if matches!(job.state, State::Ending { .. }) {
+            return;
+        }
+        warn!("job `{}` failed: {reason}", job.name);
+        let message = format!("job `{}` failed: {reason}", job.name);
+        self.end(namespace, Some(Failure { rank, message }), false, reason);
+    }
+
+    fn end(&mut self, namespace: Namespace, failure: Option<Failure>, finished: bool, reason: String) {
+        self.directory.remove(namespace);
+        let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
+        job.state = State::Ending { routes: job.routes.len(), finished, reason };
+        let (cores, empty): (Vec<u16>, bool) = (job.cores().collect(), job.routes.is_empty());
+        for core in cores {
+            self.cores[usize::from(core)].send(CoreCommand::End { namespace, failure: failure.clone() });
+        }
+        if empty {
+            self.closed(namespace);
+        }
+    }
+
+    /// Nothing of the job is left here.
+    fn closed(&mut self, namespace: Namespace) {
+        let job = self.jobs.remove(&namespace).expect("a closed job is here");
+        if let State::Ending { finished, reason, .. } = job.state {
+            if finished {
+                info!("job `{}` finished", job.name);
+            }
+            self.report(HubEvent::Ended { namespace, finished, reason });
+        }
+    }
+
+    fn report(&self, event: HubEvent) {
+        // Fails only when the hub is shutting down and nobody is left to be told.
+        let _ = self.events.send(event);
+    }
+
+    fn stop(mut self) {
+        let living: Vec<Namespace> = self.jobs.keys().copied().collect();
+        for namespace in living {
+            self.fail(namespace, None, "the hub is shutting down".to_string());
+        }
+        let deadline = Instant::now() + STOP;
+        while !self.jobs.is_empty() {
+            match self.letters.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Letter::Core(event)) => self.hear(event),
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        for core in &self.cores {
+            core.send(CoreCommand::Stop);
+        }
+    }
+}
+
+fn mebibytes(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}

@@ -1,0 +1,123 @@
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
+use paramhub_core::service::{JobCounters, JobPlan};
+use paramhub_kernels::Registry;
+
+use crate::core::{ShardPlan, memory_bytes};
+
+/// One job at this hub.
+pub(crate) struct Job {
+    pub(super) name: String,
+    pub(super) namespace: Namespace,
+    pub(super) nonce: Nonce,
+    pub(super) workers: u32,
+    pub(super) rendezvous: Duration,
+    pub(super) dead_after_s: f64,
+    pub(super) placement: Arc<Placement>,
+    /// This hub's routes that carry chunks.
+    pub(super) routes: Vec<(RouteId, Route)>,
+    pub(super) memory_bytes: u64,
+    pub(super) state: State,
+    /// Set where a core found no memory.
+    pub(super) missing_bytes: Option<u64>,
+    pub(super) left: HashSet<(RouteId, u32)>,
+    pub(super) silent: HashSet<u32>,
+    pub(super) counters: JobCounters,
+}
+
+/// Where a job stands.
+pub(super) enum State {
+    /// Cores allocate; so many routes are not done.
+    Opening { routes: usize },
+    /// Streams come; after `until` those missing are named.
+    Connecting { until: Instant },
+    /// All streams are here.
+    Running,
+    /// Cores free; so many routes are not done.
+    Ending { routes: usize, finished: bool, reason: String },
+}
+
+impl Job {
+    /// Places a job's chunks and says what each core of this hub is to open, or why the hub cannot serve it.
+    pub(super) fn plan(
+        plan: &JobPlan,
+        shape: &HubShape,
+        registry: &Registry,
+    ) -> Result<(Job, Vec<(u16, ShardPlan)>), String> {
+        let settings = &plan.settings;
+        settings.check().map_err(|error| error.to_string())?;
+        if plan.hubs.get(plan.hub as usize) != Some(shape) {
+            return Err(format!("job `{}` was planned for other interfaces than this hub has", plan.name));
+        }
+        let optimizer = registry.optimizer(&settings.optimizer.name).map_err(|error| error.to_string())?;
+        let aggregator = registry.aggregator(&settings.aggregator).map_err(|error| error.to_string())?;
+        let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
+        optimizer
+            .check(&hyperparameters)
+            .map_err(|error| format!("optimizer `{}`: {error}", settings.optimizer.name))?;
+
+        let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
+        let placement =
+            Arc::new(Placement::new(&settings.keys, &map, &plan.hubs).map_err(|error| error.to_string())?);
+        let (map, settings) = (Arc::new(map), Arc::new(settings.clone()));
+        let carries = |route: RouteId| !placement.chunks(route).is_empty();
+        let routes: Vec<(RouteId, Route)> = (0..)
+            .zip(placement.routes().iter().copied())
+            .filter(|&(id, route)| u32::from(route.hub) == plan.hub && carries(id))
+            .collect();
+        let shards: Vec<(u16, ShardPlan)> = routes
+            .iter()
+            .map(|&(id, route)| {
+                let shard = ShardPlan {
+                    name: plan.name.clone(),
+                    namespace: plan.namespace,
+                    workers: plan.workers,
+                    dead_after_s: plan.options.dead_after_s,
+                    settings: settings.clone(),
+                    map: map.clone(),
+                    placement: placement.clone(),
+                    route: id,
+                    aggregator: aggregator.clone(),
+                    optimizer: optimizer.clone(),
+                    hyperparameters,
+                };
+                (route.core, shard)
+            })
+            .collect();
+        let job = Job {
+            name: plan.name.clone(),
+            namespace: plan.namespace,
+            nonce: plan.nonce,
+            workers: plan.workers,
+            rendezvous: Duration::from_secs_f64(plan.options.rendezvous_timeout_s),
+            dead_after_s: plan.options.dead_after_s,
+            memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
+            state: State::Opening { routes: routes.len() },
+            placement,
+            routes,
+            missing_bytes: None,
+            left: HashSet::new(),
+            silent: HashSet::new(),
+            counters: JobCounters::default(),
+        };
+        Ok((job, shards))
+    }
+
+    /// The cores that serve it, each once.
+    pub(super) fn cores(&self) -> impl Iterator<Item = u16> + use<> {
+        let mut cores: Vec<u16> = self.routes.iter().map(|(_, route)| route.core).collect();
+        cores.sort_unstable();
+        cores.dedup();
+        cores.into_iter()
+    }
+
+    /// Whether every rank has said goodbye on every route.
+    pub(super) fn everybody_left(&self) -> bool {
+        self.left.len() == self.routes.len() * self.workers as usize
+    }
+}
