@@ -2,7 +2,7 @@
 //! it would have sent itself.
 //!
 //! A module of its own because two programs run it: libFuzzer (`fuzz_targets/frame_decoder.rs`) and a seeded test of
-//! the workspace (`xtask/tests/decoders.rs`).
+//! the workspace (`crates/paramhub-core/tests/decoders.rs`).
 
 use paramhub_core::wire::{
     Direction, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Notice, Operation, Retune, VERDICT_BYTES,

@@ -1,7 +1,7 @@
 //! The checks of `fuzz/` on seeded random input: a short hunt in every test run, on any machine. libFuzzer, which
 //! looks where the code branches, goes further: `cargo xtask test --only fuzz`.
 
-#[path = "../../fuzz/checks/frame_decoder.rs"]
+#[path = "../../../fuzz/checks/frame_decoder.rs"]
 mod frame_decoder;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
