@@ -1,87 +1,192 @@
 //! An optimizer's numbers, and from which step on they hold.
 
-use serde::{Deserialize, Serialize};
+mod extra;
 
-/// The numbers of every built-in optimizer, under torch.optim's names and defaults; each optimizer reads its own.
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use extra::{EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues};
+
+/// The built-in values by name, in the order of the wire form.
+const BUILT_IN: [&str; 8] =
+    ["learning_rate", "momentum", "dampening", "nesterov", "weight_decay", "beta1", "beta2", "epsilon"];
+
+/// The numbers an optimizer runs on, for all elements of a chunk, under torch.optim's names.
 ///
-/// They are f64 because torch.optim computes scalar coefficients in double precision before they meet f32 tensors.
+/// They are `f64` although the arithmetic on elements is `f32`: torch.optim keeps them as Python floats and rounds
+/// each scalar coefficient (say `1 - beta1`, or Adam's bias corrections) to `f32` only where it meets a tensor. The
+/// built-in optimizers do the same.
+///
+/// The type is `Copy` and owns no heap memory, so a new value can come with any step. An optimizer ignores what it does
+/// not use. One that needs numbers with other names gets up to [`EXTRA_VALUES_MAX`] of them:
+///
+/// ```
+/// use paramhub_core::hyperparameters::Hyperparameters;
+/// let h = Hyperparameters { momentum: 0.9, ..Hyperparameters::default() }.with("trust", 0.02).unwrap();
+/// assert_eq!(h.value("trust"), Some(0.02));
+/// assert_eq!(h.value("momentum"), Some(0.9));
+/// assert_eq!(h.value("rho"), None);
+/// ```
+///
+/// In JSON the built-in values are fields, and `extra` is an object of names and numbers. A field left out has the value
+/// of [`Hyperparameters::default`], whatever the optimizer's own default is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
-    /// Step size.
+    /// Step size, `lr` in torch. Default 1e-3.
     pub learning_rate: f64,
-    /// SGD: share of the velocity kept; 0 turns it off.
+    /// SGD: the share of the momentum buffer that is kept. Default 0, no buffer.
     pub momentum: f64,
-    /// SGD: share of the gradient kept out of the velocity.
+    /// SGD: the share of the gradient that does not enter the momentum buffer. Default 0.
     pub dampening: f64,
-    /// SGD: Nesterov's look-ahead; needs momentum and no dampening.
+    /// SGD: Nesterov's momentum; needs `momentum > 0` and `dampening == 0`. Default false.
     pub nesterov: bool,
-    /// SGD and Adam: L2 penalty. AdamW: decoupled decay.
+    /// L2 penalty (`sgd`, `adam`) or decoupled decay (`adamw`). Default 0; `adamw`'s own default is 0.01.
     pub weight_decay: f64,
-    /// Adam: decay of the first moment.
+    /// Adam: decay of the first moment, `betas[0]` in torch. Default 0.9.
     pub beta1: f64,
-    /// Adam: decay of the second moment.
+    /// Adam: decay of the second moment, `betas[1]` in torch. Default 0.999.
     pub beta2: f64,
-    /// Adam: added to the denominator.
+    /// Adam: added to the denominator, `eps` in torch. Default 1e-8.
     pub epsilon: f64,
-    /// Free for optimizers registered by users.
-    pub extra: [f64; Hyperparameters::EXTRA],
+    /// Up to 8 values with other names of 1 to 23 bytes, for optimizers registered by users. Default none.
+    #[cfg_attr(feature = "openapi", schema(value_type = std::collections::BTreeMap<String, f64>))]
+    pub extra: ExtraValues,
 }
 
 impl Hyperparameters {
-    /// Numbers free for optimizers registered by users.
-    pub const EXTRA: usize = 4;
-    /// Bytes on the wire: twelve little-endian f64, `nesterov` as 0 or 1.
-    pub const WIRE_BYTES: usize = 8 * (8 + Self::EXTRA);
+    /// Bytes on the wire.
+    pub const WIRE_BYTES: usize = 8 * BUILT_IN.len() + ExtraValues::WIRE_BYTES;
 
-    /// The wire form, in declaration order.
+    /// `self` with the value called `name` changed: a built-in one by its field name (`nesterov` is true for anything but
+    /// 0), or an extra one, which is added if it is new.
+    ///
+    /// # Errors
+    /// If a new name is empty or longer than [`EXTRA_NAME_BYTES_MAX`] bytes, or if there are [`EXTRA_VALUES_MAX`] others
+    /// already.
+    pub fn with(mut self, name: &str, value: f64) -> Result<Self, HyperparameterError> {
+        match name {
+            "learning_rate" => self.learning_rate = value,
+            "momentum" => self.momentum = value,
+            "dampening" => self.dampening = value,
+            "nesterov" => self.nesterov = value != 0.0,
+            "weight_decay" => self.weight_decay = value,
+            "beta1" => self.beta1 = value,
+            "beta2" => self.beta2 = value,
+            "epsilon" => self.epsilon = value,
+            _ => self.extra.set(name, value)?,
+        }
+        Ok(self)
+    }
+
+    /// The value called `name`, built-in or extra; `nesterov` is 0 or 1.
+    pub fn value(&self, name: &str) -> Option<f64> {
+        match name {
+            "learning_rate" => Some(self.learning_rate),
+            "momentum" => Some(self.momentum),
+            "dampening" => Some(self.dampening),
+            "nesterov" => Some(f64::from(u8::from(self.nesterov))),
+            "weight_decay" => Some(self.weight_decay),
+            "beta1" => Some(self.beta1),
+            "beta2" => Some(self.beta2),
+            "epsilon" => Some(self.epsilon),
+            _ => self.extra.value(name),
+        }
+    }
+
+    /// Whether every value is finite, the extra ones included.
+    pub fn is_finite(&self) -> bool {
+        self.built_in().into_iter().chain(self.extra.iter().map(|(_, value)| value)).all(f64::is_finite)
+    }
+
+    /// Checks that the values called `names` are finite and 0 or more.
+    ///
+    /// # Errors
+    /// [`HyperparameterError::OutOfRange`] names the first that is not; one that is missing counts as NaN.
+    pub fn check_not_negative(&self, names: &[&str]) -> Result<(), HyperparameterError> {
+        self.check(names, "0 or more", |value| value >= 0.0 && value.is_finite())
+    }
+
+    /// Checks that the values called `names` are 0 or more and less than 1.
+    ///
+    /// # Errors
+    /// As [`Hyperparameters::check_not_negative`].
+    pub fn check_fraction(&self, names: &[&str]) -> Result<(), HyperparameterError> {
+        self.check(names, "0 or more and less than 1", |value| (0.0..1.0).contains(&value))
+    }
+
+    /// Checks that the values called `names` are finite.
+    ///
+    /// # Errors
+    /// As [`Hyperparameters::check_not_negative`].
+    pub fn check_finite(&self, names: &[&str]) -> Result<(), HyperparameterError> {
+        self.check(names, "finite", f64::is_finite)
+    }
+
+    fn check(
+        &self,
+        names: &[&str],
+        expected: &'static str,
+        holds: impl Fn(f64) -> bool,
+    ) -> Result<(), HyperparameterError> {
+        for name in names {
+            let value = self.value(name).unwrap_or(f64::NAN);
+            if !holds(value) {
+                return Err(HyperparameterError::OutOfRange { name: (*name).into(), value, expected });
+            }
+        }
+        Ok(())
+    }
+
+    /// The wire form. All numbers are little-endian.
+    ///
+    /// ```text
+    ///   0  learning_rate, f64
+    ///   8  momentum, f64
+    ///  16  dampening, f64
+    ///  24  nesterov, f64: 0 or 1
+    ///  32  weight_decay, f64
+    ///  40  beta1, f64
+    ///  48  beta2, f64
+    ///  56  epsilon, f64
+    ///  64  8 places of 32 bytes for extra values, those in use first and in ascending order of their names' bytes:
+    ///       0  bytes of the name, u8: 1 to 23, or 0 in a place not in use, whose other bytes are 0 too
+    ///       1  the name, UTF-8, then zeros up to 23 bytes; it is unique and not that of a built-in value
+    ///      24  the value, f64
+    /// 320
+    /// ```
     pub fn to_wire(&self) -> [u8; Self::WIRE_BYTES] {
         let mut wire = [0; Self::WIRE_BYTES];
-        for (slot, number) in wire.chunks_exact_mut(8).zip(self.numbers()) {
-            slot.copy_from_slice(&number.to_le_bytes());
+        let (numbers, extra) = wire.split_at_mut(8 * BUILT_IN.len());
+        for (place, number) in numbers.as_chunks_mut().0.iter_mut().zip(self.built_in()) {
+            *place = number.to_le_bytes();
         }
+        self.extra.write(extra);
         wire
     }
 
-    /// Reads the wire form; every bit pattern is some set of numbers.
-    pub fn from_wire(wire: &[u8; Self::WIRE_BYTES]) -> Self {
-        let number = |index: usize| {
-            f64::from_le_bytes(wire[index * 8..index * 8 + 8].try_into().expect("eight bytes"))
-        };
-        Hyperparameters {
-            learning_rate: number(0),
-            momentum: number(1),
-            dampening: number(2),
-            nesterov: number(3) != 0.0,
-            weight_decay: number(4),
-            beta1: number(5),
-            beta2: number(6),
-            epsilon: number(7),
-            extra: std::array::from_fn(|index| number(8 + index)),
+    /// Reads the wire form; `None` if [`Hyperparameters::to_wire`] would not have written these bytes. Numbers that are
+    /// not finite are read: see [`Hyperparameters::is_finite`].
+    pub fn from_wire(wire: &[u8; Self::WIRE_BYTES]) -> Option<Self> {
+        let (numbers, extra) = wire.split_at(8 * BUILT_IN.len());
+        let mut read = Hyperparameters { extra: ExtraValues::read(extra)?, ..Default::default() };
+        for (name, number) in BUILT_IN.iter().zip(numbers.as_chunks().0) {
+            read = read.with(name, f64::from_le_bytes(*number)).ok()?;
         }
+        // One form for one value: this refuses any other nesterov, order or padding.
+        (read.to_wire() == *wire).then_some(read)
     }
 
-    fn numbers(&self) -> impl Iterator<Item = f64> {
-        [
-            self.learning_rate,
-            self.momentum,
-            self.dampening,
-            f64::from(u8::from(self.nesterov)),
-            self.weight_decay,
-            self.beta1,
-            self.beta2,
-            self.epsilon,
-        ]
-        .into_iter()
-        .chain(self.extra)
+    fn built_in(&self) -> [f64; BUILT_IN.len()] {
+        BUILT_IN.map(|name| self.value(name).expect("a built-in value is always there"))
     }
 }
 
 impl Default for Hyperparameters {
     fn default() -> Self {
         Hyperparameters {
-            learning_rate: 0.01,
+            learning_rate: 1e-3,
             momentum: 0.0,
             dampening: 0.0,
             nesterov: false,
@@ -89,9 +194,64 @@ impl Default for Hyperparameters {
             beta1: 0.9,
             beta2: 0.999,
             epsilon: 1e-8,
-            extra: [0.0; Self::EXTRA],
+            extra: ExtraValues::default(),
         }
     }
+}
+
+/// Why hyperparameters were refused.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum HyperparameterError {
+    /// A value lies outside the optimizer's range.
+    #[error("{name} is {value}; it must be {expected}")]
+    OutOfRange {
+        /// The name of the value.
+        name: String,
+        /// What was given.
+        value: f64,
+        /// The range in words.
+        expected: &'static str,
+    },
+    /// torch.optim.SGD's condition on Nesterov's momentum.
+    #[error(
+        "nesterov needs a momentum above 0 and no dampening; got momentum {momentum}, dampening {dampening}"
+    )]
+    Nesterov {
+        /// The momentum given.
+        momentum: f64,
+        /// The dampening given.
+        dampening: f64,
+    },
+    /// A change in mid-job would need optimizer state that was not allocated at its start.
+    #[error(
+        "these hyperparameters need {needed} state values per parameter, the job was started with {allocated}; \
+         start it with them (SGD: a momentum above 0) to be able to change to them"
+    )]
+    MoreState {
+        /// State slots the new values need.
+        needed: usize,
+        /// State slots the initial values needed.
+        allocated: usize,
+    },
+    /// A name does not fit.
+    #[error("the hyperparameter name {name:?} must have 1 to {EXTRA_NAME_BYTES_MAX} bytes")]
+    Name {
+        /// The name given.
+        name: String,
+    },
+    /// A built-in value was given among the extra ones.
+    #[error("the hyperparameter {name:?} is built in: give it beside `extra`, not inside")]
+    BuiltIn {
+        /// The name given.
+        name: String,
+    },
+    /// There is no room for one more.
+    #[error("no room for the hyperparameter {name:?}: there are {EXTRA_VALUES_MAX} extra ones already")]
+    TooMany {
+        /// The name given.
+        name: String,
+    },
 }
 
 /// Hyperparameters versioned by step: a change carries the first step it holds for, so that it takes effect at the same
@@ -163,13 +323,112 @@ mod tests {
     }
 
     #[test]
-    fn wire_form_round_trips() {
-        let all = Hyperparameters {
-            nesterov: true,
-            momentum: 0.9,
-            extra: [1.0, -2.0, 3.5, f64::MAX],
-            ..rate(3e-4)
+    fn every_built_in_value_is_set_and_read_by_its_name() {
+        for name in BUILT_IN {
+            let changed = Hyperparameters::default().with(name, 1.0).unwrap();
+            assert_eq!(changed.value(name), Some(1.0), "{name}");
+            assert_ne!(changed, Hyperparameters::default(), "{name}");
+            assert_eq!(changed.extra.iter().count(), 0, "{name}");
+        }
+    }
+
+    #[test]
+    fn checks_name_what_is_out_of_range() {
+        let h = rate(-1.0).with("trust", 1.0).unwrap();
+        assert_eq!(
+            h.check_not_negative(&["trust", "learning_rate"]).unwrap_err().to_string(),
+            "learning_rate is -1; it must be 0 or more"
+        );
+        assert!(h.check_fraction(&["beta1", "beta2"]).is_ok());
+        assert!(h.check_fraction(&["trust"]).unwrap_err().to_string().contains("trust is 1"));
+        assert!(h.check_finite(&["trust", "learning_rate"]).is_ok());
+        assert!(h.check_finite(&["rho"]).unwrap_err().to_string().contains("rho is NaN"), "a missing one");
+    }
+
+    #[test]
+    fn every_value_counts_when_all_must_be_finite() {
+        let h = rate(0.1).with("trust", 1.0).unwrap();
+        assert!(h.is_finite());
+        for name in BUILT_IN.into_iter().filter(|name| *name != "nesterov").chain(["trust"]) {
+            assert!(!h.with(name, f64::NAN).unwrap().is_finite(), "{name}");
+            assert!(!h.with(name, f64::NEG_INFINITY).unwrap().is_finite(), "{name}");
+        }
+    }
+
+    fn all() -> Hyperparameters {
+        let all = Hyperparameters { nesterov: true, momentum: 0.9, ..rate(3e-4) };
+        all.with("ünïcode", f64::MAX).unwrap().with("trust", -2.0).unwrap()
+    }
+
+    #[test]
+    fn wire_form_round_trips_and_lies_as_documented() {
+        let wire = all().to_wire();
+        assert_eq!(Hyperparameters::from_wire(&wire), Some(all()));
+        assert_eq!(wire.len(), 320);
+        assert_eq!(wire[..8], 3e-4_f64.to_le_bytes());
+        assert_eq!(wire[8..16], 0.9_f64.to_le_bytes());
+        assert_eq!(wire[24..32], 1.0_f64.to_le_bytes());
+        assert_eq!(wire[56..64], 1e-8_f64.to_le_bytes());
+        assert_eq!(wire[64..70], *b"\x05trust");
+        assert_eq!(wire[70..88], [0; 18]);
+        assert_eq!(wire[88..96], (-2.0_f64).to_le_bytes());
+        assert_eq!(wire[96..106], *b"\x09\xc3\xbcn\xc3\xafcode");
+        assert_eq!(wire[128..], [0; 192]);
+    }
+
+    #[test]
+    fn bytes_that_are_no_wire_form_are_refused() {
+        let write = |at: usize, bytes: &[u8]| {
+            let mut wire = all().to_wire();
+            wire[at..at + bytes.len()].copy_from_slice(bytes);
+            Hyperparameters::from_wire(&wire)
         };
-        assert_eq!(Hyperparameters::from_wire(&all.to_wire()), all);
+        assert_eq!(write(0, &[]), Some(all()));
+        for (what, at, bytes) in [
+            ("nesterov is 2", 24, &2.0_f64.to_le_bytes()[..]),
+            ("a name cut inside a character", 96, &[1]),
+            ("a name that is not UTF-8", 65, &[0xff]),
+            ("a name longer than its place", 64, &[24]),
+            ("bytes after a name", 64, &[4]),
+            ("a value without a name", 160, &1.0_f64.to_le_bytes()),
+            ("a name without a length", 129, b"rho"),
+            ("a gap", 160, b"\x03zzz"),
+            ("names out of order", 96, b"\x05aaaaa\0\0\0\0"),
+            ("a name twice", 64, b"\x09\xc3\xbcn\xc3\xafcode"),
+            ("a built-in name", 64, b"\x05beta1"),
+        ] {
+            assert_eq!(write(at, bytes), None, "{what}");
+        }
+    }
+
+    #[test]
+    fn json_names_the_built_in_values_and_maps_the_extra_ones() {
+        let json = serde_json::to_value(all()).unwrap();
+        assert_eq!(json["nesterov"], true);
+        assert_eq!(json["extra"], serde_json::json!({ "trust": -2.0, "ünïcode": f64::MAX }));
+        assert_eq!(serde_json::from_value::<Hyperparameters>(json).unwrap(), all());
+
+        let partial: Hyperparameters =
+            serde_json::from_str(r#"{ "momentum": 0.5, "extra": { "b": 1, "a": 2 } }"#).unwrap();
+        let same = Hyperparameters { momentum: 0.5, ..Default::default() };
+        assert_eq!(partial, same.with("a", 2.0).unwrap().with("b", 1.0).unwrap(), "in whatever order");
+    }
+
+    #[test]
+    fn json_that_says_nothing_clear_is_refused() {
+        let many: Vec<String> = (0..=EXTRA_VALUES_MAX).map(|index| format!("\"v{index}\": 0")).collect();
+        let many = format!("{{ \"extra\": {{ {} }} }}", many.join(","));
+        for (json, complaint) in [
+            (r#"{ "lr": 1 }"#, "unknown field `lr`"),
+            (r#"{ "extra": { "beta1": 1 } }"#, "\"beta1\" is built in"),
+            (r#"{ "extra": { "a": 1, "a": 2 } }"#, "\"a\" appears twice"),
+            (r#"{ "extra": { "": 1 } }"#, "must have 1 to 23 bytes"),
+            (r#"{ "extra": { "a": null } }"#, "null"),
+            (r#"{ "extra": [1, 2] }"#, "names and numbers"),
+            (&many, "no room"),
+        ] {
+            let refused = serde_json::from_str::<Hyperparameters>(json).unwrap_err().to_string();
+            assert!(refused.contains(complaint), "{json}: {refused}");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Payloads of the frames that carry no tensor data: a failed job, a notice, new hyperparameters.
 
 use crate::hyperparameters::Hyperparameters;
-use crate::limits::MESSAGE_BYTES_MAX;
+use crate::limits::{CONTROL_BYTES_MAX, MESSAGE_BYTES_MAX};
 
 /// Payload of [`Operation::Failure`](super::Operation::Failure): a rank, then UTF-8 text to the end.
 ///
@@ -32,6 +32,8 @@ pub struct Notice {
 /// they hold for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Retune(pub Hyperparameters);
+
+const _: () = assert!(Hyperparameters::WIRE_BYTES <= CONTROL_BYTES_MAX as usize);
 
 const NO_RANK: u32 = u32::MAX;
 
@@ -72,12 +74,10 @@ impl Notice {
 }
 
 impl Retune {
-    /// Reads a payload; `None` if its length is wrong or a number is not finite.
+    /// Reads a payload; `None` if it is no wire form of hyperparameters or a number is not finite.
     pub fn decode(wire: &[u8]) -> Option<Self> {
-        let wire: &[u8; Hyperparameters::WIRE_BYTES] = wire.try_into().ok()?;
-        let finite =
-            wire.chunks_exact(8).all(|n| f64::from_le_bytes(n.try_into().expect("eight bytes")).is_finite());
-        finite.then(|| Retune(Hyperparameters::from_wire(wire)))
+        let read = Hyperparameters::from_wire(wire.try_into().ok()?)?;
+        read.is_finite().then_some(Retune(read))
     }
 }
 
@@ -98,10 +98,15 @@ mod tests {
 
     #[test]
     fn numbers_that_are_not_finite_are_refused() {
-        let mut wire = Hyperparameters::default().to_wire();
-        assert_eq!(Retune::decode(&wire), Some(Retune(Hyperparameters::default())));
-        wire[..8].copy_from_slice(&f64::NAN.to_le_bytes());
-        assert_eq!(Retune::decode(&wire), None);
+        let sound = Hyperparameters::default().with("trust", 0.5).unwrap();
+        let wire = sound.to_wire();
+        assert_eq!(Retune::decode(&wire), Some(Retune(sound)));
         assert_eq!(Retune::decode(&wire[1..]), None);
+        for name in ["learning_rate", "epsilon", "trust"] {
+            assert_eq!(Retune::decode(&sound.with(name, f64::NAN).unwrap().to_wire()), None, "{name}");
+        }
+        let mut broken = wire;
+        broken[64] = 0xff;
+        assert_eq!(Retune::decode(&broken), None, "no wire form");
     }
 }
