@@ -17,14 +17,14 @@ use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
 pub struct OptimizerChoice {
     /// `mean` (no optimizer: workers receive the mean gradient), `sgd`, `adam`, `adamw`, or a name registered at the hub.
     pub name: String,
-    /// What holds from step 0.
+    /// What holds from step 0; by default the optimizer's own defaults.
     #[serde(default)]
-    pub hyperparameters: Hyperparameters,
+    pub hyperparameters: Option<Hyperparameters>,
 }
 
 impl Default for OptimizerChoice {
     fn default() -> Self {
-        OptimizerChoice { name: "mean".into(), hyperparameters: Hyperparameters::default() }
+        OptimizerChoice { name: "mean".into(), hyperparameters: None }
     }
 }
 
@@ -189,5 +189,14 @@ mod tests {
         let stale = Settings { reproducible: true, consistency: Consistency::Asynchronous, ..settings(1) };
         assert!(matches!(stale.check(), Err(SettingsError::ReproducibleNeedsSynchronous(_))));
         assert_eq!(settings(1).check(), Ok(()));
+    }
+
+    #[test]
+    fn hyperparameters_left_out_are_the_optimizers_own() {
+        let read = |json| serde_json::from_str::<OptimizerChoice>(json).unwrap().hyperparameters;
+        assert_eq!(read(r#"{ "name": "adamw" }"#), None);
+        assert_eq!(read(r#"{ "name": "adamw", "hyperparameters": {} }"#), Some(Hyperparameters::default()));
+        let chosen = OptimizerChoice { name: "sgd".into(), hyperparameters: None };
+        assert_eq!(read(&serde_json::to_string(&chosen).unwrap()), None);
     }
 }
