@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use paramhub_kernels::{
-    Adam, Aggregator, Element, Hyperparameters, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite,
+    Adam, Aggregator, Codec, Hyperparameters, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite,
 };
 
 const SIZES_BYTES: [(&str, usize); 2] = [("32 KiB", 32 << 10), ("256 MiB", 256 << 20)];
@@ -31,7 +31,7 @@ fn main() {
         // One byte off: a wire buffer has no alignment.
         let mut wire = vec![0_u8; bytes + 1];
         let full = &mut wire[1..];
-        convert::encode(&sum, full, Element::F32);
+        convert::encode(&sum, full, Codec::F32);
 
         report(size, "triad", "", 3 * bytes, || triad(&mut model, &sum, &state[..len]));
         for isa in Isa::available() {
@@ -39,32 +39,32 @@ fn main() {
             let name = isa.name();
             let full = &mut wire[1..];
             report(size, "assign f32 wire", name, 2 * bytes, || {
-                aggregator.assign(&mut sum, full, Element::F32)
+                aggregator.assign(&mut sum, full, Codec::F32)
             });
-            report(size, "add f32 wire", name, 3 * bytes, || aggregator.add(&mut sum, full, Element::F32));
+            report(size, "add f32 wire", name, 3 * bytes, || aggregator.add(&mut sum, full, Codec::F32));
             report(size, "add_f32", name, 3 * bytes, || aggregator.add_f32(&mut sum, &model));
             report(size, "first_non_finite f32", name, bytes, || {
-                assert_eq!(finite::first_non_finite_with(isa, full, Element::F32), None);
+                assert_eq!(finite::first_non_finite_with(isa, full, Codec::F32), None);
             });
-            for element in [Element::Bf16, Element::F16] {
+            for codec in [Codec::BF16, Codec::F16] {
                 let half = &mut wire[1..1 + bytes / 2];
-                let named = |what: &str| format!("{what} {element}");
+                let named = |what: &str| format!("{what} {codec}");
                 report(size, &named("encode"), name, bytes + bytes / 2, || {
-                    convert::encode_with(isa, &model, half, element)
+                    convert::encode_with(isa, &model, half, codec)
                 });
                 report(size, &named("assign"), name, bytes + bytes / 2, || {
-                    aggregator.assign(&mut sum, half, element)
+                    aggregator.assign(&mut sum, half, codec)
                 });
                 report(size, &named("add"), name, 2 * bytes + bytes / 2, || {
-                    aggregator.add(&mut sum, half, element)
+                    aggregator.add(&mut sum, half, codec)
                 });
                 report(size, &named("first_non_finite"), name, bytes / 2, || {
-                    assert_eq!(finite::first_non_finite_with(isa, half, element), None);
+                    assert_eq!(finite::first_non_finite_with(isa, half, codec), None);
                 });
             }
             // Nothing may drift to subnormals or infinity while it is repeated.
             sum.fill(0.25);
-            convert::encode(&sum, &mut wire[1..], Element::F32);
+            convert::encode(&sum, &mut wire[1..], Codec::F32);
             let (mean, sgd, adam_w) =
                 (Mean::with_isa(isa), Sgd::with_isa(isa), Adam::decoupled().with_isa(isa));
             report(size, "mean", name, 2 * bytes, || {

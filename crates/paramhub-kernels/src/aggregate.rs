@@ -1,6 +1,7 @@
-use crate::convert::decode;
+use paramhub_core::codec::Codec;
+
+use crate::convert::{assert_holds, decode};
 use crate::dispatch::Isa;
-use crate::element::Element;
 use crate::sum;
 
 /// Values decoded at a time by the default wire forms; one tile lies on the stack.
@@ -25,13 +26,13 @@ pub trait Aggregator: Send + Sync {
     fn add_f32(&self, sum: &mut [f32], contribution: &[f32]);
 
     /// `sum` after the first contribution, given as `sum.len()` little-endian elements at any alignment.
-    fn assign(&self, sum: &mut [f32], wire: &[u8], element: Element) {
-        by_tiles(sum, wire, element, |sum, contribution| self.assign_f32(sum, contribution));
+    fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        by_tiles(sum, wire, codec, |sum, contribution| self.assign_f32(sum, contribution));
     }
 
     /// `sum` after one more contribution, given as `sum.len()` little-endian elements at any alignment.
-    fn add(&self, sum: &mut [f32], wire: &[u8], element: Element) {
-        by_tiles(sum, wire, element, |sum, contribution| self.add_f32(sum, contribution));
+    fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        by_tiles(sum, wire, codec, |sum, contribution| self.add_f32(sum, contribution));
     }
 }
 
@@ -64,21 +65,21 @@ impl Aggregator for Sum {
         sum::add_f32_with(self.isa, sum, contribution);
     }
 
-    fn assign(&self, sum: &mut [f32], wire: &[u8], element: Element) {
-        sum::assign_with(self.isa, sum, wire, element);
+    fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        sum::assign_with(self.isa, sum, wire, codec);
     }
 
-    fn add(&self, sum: &mut [f32], wire: &[u8], element: Element) {
-        sum::add_with(self.isa, sum, wire, element);
+    fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        sum::add_with(self.isa, sum, wire, codec);
     }
 }
 
-fn by_tiles(sum: &mut [f32], wire: &[u8], element: Element, combine: impl Fn(&mut [f32], &[f32])) {
-    element.assert_holds(sum.len(), wire.len());
+fn by_tiles(sum: &mut [f32], wire: &[u8], codec: Codec, combine: impl Fn(&mut [f32], &[f32])) {
+    assert_holds(codec, sum.len(), wire.len());
     let mut tile = [0.0; TILE_ELEMENTS];
-    for (sum, wire) in sum.chunks_mut(TILE_ELEMENTS).zip(wire.chunks(TILE_ELEMENTS * element.bytes())) {
+    for (sum, wire) in sum.chunks_mut(TILE_ELEMENTS).zip(wire.chunks(TILE_ELEMENTS * codec.bytes())) {
         let contribution = &mut tile[..sum.len()];
-        decode(wire, contribution, element);
+        decode(wire, contribution, codec);
         combine(sum, contribution);
     }
 }

@@ -1,27 +1,28 @@
 //! f32 to wire bytes and back.
 
+use paramhub_core::codec::Codec;
+
 use crate::dispatch::{Isa, kernel};
-use crate::element::Element;
 use crate::half_precision::{bf16_to_f32, decode_f16, encode_f16, f32_to_bf16};
 
-/// `wire[i] = model[i]`, rounded to the nearest `element`, ties to even.
+/// `wire[i] = model[i]`, rounded to the nearest number of `codec`, ties to even.
 ///
 /// Values beyond the range become infinite. A NaN stays a NaN of the same sign; in f16 and bf16 it
 /// becomes quiet and keeps the upper bits of its payload. `wire` may have any alignment.
 ///
 /// # Panics
-/// If `wire.len() != model.len() * element.bytes()`.
-pub fn encode(model: &[f32], wire: &mut [u8], element: Element) {
-    encode_with(Isa::best(), model, wire, element);
+/// If `wire.len() != model.len() * codec.bytes()`.
+pub fn encode(model: &[f32], wire: &mut [u8], codec: Codec) {
+    encode_with(Isa::best(), model, wire, codec);
 }
 
 /// [`encode`] by the body for `isa`.
-pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], element: Element) {
-    element.assert_holds(model.len(), wire.len());
-    match element {
-        Element::F32 => encode_f32(isa, model, wire.as_chunks_mut().0),
-        Element::F16 => encode_f16(isa, model, wire.as_chunks_mut().0),
-        Element::Bf16 => encode_bf16(isa, model, wire.as_chunks_mut().0),
+pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], codec: Codec) {
+    assert_holds(codec, model.len(), wire.len());
+    match codec {
+        Codec::F32 => encode_f32(isa, model, wire.as_chunks_mut().0),
+        Codec::F16 => encode_f16(isa, model, wire.as_chunks_mut().0),
+        Codec::BF16 => encode_bf16(isa, model, wire.as_chunks_mut().0),
     }
 }
 
@@ -30,18 +31,18 @@ pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], element: Element) {
 /// `wire` holds `out.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != out.len() * element.bytes()`.
-pub fn decode(wire: &[u8], out: &mut [f32], element: Element) {
-    decode_with(Isa::best(), wire, out, element);
+/// If `wire.len() != out.len() * codec.bytes()`.
+pub fn decode(wire: &[u8], out: &mut [f32], codec: Codec) {
+    decode_with(Isa::best(), wire, out, codec);
 }
 
 /// [`decode`] by the body for `isa`.
-pub fn decode_with(isa: Isa, wire: &[u8], out: &mut [f32], element: Element) {
-    element.assert_holds(out.len(), wire.len());
-    match element {
-        Element::F32 => decode_f32(isa, wire.as_chunks().0, out),
-        Element::F16 => decode_f16(isa, out, wire.as_chunks().0),
-        Element::Bf16 => decode_bf16(isa, wire.as_chunks().0, out),
+pub fn decode_with(isa: Isa, wire: &[u8], out: &mut [f32], codec: Codec) {
+    assert_holds(codec, out.len(), wire.len());
+    match codec {
+        Codec::F32 => decode_f32(isa, wire.as_chunks().0, out),
+        Codec::F16 => decode_f16(isa, out, wire.as_chunks().0),
+        Codec::BF16 => decode_bf16(isa, wire.as_chunks().0, out),
     }
 }
 
@@ -75,4 +76,14 @@ kernel! {
             *value = bf16_to_f32(u16::from_le_bytes(*bytes));
         }
     }
+}
+
+/// Panics unless `wire_bytes` bytes hold exactly `elements` elements: the caller has checked what came from
+/// outside, so anything else is its bug.
+#[track_caller]
+pub(crate) fn assert_holds(codec: Codec, elements: usize, wire_bytes: usize) {
+    assert!(
+        elements.checked_mul(codec.bytes()) == Some(wire_bytes),
+        "{wire_bytes} wire bytes do not hold {elements} elements of {codec}"
+    );
 }

@@ -1,7 +1,9 @@
 //! The search for NaN and infinity in a contribution.
 
+use paramhub_core::codec::Codec;
+
+use crate::convert::assert_holds;
 use crate::dispatch::{Isa, kernel};
-use crate::element::Element;
 
 /// Elements looked at between two decisions to go on: long enough for the vector loop, short enough to
 /// stay in L1 for the second look.
@@ -10,18 +12,18 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// The index of the first NaN or infinity among the little-endian elements of `wire`, at any alignment.
 ///
 /// # Panics
-/// If `wire.len()` is not a multiple of `element.bytes()`.
-pub fn first_non_finite(wire: &[u8], element: Element) -> Option<usize> {
-    first_non_finite_with(Isa::best(), wire, element)
+/// If `wire.len()` is not a multiple of `codec.bytes()`.
+pub fn first_non_finite(wire: &[u8], codec: Codec) -> Option<usize> {
+    first_non_finite_with(Isa::best(), wire, codec)
 }
 
 /// [`first_non_finite`] by the body for `isa`.
-pub fn first_non_finite_with(isa: Isa, wire: &[u8], element: Element) -> Option<usize> {
-    element.assert_holds(wire.len() / element.bytes(), wire.len());
-    match element {
-        Element::F32 => first_in_words(isa, wire.as_chunks().0),
-        Element::F16 => first_in_halves(isa, wire.as_chunks().0, 0x7c00),
-        Element::Bf16 => first_in_halves(isa, wire.as_chunks().0, 0x7f80),
+pub fn first_non_finite_with(isa: Isa, wire: &[u8], codec: Codec) -> Option<usize> {
+    assert_holds(codec, wire.len() / codec.bytes(), wire.len());
+    match codec {
+        Codec::F32 => first_in_words(isa, wire.as_chunks().0),
+        Codec::F16 => first_in_halves(isa, wire.as_chunks().0, 0x7c00),
+        Codec::BF16 => first_in_halves(isa, wire.as_chunks().0, 0x7f80),
     }
 }
 

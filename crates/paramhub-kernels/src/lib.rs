@@ -14,13 +14,13 @@
 //!
 //! # Wire bytes
 //!
-//! Contributions are little-endian [`Element`]s in a `&[u8]` of any alignment, so that a hub adds straight
-//! from its receive buffer. Sums, models and optimizer state are `f32`.
+//! Contributions are the little-endian elements of a [`Codec`] in a `&[u8]` of any alignment, so that a hub
+//! adds straight from its receive buffer. Sums, models and optimizer state are `f32`.
 //!
 //! # One step of a chunk
 //!
 //! ```
-//! use paramhub_kernels::{Element, Hyperparameters, Registry, Step};
+//! use paramhub_kernels::{Codec, Hyperparameters, Registry, Step};
 //!
 //! let registry = Registry::with_builtins();
 //! let aggregator = registry.aggregator("sum").unwrap();
@@ -35,8 +35,8 @@
 //! ];
 //!
 //! let mut sum = [0.0; 2];
-//! aggregator.assign(&mut sum, &gradients[0], Element::F32);
-//! aggregator.add(&mut sum, &gradients[1], Element::F32);
+//! aggregator.assign(&mut sum, &gradients[0], Codec::F32);
+//! aggregator.add(&mut sum, &gradients[1], Codec::F32);
 //! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2 };
 //! optimizer.apply(&step, &mut model, &sum, &mut state);
 //! assert_eq!(model, [0.0, 2.0]); // the mean gradient is 2.0
@@ -45,19 +45,19 @@
 mod aggregate;
 pub mod convert;
 mod dispatch;
-mod element;
 pub mod finite;
 mod half_precision;
-mod hyperparameters;
 pub mod optimizer;
 mod registry;
 pub mod sum;
 
 pub use aggregate::{Aggregator, Sum};
 pub use dispatch::Isa;
-pub use element::Element;
-pub use hyperparameters::{
-    EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues, HyperparameterError, Hyperparameters,
-};
 pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step};
 pub use registry::{Registry, RegistryError};
+
+// The vocabulary of these signatures, so that an optimizer's author needs this crate alone.
+pub use paramhub_core::codec::Codec;
+pub use paramhub_core::hyperparameters::{
+    EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues, HyperparameterError, Hyperparameters,
+};

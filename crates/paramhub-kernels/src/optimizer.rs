@@ -9,7 +9,7 @@ pub use adam::Adam;
 pub use mean::Mean;
 pub use sgd::Sgd;
 
-use crate::hyperparameters::{HyperparameterError, Hyperparameters};
+use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
 /// One update of one chunk.
 #[derive(Clone, Copy, Debug)]

@@ -1,8 +1,9 @@
 //! Sums of contributions in f32, straight from their wire bytes.
 
-use crate::convert::decode_with;
+use paramhub_core::codec::Codec;
+
+use crate::convert::{assert_holds, decode_with};
 use crate::dispatch::{Isa, kernel};
-use crate::element::Element;
 use crate::half_precision::{add_f16, bf16_to_f32};
 
 /// `sum[i] = wire[i]`: the first contribution of a chunk, so that nothing has to be zeroed.
@@ -10,14 +11,14 @@ use crate::half_precision::{add_f16, bf16_to_f32};
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != sum.len() * element.bytes()`.
-pub fn assign(sum: &mut [f32], wire: &[u8], element: Element) {
-    assign_with(Isa::best(), sum, wire, element);
+/// If `wire.len() != sum.len() * codec.bytes()`.
+pub fn assign(sum: &mut [f32], wire: &[u8], codec: Codec) {
+    assign_with(Isa::best(), sum, wire, codec);
 }
 
 /// [`assign`] by the body for `isa`.
-pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], element: Element) {
-    decode_with(isa, wire, sum, element);
+pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
+    decode_with(isa, wire, sum, codec);
 }
 
 /// `sum[i] += wire[i]`: a later contribution of a chunk (PHub section 3.2.2), added in f32 whatever it
@@ -26,18 +27,18 @@ pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], element: Element) {
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != sum.len() * element.bytes()`.
-pub fn add(sum: &mut [f32], wire: &[u8], element: Element) {
-    add_with(Isa::best(), sum, wire, element);
+/// If `wire.len() != sum.len() * codec.bytes()`.
+pub fn add(sum: &mut [f32], wire: &[u8], codec: Codec) {
+    add_with(Isa::best(), sum, wire, codec);
 }
 
 /// [`add`] by the body for `isa`.
-pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], element: Element) {
-    element.assert_holds(sum.len(), wire.len());
-    match element {
-        Element::F32 => add_wire_f32(isa, sum, wire.as_chunks().0),
-        Element::F16 => add_f16(isa, sum, wire.as_chunks().0),
-        Element::Bf16 => add_bf16(isa, sum, wire.as_chunks().0),
+pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
+    assert_holds(codec, sum.len(), wire.len());
+    match codec {
+        Codec::F32 => add_wire_f32(isa, sum, wire.as_chunks().0),
+        Codec::F16 => add_f16(isa, sum, wire.as_chunks().0),
+        Codec::BF16 => add_bf16(isa, sum, wire.as_chunks().0),
     }
 }
 

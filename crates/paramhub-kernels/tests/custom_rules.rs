@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use paramhub_kernels::{
-    Aggregator, Element, HyperparameterError, Hyperparameters, Optimizer, Registry, RegistryError, Step,
+    Aggregator, Codec, HyperparameterError, Hyperparameters, Optimizer, Registry, RegistryError, Step,
     convert, optimizer::slots_mut,
 };
 
@@ -87,13 +87,13 @@ fn a_custom_aggregator_reads_every_kind_of_wire() {
     // Longer than the tile in which the default methods decode.
     let values: Vec<f32> = (0..1000).map(|value| (value % 64) as f32 - 20.0).collect();
     let want: Vec<f32> = values.iter().map(|value| 2.0 * value * value).collect();
-    for element in [Element::F32, Element::F16, Element::Bf16] {
-        let mut wire = vec![0; values.len() * element.bytes()];
-        convert::encode(&values, &mut wire, element);
+    for codec in [Codec::F32, Codec::F16, Codec::BF16] {
+        let mut wire = vec![0; values.len() * codec.bytes()];
+        convert::encode(&values, &mut wire, codec);
         let mut sum = vec![f32::NAN; values.len()];
-        aggregator.assign(&mut sum, &wire, element);
-        aggregator.add(&mut sum, &wire, element);
-        assert_eq!(sum, want, "{element}");
+        aggregator.assign(&mut sum, &wire, codec);
+        aggregator.add(&mut sum, &wire, codec);
+        assert_eq!(sum, want, "{codec}");
     }
 }
 

@@ -1,6 +1,7 @@
+use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
+
 use super::{Optimizer, Step, assert_step, slots_mut};
 use crate::dispatch::{Isa, kernel};
-use crate::hyperparameters::{HyperparameterError, Hyperparameters};
 
 /// Adam as torch.optim defines it: [`Adam::new`] is torch.optim.Adam, registered as `adam`;
 /// [`Adam::decoupled`] is torch.optim.AdamW, registered as `adamw`.

@@ -1,6 +1,7 @@
+use paramhub_core::hyperparameters::Hyperparameters;
+
 use super::{Optimizer, Step, assert_step};
 use crate::dispatch::{Isa, kernel};
-use crate::hyperparameters::Hyperparameters;
 
 /// No optimizer, registered as `mean`: the model becomes the mean of the contributions, as an all-reduce
 /// would leave it. Uses no hyperparameter and no state.

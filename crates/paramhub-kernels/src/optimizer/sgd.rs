@@ -1,6 +1,7 @@
+use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
+
 use super::{Optimizer, Step, assert_step, slots_mut};
 use crate::dispatch::{Isa, kernel};
-use crate::hyperparameters::{HyperparameterError, Hyperparameters};
 
 /// Stochastic gradient descent as torch.optim.SGD defines it, registered as `sgd`.
 ///

@@ -1,20 +1,20 @@
-use paramhub_kernels::{Element, Isa, finite};
+use paramhub_kernels::{Codec, Isa, finite};
 use proptest::prelude::*;
 
-use crate::support::{ELEMENTS, Random, element_at, lengths};
+use crate::support::{CODECS, Random, element_at, lengths};
 
 #[test]
 fn finds_each_kind_of_non_finite_number_at_each_place() {
-    for (element, bad) in [
-        (Element::F32, &[0x7f80_0000_u32, 0xff80_0000, 0x7fc0_0000, 0xff80_0001][..]),
-        (Element::F16, &[0x7c00, 0xfc00, 0x7e00, 0xfc01]),
-        (Element::Bf16, &[0x7f80, 0xff80, 0x7fc0, 0xff81]),
+    for (codec, bad) in [
+        (Codec::F32, &[0x7f80_0000_u32, 0xff80_0000, 0x7fc0_0000, 0xff80_0001][..]),
+        (Codec::F16, &[0x7c00, 0xfc00, 0x7e00, 0xfc01]),
+        (Codec::BF16, &[0x7f80, 0xff80, 0x7fc0, 0xff81]),
     ] {
-        let bytes = element.bytes();
+        let bytes = codec.bytes();
         for len in lengths().filter(|len| *len <= 2100) {
-            let mut buffer = largest_finite(element, len);
+            let mut buffer = largest_finite(codec, len);
             for isa in Isa::available() {
-                assert_eq!(finite::first_non_finite_with(isa, &buffer[1..], element), None);
+                assert_eq!(finite::first_non_finite_with(isa, &buffer[1..], codec), None);
             }
             let stride = if len > 200 { 97 } else { 1 };
             for at in (0..len).step_by(stride).chain(len.checked_sub(1)) {
@@ -22,8 +22,8 @@ fn finds_each_kind_of_non_finite_number_at_each_place() {
                 let saved = buffer[place.clone()].to_vec();
                 buffer[place.clone()].copy_from_slice(&bad[at % bad.len()].to_le_bytes()[..bytes]);
                 for isa in Isa::available() {
-                    let found = finite::first_non_finite_with(isa, &buffer[1..], element);
-                    assert_eq!(found, Some(at), "{element}, {len} elements, {isa}");
+                    let found = finite::first_non_finite_with(isa, &buffer[1..], codec);
+                    assert_eq!(found, Some(at), "{codec}, {len} elements, {isa}");
                 }
                 buffer[place].copy_from_slice(&saved);
             }
@@ -34,19 +34,19 @@ fn finds_each_kind_of_non_finite_number_at_each_place() {
 #[test]
 #[should_panic(expected = "do not hold")]
 fn a_torn_element_is_a_bug_of_the_caller() {
-    finite::first_non_finite(&[0; 7], Element::F32);
+    finite::first_non_finite(&[0; 7], Codec::F32);
 }
 
 /// The pattern one below infinity, with both signs, one byte into the buffer.
-fn largest_finite(element: Element, len: usize) -> Vec<u8> {
-    let pattern = match element {
-        Element::F32 => 0x7f7f_ffff_u32,
-        Element::F16 => 0x7bff,
-        Element::Bf16 => 0x7f7f,
+fn largest_finite(codec: Codec, len: usize) -> Vec<u8> {
+    let pattern = match codec {
+        Codec::F32 => 0x7f7f_ffff_u32,
+        Codec::F16 => 0x7bff,
+        Codec::BF16 => 0x7f7f,
     };
     let mut buffer = vec![0xff];
     for at in 0..len {
-        let mut bytes = pattern.to_le_bytes()[..element.bytes()].to_vec();
+        let mut bytes = pattern.to_le_bytes()[..codec.bytes()].to_vec();
         *bytes.last_mut().unwrap() |= if at % 2 == 0 { 0x80 } else { 0 };
         buffer.extend(bytes);
     }
@@ -57,23 +57,23 @@ proptest! {
     #[test]
     fn finds_what_a_plain_search_finds(
         len in 0_usize..3000,
-        element in prop::sample::select(&ELEMENTS[..]),
+        codec in prop::sample::select(&CODECS[..]),
         seed: u64,
         rare in any::<bool>(),
     ) {
         let mut random = Random(seed);
-        let mut wire = random.bytes(len * element.bytes());
+        let mut wire = random.bytes(len * codec.bytes());
         if rare {
             // Keeps one exponent in a thousand free to be all ones.
-            for bytes in wire.chunks_mut(element.bytes()) {
+            for bytes in wire.chunks_mut(codec.bytes()) {
                 if !random.bits().is_multiple_of(1000) {
                     *bytes.last_mut().unwrap() &= 0xbf;
                 }
             }
         }
-        let want = (0..len).find(|at| !element_at(&wire, *at, element).is_finite());
+        let want = (0..len).find(|at| !element_at(&wire, *at, codec).is_finite());
         for isa in Isa::available() {
-            prop_assert_eq!(finite::first_non_finite_with(isa, &wire, element), want);
+            prop_assert_eq!(finite::first_non_finite_with(isa, &wire, codec), want);
         }
     }
 }

@@ -1,6 +1,6 @@
-use paramhub_kernels::Element;
+use paramhub_kernels::Codec;
 
-pub(crate) const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
+pub(crate) const CODECS: [Codec; 3] = [Codec::F32, Codec::F16, Codec::BF16];
 
 /// Every length around the vector widths, some around the scan's block, and a chunk with a tail.
 pub(crate) fn lengths() -> impl Iterator<Item = usize> {
@@ -40,11 +40,11 @@ impl Random {
 }
 
 /// Element `at` of wire bytes, by the `half` crate.
-pub(crate) fn element_at(wire: &[u8], at: usize, element: Element) -> f32 {
-    match element {
-        Element::F32 => f32::from_le_bytes(wire[4 * at..][..4].try_into().unwrap()),
-        Element::F16 => half::f16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
-        Element::Bf16 => half::bf16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
+pub(crate) fn element_at(wire: &[u8], at: usize, codec: Codec) -> f32 {
+    match codec {
+        Codec::F32 => f32::from_le_bytes(wire[4 * at..][..4].try_into().unwrap()),
+        Codec::F16 => half::f16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
+        Codec::BF16 => half::bf16::from_le_bytes(wire[2 * at..][..2].try_into().unwrap()).to_f32_const(),
     }
 }
 
