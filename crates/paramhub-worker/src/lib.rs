@@ -1,1 +1,58 @@
 //! The worker's client: a job handle whose Push, Pull and PushPull move tensors through a hub.
+//!
+//! ```no_run
+//! use paramhub_core::key::{Key, KeyTable};
+//! use paramhub_core::settings::Settings;
+//! use paramhub_worker::{Member, Membership};
+//!
+//! let member = Member::connect(Membership::from_env()?)?; // returns when every rank is here
+//! let keys = KeyTable::new(vec![Key::new("weight", [1000]), Key::new("bias", [10])])?;
+//! let job = member.init(Settings::new(keys))?;
+//!
+//! let weight = job.push_pull(0, vec![1.0_f32; 1000], vec![0.0_f32; 1000])?;
+//! let bias = job.push_pull(1, vec![1.0_f32; 10], vec![0.0_f32; 10])?; // small, late, and still not held up
+//! let (_gradient, mean) = bias.wait()?;
+//! assert_eq!(mean, [1.0; 10]);
+//! weight.wait()?;
+//! job.leave()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! One I/O thread serves all streams of a job, one to each hub core that owns some of its chunks. Gradients leave from
+//! where they lie and parameters arrive where they are wanted; what a request needs is handed to the I/O thread and handed
+//! back, so the data path allocates nothing, locks nothing and logs nothing per chunk.
+//!
+//! A request's way through these modules: [`Job`] checks it and claims its key, the inbox takes it to the I/O thread, a
+//! lane (one stream's sending side) sends its chunks by urgency, the inbound side lands the answers, and the [`Handle`]
+//! gives the buffers back.
+#![forbid(unsafe_code)]
+
+mod admission;
+mod desk;
+mod dial;
+mod engine;
+mod error;
+mod handle;
+mod inbound;
+mod inbox;
+mod job;
+mod lane;
+mod member;
+mod membership;
+mod notices;
+mod options;
+mod scope;
+mod staging;
+mod statistics;
+mod steps;
+
+pub use admission::Admission;
+pub use error::{Who, WorkerError};
+pub use handle::{Finished, Handle};
+pub use job::{Errand, Job};
+pub use member::Member;
+pub use membership::Membership;
+pub use notices::HubNotice;
+pub use options::Options;
+pub use scope::Scope;
+pub use statistics::Statistics;

@@ -1,0 +1,176 @@
+//! From what the manager answered to a job that exchanges: placement, streams, I/O thread.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::placement::{HubShape, Placement, RouteId};
+use paramhub_core::requests::Requests;
+use paramhub_core::service::JobOptions;
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::{Direction, Hello};
+use paramhub_transport::{TcpStream, Waker};
+
+use crate::desk::Desk;
+use crate::dial::Dialler;
+use crate::engine::{Engine, Pace};
+use crate::error::{Who, WorkerError};
+use crate::inbox::Inbox;
+use crate::job::{Job, Shared};
+use crate::lane::Lane;
+use crate::notices::Notices;
+use crate::options::Options;
+use crate::staging::Staging;
+use crate::statistics::Counters;
+use crate::steps::Steps;
+
+/// Keeps the I/O thread from doing nothing but heartbeats.
+const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
+
+/// All that ConnectService and InitService settle. [`Member::init`](crate::Member::init) makes one; whoever settles these
+/// things otherwise, such as a test with a hub of its own, makes it by hand.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    /// The job's name.
+    pub name: String,
+    /// The job.
+    pub namespace: Namespace,
+    /// Its secret.
+    pub nonce: Nonce,
+    /// This worker's rank.
+    pub rank: u32,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// As given to ConnectService.
+    pub incarnation: Incarnation,
+    /// Every hub of the job, in the order the placement counts them.
+    pub hubs: Vec<HubShape>,
+    /// What the ranks agreed on.
+    pub settings: Settings,
+    /// The job's waits and lifetimes.
+    pub job_options: JobOptions,
+    /// The digest the hubs computed of their placement, in hexadecimal; compared if it is given.
+    pub placement_hash: Option<String>,
+}
+
+impl Admission {
+    /// Places the chunks, opens a stream to every core that owns some, and starts the I/O thread.
+    ///
+    /// # Errors
+    /// If the settings are contradictory, the hubs computed another placement, or a stream cannot be opened in time.
+    pub fn open(self, options: Options) -> Result<Job, WorkerError> {
+        let who = Who { job: self.name.as_str().into(), rank: self.rank };
+        self.settings
+            .check()
+            .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
+        let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
+            .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
+        let placement = self.place(&who, &map)?;
+        let sockets = self.open_streams(&who, &placement, &options)?;
+
+        let system = |what| {
+            let who = who.clone();
+            move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
+        };
+        let chunk_bytes = self.chunk_bytes_max(&map);
+        let staging_bytes = self.staging_bytes(&map);
+        let now = Instant::now();
+        let mut lanes = Vec::with_capacity(sockets.len());
+        for (route, hub, socket) in sockets {
+            let stream = TcpStream::new(socket, Direction::ToWorker, chunk_bytes)
+                .and_then(|stream| {
+                    stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
+                })
+                .map_err(system("prepare a stream"))?;
+            let slots = placement.chunks(route).len() as u32;
+            lanes.push(Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now));
+        }
+
+        let waker = Waker::new().map_err(system("make a waker"))?;
+        let keys = self.settings.keys.keys();
+        let dtypes = keys.iter().map(|key| key.dtype).collect();
+        let index = keys.iter().enumerate().map(|(index, key)| (key.name.clone(), index as u32));
+        let shared = Arc::new(Shared {
+            who: who.clone(),
+            workers: self.workers,
+            index: index.collect::<HashMap<_, _>>(),
+            steps: Steps::new(keys.len()),
+            imbalance: placement.imbalance(),
+            settings: self.settings,
+            inbox: Inbox::new(waker.clone()),
+            counters: Counters::default(),
+            notices: Notices::default(),
+        });
+        let desk = Desk::new(Arc::clone(&shared), Requests::new(map, dtypes), placement);
+        let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
+        // A job that is quick to give up on a silent worker needs quicker heartbeats.
+        let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
+        let pace = Pace { heartbeat, dead_after, scratch_bytes: options.scratch_bytes };
+        let engine = Engine::new(desk, lanes, waker, &pace).map_err(system("poll its streams"))?;
+        let thread = std::thread::Builder::new()
+            .name("paramhub-io".into())
+            .spawn(move || engine.run())
+            .map_err(system("start its I/O thread"))?;
+        Ok(Job::new(shared, thread, options.leave_timeout))
+    }
+
+    fn place(&self, who: &Who, map: &ChunkMap) -> Result<Placement, WorkerError> {
+        let fail = |reason: String| WorkerError::Placement { who: who.clone(), reason: reason.into() };
+        let placement = Placement::new(&self.settings.keys, map, &self.hubs)
+            .map_err(|error| fail(format!("the hubs cannot be placed on: {error}")))?;
+        let mine = placement.hash().to_hex();
+        match &self.placement_hash {
+            Some(theirs) if *theirs != mine.as_str() => Err(fail(format!(
+                "this worker placed the chunks as {mine}, the hubs as {theirs}: use the same release of paramhub on both ends"
+            ))),
+            _ => Ok(placement),
+        }
+    }
+
+    fn open_streams(
+        &self,
+        who: &Who,
+        placement: &Placement,
+        options: &Options,
+    ) -> Result<Vec<(RouteId, Arc<str>, std::net::TcpStream)>, WorkerError> {
+        let dialler = Dialler { who, nonce: &self.nonce, deadline: Instant::now() + options.dial_timeout };
+        let mut sockets = Vec::new();
+        for (id, route) in placement.routes().iter().enumerate() {
+            if placement.chunks(id as RouteId).is_empty() {
+                continue;
+            }
+            let interface = &self.hubs[usize::from(route.hub)].interfaces[usize::from(route.interface)];
+            let hub: Arc<str> = interface.address.as_str().into();
+            let hello = Hello {
+                rank: self.rank,
+                interface: route.interface,
+                core: route.core,
+                namespace: self.namespace,
+                incarnation: self.incarnation,
+                placement: *placement.hash().as_bytes(),
+                challenge: [0; 32],
+            };
+            let socket = dialler.open(&hub, hello)?;
+            sockets.push((id as RouteId, hub, socket));
+        }
+        Ok(sockets)
+    }
+
+    /// Bytes of the largest chunk a hub sends.
+    fn chunk_bytes_max(&self, map: &ChunkMap) -> usize {
+        let widest = self.settings.keys.keys().iter().map(|key| key.dtype.bytes()).max();
+        map.chunk_elements() as usize * widest.expect("a table is never empty")
+    }
+
+    /// Bytes of the largest chunk that is sent otherwise than it lies in memory; 0 if none is.
+    fn staging_bytes(&self, map: &ChunkMap) -> usize {
+        let keys = self.settings.keys.keys().iter();
+        let converted = keys
+            .map(|key| (self.settings.gradient_codec(key.dtype), key.dtype.codec()))
+            .filter(|(travels_as, lies_as)| travels_as != lies_as)
+            .map(|(travels_as, _)| travels_as.bytes());
+        map.chunk_elements() as usize * converted.max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,124 @@
+//! The I/O thread's books: which request each key is in, and what belongs to the I/O thread because of it.
+
+use std::sync::Arc;
+
+use paramhub_core::chunk::{ChunkId, Extent};
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::placement::Placement;
+use paramhub_core::requests::{Request, Requests};
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::Header;
+
+use crate::error::WorkerError;
+use crate::handle::Ticket;
+use crate::job::Shared;
+
+/// Everything about the job's requests that does not belong to one stream.
+pub(crate) struct Desk {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) requests: Requests,
+    pub(crate) placement: Placement,
+    dtypes: Vec<Dtype>,
+    /// Of all gradients, where the settings name one.
+    codec: Option<Codec>,
+    /// Of every key: its request under way.
+    tickets: Vec<Option<Ticket>>,
+    underway: usize,
+    /// A rounding of an f16 gradient to bf16 and the like passes through here.
+    pub(crate) exact: Vec<f32>,
+}
+
+impl Desk {
+    pub(crate) fn new(shared: Arc<Shared>, requests: Requests, placement: Placement) -> Self {
+        let settings: &Settings = &shared.settings;
+        let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
+        let converts = dtypes.iter().any(|&dtype| settings.gradient_codec(dtype) != dtype.codec());
+        let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
+        Desk {
+            requests,
+            placement,
+            codec: settings.codec,
+            tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
+            dtypes,
+            underway: 0,
+            exact: vec![0.0; exact],
+            shared,
+        }
+    }
+
+    /// Starts a request whose key was claimed; says which chunks are to be sent.
+    pub(crate) fn begin(
+        &mut self,
+        key: u32,
+        request: Request,
+        step: u32,
+        ticket: Ticket,
+    ) -> std::ops::Range<ChunkId> {
+        let chunks = self.requests.begin(key, request, step).expect("a claimed key has no other request");
+        self.tickets[key as usize] = Some(ticket);
+        self.underway += 1;
+        if self.underway == 1 {
+            self.shared.counters.set_in_flight(true);
+        }
+        chunks
+    }
+
+    /// Requests under way.
+    pub(crate) fn underway(&self) -> usize {
+        self.underway
+    }
+
+    /// The codec of a key's gradients, and that of its values in memory.
+    pub(crate) fn codecs(&self, key: u32) -> (Codec, Codec) {
+        let memory = self.dtypes[key as usize].codec();
+        (self.codec.unwrap_or(memory), memory)
+    }
+
+    /// The header of a chunk's request and where the chunk lies in its key.
+    pub(crate) fn header(&self, chunk: ChunkId) -> (Header, Extent) {
+        let key = self.requests.map().extent(chunk).expect("a chunk to send is in the map").key;
+        self.requests.header(chunk, self.codecs(key).0)
+    }
+
+    /// The bytes in the user's memory that a chunk is sent from; none for a pull.
+    pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
+        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
+        let bytes = ticket.buffers.send.as_ref().map_or(&[][..], |region| region.bytes());
+        if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
+    }
+
+    /// Where in the user's memory a chunk's new parameters go.
+    pub(crate) fn destination(&mut self, extent: &Extent) -> &mut [u8] {
+        let range = extent.byte_range(self.codecs(extent.key).1);
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
+        &mut region.bytes_mut()[range]
+    }
+
+    /// Ends the request of a key that was answered in full, with `version`. Fails with a callback's panic.
+    pub(crate) fn finish(&mut self, key: u32, request: Request, version: u32) -> Result<(), Arc<str>> {
+        if request == Request::Pull {
+            self.shared.steps.adopt(key, version);
+        }
+        self.shared.counters.finished_one();
+        self.end(key, Ok(()))
+    }
+
+    /// Fails every request under way. Callbacks that panic are past caring about.
+    pub(crate) fn fail_all(&mut self, error: &WorkerError) {
+        for key in 0..self.tickets.len() as u32 {
+            let _ = self.end(key, Err(error.clone()));
+        }
+    }
+
+    fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
+        let Some(ticket) = self.tickets[key as usize].take() else { return Ok(()) };
+        self.underway -= 1;
+        if self.underway == 0 {
+            self.shared.counters.set_in_flight(false);
+        }
+        // First the key, then the news: who hears of the end may ask for the key again at once.
+        self.shared.steps.release(key);
+        ticket.finish(outcome)
+    }
+}

@@ -1,0 +1,87 @@
+//! What comes back on a stream: answers land in the user's memory, everything else is read and acted on.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use paramhub_core::placement::RouteId;
+use paramhub_core::wire::{Failure, Header, Notice, Operation};
+use paramhub_transport::{FrameSink, Landing};
+
+use crate::desk::Desk;
+use crate::error::panic_message;
+use crate::notices::HubNotice;
+
+/// Takes the frames of one route's stream.
+pub(crate) struct Inbound<'a> {
+    pub(crate) desk: &'a mut Desk,
+    pub(crate) route: RouteId,
+    pub(crate) hub: &'a Arc<str>,
+}
+
+/// Why a frame ends the job.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The hub ended it.
+    Failure(Failure),
+    /// The hub broke the protocol.
+    Offence(String),
+    /// A callback panicked.
+    Callback(Arc<str>),
+}
+
+impl Inbound<'_> {
+    fn check_route(&self, header: &Header) -> Result<(), Fault> {
+        let home = self.desk.placement.locate(header.chunk).map(|(route, _)| route);
+        if home == Some(self.route) {
+            return Ok(());
+        }
+        Err(Fault::Offence(format!(
+            "it answered for chunk {} on a stream that does not carry it",
+            header.chunk
+        )))
+    }
+}
+
+impl FrameSink for Inbound<'_> {
+    type Error = Fault;
+
+    fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
+        if header.operation != Operation::Parameters {
+            return Ok(Landing::Staged);
+        }
+        let extent =
+            self.desk.requests.expect(header).map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+        self.check_route(header)?;
+        Ok(Landing::InPlace(self.desk.destination(&extent)))
+    }
+
+    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
+        let unreadable = || Fault::Offence(format!("its {:?} frame cannot be read", header.operation));
+        match header.operation {
+            Operation::Parameters | Operation::Applied => {
+                self.check_route(header)?;
+                let answered = self.desk.requests.answered(header);
+                let answered = answered.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                match answered.finished {
+                    Some(request) => {
+                        self.desk.finish(answered.key, request, header.step).map_err(Fault::Callback)
+                    }
+                    None => Ok(()),
+                }
+            }
+            Operation::Failure => {
+                Err(payload.and_then(Failure::decode).map_or_else(unreadable, Fault::Failure))
+            }
+            Operation::Notice => {
+                let notice = payload.and_then(Notice::decode).ok_or_else(unreadable)?;
+                let notice =
+                    HubNotice { hub: Arc::clone(self.hub), rank: notice.rank, message: notice.message };
+                let shared = &self.desk.shared;
+                catch_unwind(AssertUnwindSafe(|| shared.notices.add(notice)))
+                    .map_err(|panic| Fault::Callback(panic_message(&*panic)))
+            }
+            Operation::Heartbeat => Ok(()),
+            other => Err(Fault::Offence(format!("it sent a {other:?} frame, which only workers send"))),
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! The job handle: what a trainer calls.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bytemuck::Pod;
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::key::Key;
+use paramhub_core::placement::Imbalance;
+use paramhub_core::requests::Request;
+use paramhub_core::settings::Settings;
+use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
+
+use crate::error::{Who, WorkerError, panic_message};
+use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
+use crate::inbox::{Command, Inbox};
+use crate::notices::{HubNotice, Notices};
+use crate::options::Options;
+use crate::scope::Scope;
+use crate::statistics::{Counters, Statistics};
+use crate::steps::Steps;
+
+/// A worker's part in a running job. Share it by reference between as many threads as you like.
+///
+/// Keys are numbered as in the table of the settings. A key has one request at a time; different keys have theirs side by
+/// side. Buffers are handed over with a request and come back from its [`Handle`]; their bytes, elements times bytes of the
+/// key's dtype, are checked, their element type is the caller's word.
+///
+/// Dropping a job leaves it, as well as it can within [`Options::DROP_TIMEOUT`].
+pub struct Job {
+    shared: Arc<Shared>,
+    /// None once it was joined.
+    thread: Option<JoinHandle<Result<(), WorkerError>>>,
+    leave_timeout: Duration,
+}
+
+/// What user threads and the I/O thread share of a job.
+pub(crate) struct Shared {
+    pub(crate) who: Who,
+    pub(crate) workers: u32,
+    pub(crate) settings: Settings,
+    pub(crate) imbalance: Imbalance,
+    pub(crate) index: HashMap<String, u32>,
+    pub(crate) steps: Steps,
+    pub(crate) inbox: Inbox,
+    pub(crate) counters: Counters,
+    pub(crate) notices: Notices,
+}
+
+/// A request over regions of memory, for bindings whose buffers are neither owned nor borrowed Rust slices.
+#[derive(Debug)]
+pub enum Errand {
+    /// Contribute a gradient.
+    Push(SendRegion),
+    /// Receive parameters.
+    Pull(ReceiveRegion),
+    /// Contribute a gradient and receive the parameters that follow from it.
+    PushPull(SendRegion, ReceiveRegion),
+    /// Rank 0: send the parameters to start from, and the version they have.
+    Initialise(SendRegion, u32),
+}
+
+impl Job {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        thread: JoinHandle<Result<(), WorkerError>>,
+        leave_timeout: Duration,
+    ) -> Self {
+        Job { shared, thread: Some(thread), leave_timeout }
+    }
+
+    /// The job's name.
+    pub fn name(&self) -> &str {
+        &self.shared.who.job
+    }
+
+    /// This worker's rank.
+    pub fn rank(&self) -> u32 {
+        self.shared.who.rank
+    }
+
+    /// Ranks in the job.
+    pub fn workers(&self) -> u32 {
+        self.shared.workers
+    }
+
+    /// What the ranks agreed on.
+    pub fn settings(&self) -> &Settings {
+        &self.shared.settings
+    }
+
+    /// How uneven the placement is at each level.
+    pub fn imbalance(&self) -> Imbalance {
+        self.shared.imbalance
+    }
+
+    /// The number of the key with this name.
+    pub fn key(&self, name: &str) -> Option<u32> {
+        self.shared.index.get(name).copied()
+    }
+
+    /// The step that the next push of a key contributes to; it counts pushes from the version the parameters began with.
+    pub fn next_step(&self, key: u32) -> Result<u32, WorkerError> {
+        self.shared.find(key).map(|_| self.shared.steps.next(key))
+    }
+
+    /// Rank 0: sends the parameters to start from at `version`, 0 unless a run is resumed. Other ranks [`pull`](Self::pull)
+    /// them. Ends when the hub has them.
+    pub fn initialise<G: StableBytes>(
+        &self,
+        key: u32,
+        parameters: G,
+        version: u32,
+    ) -> Result<Handle<G, ()>, WorkerError> {
+        let send = SendRegion::owned(parameters);
+        self.shared.submit(key, Errand::Initialise(send, version), true, |buffers| (sent(buffers), ()))
+    }
+
+    /// Contributes a gradient to the key's next step. Ends when it has taken effect.
+    pub fn push<G: StableBytes>(&self, key: u32, gradient: G) -> Result<Handle<G, ()>, WorkerError> {
+        let errand = Errand::Push(SendRegion::owned(gradient));
+        self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
+    }
+
+    /// Receives the key's parameters after the last step this worker has pushed; at first, those to start from.
+    pub fn pull<P: StableBytes>(&self, key: u32, out: P) -> Result<Handle<(), P>, WorkerError> {
+        let errand = Errand::Pull(ReceiveRegion::owned(out));
+        self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
+    }
+
+    /// Contributes a gradient to the key's next step and receives the parameters that follow from it, or the mean gradient
+    /// where the job has no optimizer.
+    pub fn push_pull<G: StableBytes, P: StableBytes>(
+        &self,
+        key: u32,
+        gradient: G,
+        out: P,
+    ) -> Result<Handle<G, P>, WorkerError> {
+        let errand = Errand::PushPull(SendRegion::owned(gradient), ReceiveRegion::owned(out));
+        self.shared.submit(key, errand, true, |mut buffers| {
+            let gradient = sent(Buffers { send: buffers.send.take(), receive: None });
+            (gradient, received(buffers))
+        })
+    }
+
+    /// Any request over regions. They are dropped when the request ends, before its handle or a callback says so.
+    pub fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit(key, errand, false, |_| ((), ()))
+    }
+
+    /// Calls `f` with a [`Scope`] through which slices can be borrowed instead of given away. Returns when every request
+    /// made in it has ended, however `f` ends.
+    pub fn scope<'env, F, R>(&self, f: F) -> R
+    where
+        F: for<'scope> FnOnce(&Scope<'scope, 'env>) -> R,
+    {
+        paramhub_transport::lend(|lending| f(&Scope::new(Arc::clone(&self.shared), lending)))
+    }
+
+    /// Rank 0's parameters become everybody's: rank 0 sends its own at `version`, 0 unless a run is resumed; the others
+    /// receive them in place, and with them the version. One slice a key, in table order.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] where the job has no optimizer: its hubs keep no parameters. After an error some slices
+    /// may be new.
+    pub fn broadcast<T: Pod>(
+        &self,
+        parameters: &mut [impl AsMut<[T]>],
+        version: u32,
+    ) -> Result<(), WorkerError> {
+        let keys = self.settings().keys.len();
+        if parameters.len() != keys {
+            return Err(self.shared.misplaced(format!(
+                "broadcast takes one slice a key, but {} came for {keys} keys",
+                parameters.len()
+            )));
+        }
+        self.shared.check_has_parameters()?;
+        self.scope(|scope| {
+            let handles: Vec<_> = parameters
+                .iter_mut()
+                .zip(0..)
+                .map(|(parameters, key)| match self.rank() {
+                    0 => scope.initialise(key, &*parameters.as_mut(), version),
+                    _ => scope.pull(key, parameters.as_mut()),
+                })
+                .collect::<Result<_, _>>()?;
+            handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+        })
+    }
+
+    /// Lets `hyperparameters` hold from `first_step` on, on every chunk of every key. It leaves before every push made after
+    /// it: called by any one rank before that rank's push of `first_step`, it holds for that step of a synchronous job.
+    pub fn set_hyperparameters(
+        &self,
+        first_step: u32,
+        hyperparameters: &Hyperparameters,
+    ) -> Result<(), WorkerError> {
+        if !hyperparameters.is_finite() {
+            return Err(self.shared.misplaced(format!(
+                "hyperparameters must be finite numbers, but step {first_step} was to use {hyperparameters:?}"
+            )));
+        }
+        self.shared.inbox.put_retune(&self.shared.who, first_step, *hyperparameters)
+    }
+
+    /// What has been exchanged so far.
+    pub fn statistics(&self) -> Statistics {
+        self.shared.counters.read()
+    }
+
+    /// The newest notices of the hubs, oldest first; a bounded number is kept. Rank 0 gets them.
+    pub fn notices(&self) -> Vec<HubNotice> {
+        self.shared.notices.kept()
+    }
+
+    /// Calls `listener`, on the I/O thread, with every notice from now on, in place of an earlier listener. It must be
+    /// quick. A panic in it ends the job.
+    pub fn on_notice(&self, listener: impl Fn(&HubNotice) + Send + Sync + 'static) {
+        self.shared.notices.listen(Arc::new(listener));
+    }
+
+    /// Why the job takes no more requests, if it does not.
+    pub fn failure(&self) -> Option<WorkerError> {
+        self.shared.inbox.closed()
+    }
+
+    /// Waits for the requests under way, at most [`Options::leave_timeout`], and leaves the job: the hubs count on this
+    /// worker no more.
+    ///
+    /// # Errors
+    /// If the job failed before, or requests stay unanswered; the job is left all the same.
+    pub fn leave(mut self) -> Result<(), WorkerError> {
+        self.end(self.leave_timeout)
+    }
+
+    fn end(&mut self, patience: Duration) -> Result<(), WorkerError> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        let deadline = Instant::now() + patience;
+        // Refused by a job that has failed, whose thread tells the same.
+        let _ = self.shared.inbox.put(Command::Leave { deadline });
+        if on_io_thread() {
+            // The last owner was a callback: the thread cannot wait for itself, and ends by itself.
+            return Ok(());
+        }
+        thread.join().unwrap_or_else(|panic| {
+            Err(WorkerError::Internal { who: self.shared.who.clone(), message: panic_message(&*panic) })
+        })
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let patience = if std::thread::panicking() { Duration::ZERO } else { Options::DROP_TIMEOUT };
+        // Whoever wants to know calls `leave`.
+        let _ = self.end(patience);
+    }
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Job")
+            .field("name", &self.name())
+            .field("rank", &self.rank())
+            .field("workers", &self.workers())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    /// Checks a request, claims its key and hands it to the I/O thread.
+    pub(crate) fn submit<G, P>(
+        &self,
+        key: u32,
+        errand: Errand,
+        keep: bool,
+        unpack: fn(Buffers) -> (G, P),
+    ) -> Result<Handle<G, P>, WorkerError> {
+        let named = self.find(key)?;
+        let (request, version, buffers) = errand.open();
+        if request == Request::Initialise {
+            self.check_has_parameters()?;
+            if self.who.rank != 0 {
+                return Err(self.misplaced(format!(
+                    "key {named}: parameters to start from come from rank 0; other ranks pull them"
+                )));
+            }
+        }
+        let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
+        let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
+        for (buffer, bytes) in [("gradient", gradient), ("parameters", parameters)] {
+            let expected_bytes = named.elements().unwrap_or(0) * named.dtype.bytes() as u64;
+            if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
+                let (who, key) = (self.who.clone(), named.to_string().into());
+                return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });
+            }
+        }
+        let claim = self.steps.claim(key, request, version).map_err(|request| WorkerError::Unfinished {
+            who: self.who.clone(),
+            key: named.to_string().into(),
+            request,
+        })?;
+        let (ticket, completion) = Ticket::new(buffers, keep, WorkerError::Left { who: self.who.clone() });
+        match self.inbox.put(Command::Request { key, request, step: claim.step, ticket }) {
+            Ok(()) => Ok(Handle::new(completion, unpack)),
+            Err(error) => {
+                self.steps.undo(key, claim);
+                Err(error)
+            }
+        }
+    }
+
+    fn find(&self, key: u32) -> Result<&Key, WorkerError> {
+        let keys = self.settings.keys.keys();
+        let who = || self.who.clone();
+        keys.get(key as usize).ok_or_else(|| WorkerError::NoSuchKey { who: who(), key, keys: keys.len() })
+    }
+
+    fn check_has_parameters(&self) -> Result<(), WorkerError> {
+        if self.settings.has_parameters() {
+            return Ok(());
+        }
+        Err(self.misplaced(
+            "the hubs of a job without an optimizer keep no parameters to start from: every rank starts from its own"
+                .into(),
+        ))
+    }
+
+    fn misplaced(&self, reason: String) -> WorkerError {
+        WorkerError::Misplaced { who: self.who.clone(), reason: reason.into() }
+    }
+}
+
+impl Errand {
+    fn open(self) -> (Request, u32, Buffers) {
+        let buffers = |send, receive| Buffers { send, receive };
+        match self {
+            Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
+            Errand::Pull(receive) => (Request::Pull, 0, buffers(None, Some(receive))),
+            Errand::PushPull(send, receive) => (Request::PushPull, 0, buffers(Some(send), Some(receive))),
+            Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),
+        }
+    }
+}
+
+fn sent<G: StableBytes>(buffers: Buffers) -> G {
+    let region = buffers.send.expect("the request was made with a gradient, which came back");
+    region.into_owned().expect("the gradient comes back as it went")
+}
+
+fn received<P: StableBytes>(buffers: Buffers) -> P {
+    let region = buffers.receive.expect("the request was made with room for parameters, which came back");
+    region.into_owned().expect("the room comes back as it went")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_may_share_jobs_and_handles() {
+        fn shareable<T: Send + Sync>() {}
+        shareable::<Job>();
+        fn movable<T: Send>() {}
+        movable::<Handle<Vec<f32>, Box<[u8]>>>();
+        movable::<WorkerError>();
+    }
+}

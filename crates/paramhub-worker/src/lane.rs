@@ -1,0 +1,217 @@
+//! One stream's sending side: control frames first, then chunks, the most urgent first.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use paramhub_core::chunk::Extent;
+use paramhub_core::placement::RouteId;
+use paramhub_core::ready_set::ReadySet;
+use paramhub_core::wire::{Header, Operation};
+use paramhub_transport::{Outgoing, Stream, StreamError, TcpStream};
+
+use crate::desk::Desk;
+use crate::inbox::RETUNES_MAX;
+use crate::staging::{PLACES, Staging};
+
+/// Frames gathered into one write; a write of 32 KB chunks fills most socket buffers.
+const BATCH_FRAMES: usize = 32;
+/// Control frames that may wait: every change of hyperparameters the inbox lets through, a heartbeat and a farewell.
+const CONTROL_MAX: usize = RETUNES_MAX + 2;
+
+/// One stream of a job, as its I/O thread sees it.
+pub(crate) struct Lane {
+    pub(crate) stream: TcpStream,
+    pub(crate) route: RouteId,
+    /// The hub's address, for messages.
+    pub(crate) hub: Arc<str>,
+    /// Slots whose chunks are to be sent; slots are numbered by urgency.
+    ready: ReadySet,
+    control: VecDeque<Control>,
+    /// The chunk whose frame has begun to leave and must be finished first.
+    begun: Option<Chunk>,
+    batch: Vec<Item>,
+    staging: Staging,
+    /// The stream is polled for room to write.
+    pub(crate) polls_writable: bool,
+    /// Nothing more can be sent.
+    pub(crate) deaf: bool,
+    /// Nothing more will come.
+    pub(crate) closed: bool,
+    pub(crate) last_sent: Instant,
+    pub(crate) last_heard: Instant,
+}
+
+/// A frame without tensor data.
+pub(crate) enum Control {
+    Heartbeat,
+    Leave,
+    /// New hyperparameters in their wire form, shared by all lanes.
+    Retune {
+        first_step: u32,
+        wire: Arc<[u8]>,
+    },
+}
+
+/// One frame of a batch. Control frames stand in the order of their queue.
+enum Item {
+    Control,
+    Chunk(Chunk),
+}
+
+#[derive(Clone, Copy)]
+struct Chunk {
+    slot: u32,
+    header: Header,
+    extent: Extent,
+    /// Where it was converted to, if it is not sent as it lies in memory.
+    place: Option<usize>,
+}
+
+impl Lane {
+    pub(crate) fn new(
+        stream: TcpStream,
+        route: RouteId,
+        hub: Arc<str>,
+        slots: u32,
+        staging: Staging,
+        now: Instant,
+    ) -> Self {
+        Lane {
+            stream,
+            route,
+            hub,
+            ready: ReadySet::new(slots),
+            control: VecDeque::with_capacity(CONTROL_MAX),
+            begun: None,
+            batch: Vec::with_capacity(BATCH_FRAMES),
+            staging,
+            polls_writable: false,
+            deaf: false,
+            closed: false,
+            last_sent: now,
+            last_heard: now,
+        }
+    }
+
+    /// A chunk is to be sent.
+    pub(crate) fn ask(&mut self, slot: u32) {
+        self.ready.insert(slot);
+    }
+
+    /// Queues a control frame ahead of all chunks but the one that has begun.
+    pub(crate) fn say(&mut self, control: Control) {
+        debug_assert!(self.control.len() < CONTROL_MAX, "the caller looks for room first");
+        self.control.push_back(control);
+    }
+
+    /// Whether another change of hyperparameters may be queued.
+    pub(crate) fn has_room_for_retune(&self) -> bool {
+        self.control.len() < RETUNES_MAX
+    }
+
+    /// Whether anything waits to be sent.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.deaf && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
+    }
+
+    /// Gives up what has not begun to leave.
+    pub(crate) fn forget_chunks(&mut self) {
+        while self.ready.pop_first().is_some() {}
+    }
+
+    /// Sends until nothing is left, the hub takes no more, or about `budget` bytes have left. Returns the bytes.
+    pub(crate) fn pump(&mut self, desk: &mut Desk, budget: usize) -> Result<usize, StreamError> {
+        let mut bytes = 0;
+        while bytes < budget {
+            self.gather(desk);
+            if self.batch.is_empty() {
+                break;
+            }
+            let sent = self.write(desk)?;
+            self.settle(desk, sent.frames);
+            bytes += sent.bytes;
+            if sent.blocked {
+                break;
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Chooses the next write's frames, and converts those that travel in another encoding.
+    fn gather(&mut self, desk: &mut Desk) {
+        let begun = self.begun.take();
+        let mut next_place = begun.and_then(|chunk| chunk.place).map_or(0, |place| (place + 1) % PLACES);
+        let mut places = PLACES - usize::from(begun.is_some_and(|chunk| chunk.place.is_some()));
+        self.batch.extend(begun.map(Item::Chunk));
+        let control = self.control.len().min(BATCH_FRAMES - self.batch.len());
+        self.batch.extend(std::iter::repeat_with(|| Item::Control).take(control));
+        while self.batch.len() < BATCH_FRAMES && places > 0 {
+            let Some(slot) = self.ready.pop_first() else { break };
+            let (header, extent) = desk.header(desk.placement.chunks(self.route)[slot as usize]);
+            let (travels_as, lies_as) = desk.codecs(extent.key);
+            let mut place = None;
+            if header.codec == travels_as && travels_as != lies_as && header.length > 0 {
+                let mut exact = std::mem::take(&mut desk.exact);
+                self.staging.fill(next_place, desk.source(&extent), lies_as, travels_as, &mut exact);
+                desk.exact = exact;
+                place = Some(next_place);
+                next_place = (next_place + 1) % PLACES;
+                places -= 1;
+            }
+            self.batch.push(Item::Chunk(Chunk { slot, header, extent, place }));
+        }
+    }
+
+    fn write(&mut self, desk: &Desk) -> Result<paramhub_transport::Sent, StreamError> {
+        let mut frames =
+            [Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] }; BATCH_FRAMES];
+        let mut control = self.control.iter();
+        for (frame, item) in frames.iter_mut().zip(&self.batch) {
+            *frame = match item {
+                Item::Control => control.next().expect("gathered from the queue").outgoing(),
+                Item::Chunk(chunk) => {
+                    let payload = match chunk.place {
+                        Some(place) => self.staging.place(place, chunk.header.length as usize),
+                        None => desk.source(&chunk.extent),
+                    };
+                    Outgoing { header: chunk.header, payload }
+                }
+            };
+        }
+        self.stream.send(&frames[..self.batch.len()])
+    }
+
+    /// Notes what the write finished, keeps the frame it broke off in, and puts the rest back among what is ready, so
+    /// that something more urgent may go first.
+    fn settle(&mut self, desk: &mut Desk, frames: usize) {
+        let broken_off = (self.stream.unfinished() > 0).then_some(frames);
+        for (index, item) in self.batch.drain(..).enumerate() {
+            match item {
+                Item::Control if index < frames => drop(self.control.pop_front()),
+                Item::Control => {}
+                // Only now: an answer to a frame that has not left whole is none.
+                Item::Chunk(chunk) if index < frames => desk.requests.sent(chunk.header.chunk),
+                Item::Chunk(chunk) if broken_off == Some(index) => self.begun = Some(chunk),
+                Item::Chunk(chunk) => drop(self.ready.insert(chunk.slot)),
+            }
+        }
+    }
+}
+
+impl Control {
+    fn outgoing(&self) -> Outgoing<'_> {
+        match self {
+            Control::Heartbeat => Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] },
+            Control::Leave => Outgoing { header: Header::bare(Operation::Leave), payload: &[] },
+            Control::Retune { first_step, wire } => {
+                let header = Header {
+                    step: *first_step,
+                    length: wire.len() as u32,
+                    ..Header::bare(Operation::Retune)
+                };
+                Outgoing { header, payload: wire }
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Joining: ConnectService, then InitService.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub_control::{ControlError, ManagerClient};
+use paramhub_core::auth::{Incarnation, Purpose};
+use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
+use paramhub_core::settings::Settings;
+
+use crate::admission::Admission;
+use crate::error::{Who, WorkerError};
+use crate::job::Job;
+use crate::membership::Membership;
+use crate::options::Options;
+
+/// A worker whose job is complete: every rank has connected. Dropped before [`Member::init`] is done, it gives up its rank,
+/// so that the others need not wait for it.
+#[derive(Debug)]
+pub struct Member {
+    membership: Membership,
+    options: Options,
+    manager: ManagerClient,
+    incarnation: Incarnation,
+    connected: ServiceConnected,
+    /// What the others are told if this worker gives up; none once the hubs count on it.
+    gives_up: Option<String>,
+}
+
+impl Member {
+    /// Joins a job and waits until every rank has.
+    ///
+    /// # Errors
+    /// If the manager cannot be reached or refuses, for example because ranks are missing, which it names.
+    pub fn connect(membership: Membership) -> Result<Member, WorkerError> {
+        Member::connect_with(membership, Options::default())
+    }
+
+    /// [`Member::connect`] with other waits and sizes.
+    pub fn connect_with(membership: Membership, options: Options) -> Result<Member, WorkerError> {
+        let who = Who { job: membership.namespace.to_string().into(), rank: membership.rank };
+        let refused = |cause| manager_error(who.clone(), "ConnectService", cause);
+        let manager = ManagerClient::new(&membership.url, None)
+            .map_err(refused)?
+            .with_patience(options.manager_patience);
+        let mut incarnation = Incarnation([0; 16]);
+        getrandom::fill(&mut incarnation.0).map_err(|error| WorkerError::System {
+            who: who.clone(),
+            what: "draw random numbers",
+            reason: error.to_string().into(),
+        })?;
+        let (namespace, rank) = (membership.namespace, membership.rank);
+        let request = ConnectService {
+            rank,
+            incarnation,
+            proof: membership.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            process: std::process::id(),
+        };
+        let connected =
+            manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
+        let gives_up = Some("it ended before it had handed in its settings".to_owned());
+        Ok(Member { membership, options, manager, incarnation, connected, gives_up })
+    }
+
+    /// This worker's rank.
+    pub fn rank(&self) -> u32 {
+        self.membership.rank
+    }
+
+    /// Ranks in the job.
+    pub fn workers(&self) -> u32 {
+        self.connected.workers
+    }
+
+    /// The job's name.
+    pub fn job_name(&self) -> &str {
+        &self.connected.name
+    }
+
+    /// Hands in this rank's settings, waits until every rank has and the hubs have allocated, and opens the streams.
+    ///
+    /// # Errors
+    /// If the ranks disagree, which the manager explains, the hubs cannot hold the job, or a stream cannot be opened.
+    pub fn init(mut self, settings: Settings) -> Result<Job, WorkerError> {
+        let result = self.try_init(settings);
+        self.gives_up = result.as_ref().err().map(ToString::to_string);
+        result
+    }
+
+    fn try_init(&self, settings: Settings) -> Result<Job, WorkerError> {
+        let Membership { namespace, nonce, rank, .. } = self.membership;
+        let who = Who { job: self.connected.name.as_str().into(), rank };
+        settings
+            .check()
+            .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
+        let request = InitService {
+            rank,
+            incarnation: self.incarnation,
+            proof: nonce.prove_rank(Purpose::Init, namespace, rank, self.incarnation),
+            settings,
+        };
+        let timeout = Duration::try_from_secs_f64(self.connected.options.rendezvous_timeout_s)
+            .unwrap_or(self.options.rendezvous_timeout);
+        let initialised = self
+            .manager
+            .init_service(namespace, &request, timeout)
+            .map_err(|cause| manager_error(who, "InitService", cause))?;
+        let admission = Admission {
+            name: self.connected.name.clone(),
+            namespace,
+            nonce,
+            rank,
+            workers: self.connected.workers,
+            incarnation: self.incarnation,
+            hubs: self.connected.hubs.clone(),
+            settings: request.settings,
+            job_options: self.connected.options,
+            placement_hash: Some(initialised.placement_hash),
+        };
+        admission.open(self.options)
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let Some(reason) = self.gives_up.take() else { return };
+        let Membership { namespace, nonce, rank, .. } = self.membership;
+        let request = LeaveService {
+            rank,
+            incarnation: self.incarnation,
+            proof: nonce.prove_rank(Purpose::Leave, namespace, rank, self.incarnation),
+            reason,
+        };
+        // Best effort: without it the others learn of it when the rendezvous times out. No patience: the manager was
+        // there a moment ago.
+        let manager = self.manager.clone().with_patience(Duration::ZERO);
+        let _ = manager.leave_service(namespace, &request);
+    }
+}
+
+fn manager_error(who: Who, call: &'static str, cause: ControlError) -> WorkerError {
+    WorkerError::Manager { who, call, cause: Arc::new(cause) }
+}

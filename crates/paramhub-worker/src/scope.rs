@@ -1,0 +1,62 @@
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use paramhub_transport::Lending;
+
+use crate::error::WorkerError;
+use crate::handle::Handle;
+use crate::job::{Errand, Shared};
+
+/// Requests over borrowed slices; see [`Job::scope`](crate::Job::scope). What is borrowed stays borrowed until the scope
+/// ends, even after a handle was waited for.
+#[derive(Clone)]
+pub struct Scope<'scope, 'env: 'scope> {
+    shared: Arc<Shared>,
+    lending: &'scope Lending<'scope, 'env>,
+}
+
+impl<'scope, 'env> Scope<'scope, 'env> {
+    pub(crate) fn new(shared: Arc<Shared>, lending: &'scope Lending<'scope, 'env>) -> Self {
+        Scope { shared, lending }
+    }
+
+    /// As [`Job::initialise`](crate::Job::initialise).
+    pub fn initialise<T: Pod>(
+        &self,
+        key: u32,
+        parameters: &'env [T],
+        version: u32,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::Initialise(self.lending.send(parameters), version))
+    }
+
+    /// As [`Job::push`](crate::Job::push).
+    pub fn push<T: Pod>(&self, key: u32, gradient: &'env [T]) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::Push(self.lending.send(gradient)))
+    }
+
+    /// As [`Job::pull`](crate::Job::pull).
+    pub fn pull<T: Pod>(&self, key: u32, out: &'env mut [T]) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::Pull(self.lending.receive(out)))
+    }
+
+    /// As [`Job::push_pull`](crate::Job::push_pull).
+    pub fn push_pull<T: Pod, U: Pod>(
+        &self,
+        key: u32,
+        gradient: &'env [T],
+        out: &'env mut [U],
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::PushPull(self.lending.send(gradient), self.lending.receive(out)))
+    }
+
+    fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit(key, errand, false, |_| ((), ()))
+    }
+}
+
+impl std::fmt::Debug for Scope<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scope").field("job", &self.shared.who.job).finish_non_exhaustive()
+    }
+}

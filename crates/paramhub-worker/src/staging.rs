@@ -1,0 +1,66 @@
+//! Room for gradients that travel in another encoding than they have in memory.
+
+use paramhub_core::codec::Codec;
+use paramhub_kernels::convert;
+
+/// Chunks converted ahead of one write. Few: what a write does not begin is converted again.
+pub(crate) const PLACES: usize = 8;
+
+/// One stream's converted chunks. Places are reused round-robin, starting behind the one whose frame has begun, so that a
+/// begun frame's bytes stay where they are until it has left.
+#[derive(Debug, Default)]
+pub(crate) struct Staging {
+    bytes: Vec<u8>,
+    place_bytes: usize,
+}
+
+impl Staging {
+    /// Room for chunks of up to `place_bytes` bytes on the wire; none is taken for 0.
+    pub(crate) fn new(place_bytes: usize) -> Self {
+        Staging { bytes: vec![0; place_bytes * PLACES], place_bytes }
+    }
+
+    /// Converts `source`, elements of `from`, into a place, as elements of `to`. `exact` has room for as many f32.
+    pub(crate) fn fill(&mut self, place: usize, source: &[u8], from: Codec, to: Codec, exact: &mut [f32]) {
+        let elements = source.len() / from.bytes();
+        let start = place * self.place_bytes;
+        let target = &mut self.bytes[start..start + elements * to.bytes()];
+        match (from, bytemuck::try_cast_slice::<u8, f32>(source)) {
+            (Codec::F32, Ok(values)) => convert::encode(values, target, to),
+            _ => {
+                let exact = &mut exact[..elements];
+                convert::decode(source, exact, from);
+                convert::encode(exact, target, to);
+            }
+        }
+    }
+
+    /// The first `length` bytes of a place.
+    pub(crate) fn place(&self, place: usize, length: usize) -> &[u8] {
+        &self.bytes[place * self.place_bytes..][..length]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pair_of_encodings_converts_from_any_alignment() {
+        let values = [1.5_f32, -2.0, 0.25];
+        let codecs = [Codec::F32, Codec::F16, Codec::BF16];
+        for from in codecs {
+            for shift in 0..4 {
+                let mut source = vec![0; shift + 3 * from.bytes()];
+                convert::encode(&values, &mut source[shift..], from);
+                for to in codecs {
+                    let mut staging = Staging::new(12);
+                    staging.fill(PLACES - 1, &source[shift..], from, to, &mut [0.0; 3]);
+                    let mut back = [0.0; 3];
+                    convert::decode(staging.place(PLACES - 1, 3 * to.bytes()), &mut back, to);
+                    assert_eq!(back, values, "{from} to {to}");
+                }
+            }
+        }
+    }
+}

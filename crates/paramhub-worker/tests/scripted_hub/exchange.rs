@@ -1,0 +1,363 @@
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::{Header, Notice, Operation, Retune};
+use paramhub_kernels::convert;
+use paramhub_worker::{Options, WorkerError};
+
+use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
+
+/// Finishes a job whose scripted streams have nothing more to say.
+fn part(job: paramhub_worker::Job, peers: Vec<Peer>) {
+    std::thread::scope(|scope| {
+        for mut peer in peers {
+            scope.spawn(move || {
+                assert_eq!(peer.request().expect("a farewell").0.operation, Operation::Leave);
+                assert!(peer.frame().is_none(), "nothing follows the farewell");
+            });
+        }
+        job.leave().unwrap();
+    });
+}
+
+#[test]
+fn a_push_pull_gives_back_the_very_buffers_with_the_answer_in_them() {
+    let hub = Hub::new(2);
+    let (job, mut peers) = hub.open_plain(settings(&[(2 * CHUNK + 7) as u64]));
+    let (gradient, out) = (ramp(2 * CHUNK + 7), vec![0.0_f32; 2 * CHUNK + 7]);
+    let (from, into) = (gradient.as_ptr(), out.as_ptr());
+    let handle = job.push_pull(0, gradient, out).unwrap();
+    let mut chunks = 0;
+    for peer in &mut peers {
+        let here = if peer.hello.core == 0 { 2 } else { 1 };
+        peer.echo(here);
+        chunks += here;
+    }
+    let (gradient, out) = handle.wait().unwrap();
+    assert_eq!(out, gradient);
+    assert_eq!((gradient.as_ptr(), out.as_ptr()), (from, into), "no buffer was copied");
+    let statistics = job.statistics();
+    let bytes = (4 * gradient.len() + 16 * chunks) as u64;
+    assert_eq!((statistics.bytes_sent, statistics.bytes_received), (bytes, bytes));
+    assert_eq!(statistics.requests, 1);
+    assert!(statistics.in_flight > Duration::ZERO);
+    assert_eq!(job.next_step(0).unwrap(), 1);
+    part(job, peers);
+}
+
+#[test]
+fn a_later_urgent_key_overtakes_a_large_one() {
+    const LARGE: usize = 8 << 10;
+    let hub = Hub::new(1);
+    let settings = settings(&[10, (LARGE * CHUNK) as u64]);
+    let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
+    let (job, mut peers) = hub.open(hub.admission(1, settings), options);
+    // Nobody reads, so the stream fills up long before the large key is through.
+    let large = job.push(1, ramp(LARGE * CHUNK)).unwrap();
+    let mut urgent = job.push(0, ramp(10)).unwrap();
+    let mut overtaken = None;
+    for position in 0..=LARGE {
+        let (header, payload) = peers[0].request().unwrap();
+        if header.chunk == 0 {
+            overtaken = Some(LARGE - position);
+        } else {
+            let at = (header.chunk as usize - 1) * CHUNK;
+            let expected: Vec<f32> = (at..at + CHUNK).map(|index| index as f32 * 0.5 - 3.0).collect();
+            assert_eq!(payload, bytemuck::cast_slice::<f32, u8>(&expected), "chunk {}", header.chunk);
+        }
+        peers[0].applied(header.chunk, header.step + 1);
+    }
+    let overtaken = overtaken.expect("the urgent key was sent");
+    assert!(overtaken > LARGE / 2, "the urgent key overtook only {overtaken} of {LARGE} chunks");
+    assert!(urgent.wait_timeout(PATIENCE).unwrap());
+    large.wait().unwrap();
+    part(job, peers);
+}
+
+#[test]
+fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
+    const CHUNKS: usize = 3000;
+    for codec in [Codec::BF16, Codec::F16] {
+        let hub = Hub::new(1);
+        let settings = Settings { codec: Some(codec), ..settings(&[(CHUNKS * CHUNK) as u64]) };
+        let options = Options { socket_send_bytes: Some(8 << 10), ..Options::default() };
+        let (job, mut peers) = hub.open(hub.admission(1, settings), options);
+        let gradient: Vec<f32> = (0..CHUNKS * CHUNK).map(|index| (index as f32).sin() * 100.0).collect();
+        let mut expected = vec![0; CHUNKS * CHUNK * 2];
+        convert::encode(&gradient, &mut expected, codec);
+        let handle = job.push_pull(0, gradient, vec![0.0_f32; CHUNKS * CHUNK]).unwrap();
+        let answer = [1.0_f32; CHUNK];
+        for _ in 0..CHUNKS {
+            let (header, payload) = peers[0].request().unwrap();
+            assert_eq!(header.codec, codec);
+            let at = header.chunk as usize * CHUNK * 2;
+            assert_eq!(payload, expected[at..at + CHUNK * 2], "chunk {}", header.chunk);
+            peers[0].parameters(header.chunk, 1, bytemuck::cast_slice(&answer));
+        }
+        let (_, out) = handle.wait().unwrap();
+        assert!(out.iter().all(|&value| value == 1.0));
+        part(job, peers);
+    }
+}
+
+#[test]
+fn half_precision_keys_travel_as_they_lie_in_memory() {
+    let mut key = Key::new("half", [CHUNK as u64 + 1]);
+    key.dtype = Dtype::BF16;
+    let hub = Hub::new(1);
+    let settings = Settings { keys: KeyTable::new(vec![key]).unwrap(), ..settings(&[1]) };
+    let (job, mut peers) = hub.open_plain(settings);
+    let gradient: Vec<u16> = (0..CHUNK as u16 + 1).collect();
+    let handle = job.push_pull(0, gradient.clone(), vec![0_u16; CHUNK + 1]).unwrap();
+    for _ in 0..2 {
+        let (header, payload) = peers[0].request().unwrap();
+        assert_eq!(header.codec, Codec::BF16);
+        peers[0].parameters_as(Codec::BF16, header.chunk, 1, &payload);
+    }
+    assert_eq!(handle.wait().unwrap().1, gradient);
+    part(job, peers);
+}
+
+#[test]
+fn broadcast_spreads_rank_zeros_parameters_and_their_version() {
+    let hub = Hub::new(1);
+    let (first, mut peers) =
+        hub.open(hub.admission(0, settings(&[10, CHUNK as u64 + 1])), Options::default());
+    let mut parameters = [ramp(10), ramp(CHUNK + 1)];
+    let payloads = std::thread::scope(|scope| {
+        let broadcast = scope.spawn(|| first.broadcast(&mut parameters, 70));
+        let mut payloads = vec![Vec::new(); 3];
+        for _ in 0..3 {
+            let (header, payload) = peers[0].request().unwrap();
+            assert_eq!((header.operation, header.step), (Operation::Initialise, 70));
+            peers[0].applied(header.chunk, 70);
+            payloads[header.chunk as usize] = payload;
+        }
+        broadcast.join().unwrap().unwrap();
+        payloads
+    });
+    assert_eq!(first.next_step(1).unwrap(), 70);
+    part(first, peers);
+
+    let (second, mut peers) = hub.open_plain(settings(&[10, CHUNK as u64 + 1]));
+    let mut received = [vec![0.0_f32; 10], vec![0.0_f32; CHUNK + 1]];
+    std::thread::scope(|scope| {
+        let broadcast = scope.spawn(|| second.broadcast(&mut received, 0));
+        for _ in 0..3 {
+            let (header, _) = peers[0].request().unwrap();
+            assert_eq!((header.operation, header.step, header.length), (Operation::Pull, 0, 0));
+            peers[0].parameters(header.chunk, 70, &payloads[header.chunk as usize]);
+        }
+        broadcast.join().unwrap().unwrap();
+    });
+    assert_eq!(received, parameters);
+    let push = second.push(0, ramp(10)).unwrap();
+    let (header, _) = peers[0].request().unwrap();
+    assert_eq!(header.step, 70, "steps count from the version that came with the parameters");
+    peers[0].applied(0, 71);
+    push.wait().unwrap();
+    part(second, peers);
+}
+
+#[test]
+fn a_scope_borrows_and_returns_when_all_is_answered() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 6]));
+    let (gradients, mut out) = ([ramp(4), ramp(6)], [vec![0.0_f32; 4], vec![0.0_f32; 6]]);
+    std::thread::scope(|threads| {
+        threads.spawn(|| peers[0].echo(2));
+        let [first, second] = &mut out;
+        job.scope(|scope| {
+            let handle = scope.push_pull(0, &gradients[0], first).unwrap();
+            // Not waited for: the scope does.
+            scope.push_pull(1, &gradients[1], second).unwrap();
+            handle.wait().unwrap();
+        });
+    });
+    assert_eq!(out, gradients);
+    part(job, peers);
+}
+
+#[test]
+fn new_hyperparameters_leave_before_later_pushes_on_every_stream() {
+    let hub = Hub::new(2);
+    let (job, mut peers) = hub.open_plain(settings(&[2 * CHUNK as u64]));
+    let changed = Hyperparameters { learning_rate: 0.125, ..Default::default() };
+    job.set_hyperparameters(3, &changed).unwrap();
+    let handle = job.push_pull(0, ramp(2 * CHUNK), vec![0.0_f32; 2 * CHUNK]).unwrap();
+    for peer in &mut peers {
+        let (header, payload) = peer.request().unwrap();
+        assert_eq!((header.operation, header.step), (Operation::Retune, 3));
+        assert_eq!(Retune::decode(&payload), Some(Retune(changed)));
+        peer.echo(1);
+    }
+    handle.wait().unwrap();
+    let broken = Hyperparameters { learning_rate: f64::NAN, ..Default::default() };
+    assert!(job.set_hyperparameters(4, &broken).unwrap_err().to_string().contains("finite"));
+    part(job, peers);
+}
+
+#[test]
+fn heartbeats_go_out_while_the_user_computes() {
+    let hub = Hub::new(1);
+    let options = Options { heartbeat: Duration::from_millis(40), ..Options::default() };
+    let (job, mut peers) = hub.open(hub.admission(1, settings(&[4])), options);
+    // This thread, the user's, calls nothing meanwhile.
+    for _ in 0..3 {
+        assert_eq!(peers[0].frame().unwrap().0.operation, Operation::Heartbeat);
+    }
+    part(job, peers);
+}
+
+#[test]
+fn leaving_waits_for_what_is_under_way() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4]));
+    let handle = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
+    std::thread::scope(|scope| {
+        let leaving = scope.spawn(|| job.leave());
+        let (header, payload) = peers[0].request().unwrap();
+        assert_eq!(header.operation, Operation::PushPull);
+        peers[0].parameters(0, 1, &payload);
+        assert_eq!(peers[0].request().unwrap().0.operation, Operation::Leave);
+        assert!(peers[0].frame().is_none());
+        drop(peers);
+        leaving.join().unwrap().unwrap();
+    });
+    assert_eq!(handle.wait().unwrap().1, ramp(4));
+}
+
+#[test]
+fn leaving_with_an_unanswered_request_names_it() {
+    let hub = Hub::new(1);
+    let options = Options { leave_timeout: Duration::from_millis(50), ..Options::default() };
+    let (job, mut peers) = hub.open(hub.admission(1, settings(&[4])), options);
+    let handle = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
+    std::thread::scope(|scope| {
+        let leaving = scope.spawn(|| job.leave());
+        assert_eq!(peers[0].request().unwrap().0.operation, Operation::PushPull);
+        assert_eq!(peers[0].request().unwrap().0.operation, Operation::Leave);
+        drop(peers);
+        let left = leaving.join().unwrap().unwrap_err();
+        assert!(matches!(left, WorkerError::LeftEarly { .. }), "{left}");
+        assert!(left.to_string().contains("`k0`"), "{left}");
+    });
+    let finished = handle.finish();
+    assert!(matches!(finished.outcome, Err(WorkerError::LeftEarly { .. })));
+    assert_eq!(finished.gradient, ramp(4));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_counts_for_nothing() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 6]));
+    let refused = job.push(0, vec![0.0_f32; 3]).unwrap_err().to_string();
+    for part in ["job `digits`, rank 1", "`k0` f32 [4]", "16 bytes", "gradient has 12"] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    let refused = job.push_pull(1, ramp(6), vec![0.0_f32; 7]).unwrap_err().to_string();
+    assert!(refused.contains("parameters has 28"), "{refused}");
+    assert!(job.pull(2, vec![0_u8; 1]).unwrap_err().to_string().contains("key 2 does not exist"));
+    assert!(job.initialise(0, ramp(4), 0).unwrap_err().to_string().contains("rank 0"));
+    assert!(matches!(job.broadcast(&mut [ramp(4)], 0), Err(WorkerError::Misplaced { .. })));
+    assert_eq!((job.key("k1"), job.key("k2")), (Some(1), None));
+
+    let handle = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
+    let busy = job.push(0, ramp(4)).unwrap_err();
+    assert!(busy.to_string().contains("a PushPull of key `k0` f32 [4] is still under way"), "{busy}");
+    peers[0].echo(1);
+    handle.wait().unwrap();
+    assert_eq!(job.next_step(0).unwrap(), 1, "what was refused counts for nothing");
+    part(job, peers);
+}
+
+#[test]
+fn a_callback_may_ask_for_the_same_key_again() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4]));
+    let (told, hear) = mpsc::channel();
+    let job = Arc::new(job);
+    std::thread::scope(|scope| {
+        scope.spawn(|| peers[0].echo(2));
+        let again = Arc::clone(&job);
+        let first = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
+        first.on_complete(move |outcome| {
+            outcome.as_ref().unwrap();
+            told.send(again.push_pull(0, ramp(4), vec![0.0_f32; 4])).unwrap();
+        });
+        hear.recv_timeout(PATIENCE).unwrap().unwrap().wait().unwrap();
+    });
+    assert_eq!(job.next_step(0).unwrap(), 2);
+    drop(peers);
+}
+
+#[test]
+fn many_threads_share_a_job_of_many_keys() {
+    const THREADS: u32 = 4;
+    const STEPS: usize = 20;
+    let sizes: Vec<u64> = (0..24).map(|key| 1 + key * key * 17).collect();
+    let chunks: usize = sizes.iter().map(|size| size.div_ceil(CHUNK as u64) as usize).sum();
+    let hub = Hub::new(3);
+    let (job, mut peers) = hub.open_plain(settings(&sizes));
+    std::thread::scope(|scope| {
+        for peer in &mut peers {
+            scope.spawn(|| {
+                // As many as come: the placement decides how many chunks a core has.
+                while let Some((header, payload)) = peer.request() {
+                    match header.operation {
+                        Operation::PushPull => peer.parameters(header.chunk, header.step + 1, &payload),
+                        Operation::Leave => return,
+                        other => panic!("{other:?} was not asked for"),
+                    }
+                }
+            });
+        }
+        std::thread::scope(|users| {
+            for user in 0..THREADS {
+                let (job, sizes) = (&job, &sizes);
+                users.spawn(move || {
+                    for step in 0..STEPS {
+                        let mine = (0..sizes.len() as u32).rev().filter(|key| key % THREADS == user);
+                        let handles: Vec<_> = mine
+                            .map(|key| {
+                                let elements = sizes[key as usize] as usize;
+                                let gradient = vec![(step + key as usize) as f32; elements];
+                                job.push_pull(key, gradient, vec![-1.0_f32; elements]).unwrap()
+                            })
+                            .collect();
+                        for handle in handles {
+                            let (gradient, out) = handle.wait().unwrap();
+                            assert_eq!(out, gradient);
+                        }
+                    }
+                });
+            }
+        });
+        let statistics = job.statistics();
+        assert_eq!(statistics.requests, (sizes.len() * STEPS) as u64);
+        let elements: u64 = sizes.iter().sum();
+        assert!(statistics.bytes_sent >= STEPS as u64 * (4 * elements + 16 * chunks as u64));
+        job.leave().unwrap();
+    });
+}
+
+#[test]
+fn notices_are_kept_and_told() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4]));
+    let (told, hear) = mpsc::channel();
+    job.on_notice(move |notice| told.send(notice.clone()).unwrap());
+    let notice = Notice { rank: Some(2), message: "rank 2 has been silent for 3 s".into() };
+    peers[0].say(Header::bare(Operation::Notice), &notice.encode());
+    let heard = hear.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(
+        (heard.rank, heard.message.as_str(), &*heard.hub),
+        (Some(2), notice.message.as_str(), &*hub.address)
+    );
+    assert_eq!(job.notices(), [heard]);
+    part(job, peers);
+}

@@ -1,0 +1,180 @@
+use std::time::{Duration, Instant};
+
+use paramhub_core::codec::Codec;
+use paramhub_core::service::JobOptions;
+use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_worker::{Admission, Job, Options, WorkerError};
+
+use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
+
+/// Asserts that a request under way and a later one fail alike, and that the buffers of the first come back.
+fn assert_failed(
+    job: &Job,
+    handle: paramhub_worker::Handle<Vec<f32>, Vec<f32>>,
+    is_expected: impl Fn(&WorkerError) -> bool,
+) -> String {
+    let finished = handle.finish();
+    let error = finished.outcome.unwrap_err();
+    assert!(is_expected(&error), "{error}");
+    assert!(!finished.gradient.is_empty() && !finished.parameters.is_empty());
+    let later = job.push(1, ramp(4)).unwrap_err();
+    assert_eq!(later.to_string(), error.to_string());
+    assert_eq!(job.failure().unwrap().to_string(), error.to_string());
+    assert!(error.to_string().starts_with("job `digits`, rank 1: "), "{error}");
+    error.to_string()
+}
+
+fn ask(job: &Job, elements: usize) -> paramhub_worker::Handle<Vec<f32>, Vec<f32>> {
+    job.push_pull(0, ramp(elements), vec![0.0_f32; elements]).unwrap()
+}
+
+#[test]
+fn a_hub_that_goes_away_fails_every_request_at_once() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+    let handle = ask(&job, 4);
+    peers[0].request().unwrap();
+    peers.remove(0).hang_up();
+    let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Lost { .. }));
+    assert!(error.contains(&hub.address), "{error}");
+    assert!(matches!(job.leave(), Err(WorkerError::Lost { .. })));
+}
+
+#[test]
+fn the_hubs_reason_and_the_rank_at_fault_are_passed_on() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+    let handle = ask(&job, 4);
+    let failure = Failure { rank: Some(3), message: "rank 3 was lost: the connection was reset".into() };
+    peers[0].say(Header::bare(Operation::Failure), &failure.encode());
+    let error = assert_failed(&job, handle, |error| error.culprit() == Some(3));
+    assert!(error.contains("because of rank 3: rank 3 was lost"), "{error}");
+}
+
+#[test]
+fn a_reason_on_one_stream_counts_more_than_the_end_of_another() {
+    let hub = Hub::new(2);
+    let (job, mut peers) = hub.open_plain(settings(&[2 * CHUNK as u64, 4]));
+    let handle = ask(&job, 2 * CHUNK);
+    peers.remove(0).hang_up();
+    // The worker has seen the end by now, or will see it with the reason.
+    std::thread::sleep(Duration::from_millis(50));
+    let failure = Failure { rank: Some(0), message: "rank 0 was killed".into() };
+    peers[0].say(Header::bare(Operation::Failure), &failure.encode());
+    assert_failed(&job, handle, |error| error.culprit() == Some(0));
+}
+
+/// What a hub says, and words of the worker's complaint.
+type Offence = (&'static str, fn(&mut Peer));
+
+#[test]
+fn answers_nobody_asked_for_end_the_job_and_say_so() {
+    let offences: [Offence; 7] = [
+        ("chunk 99, which does not exist", |peer| peer.parameters(99, 1, &[0; 16])),
+        ("waits for no such answer", |peer| peer.parameters(1, 1, &[0; 16])),
+        ("waits for no such answer", |peer| peer.applied(0, 1)),
+        ("older than version 1", |peer| peer.parameters(0, 0, &[0; 16])),
+        ("12 bytes of f32", |peer| peer.parameters(0, 1, &[0; 12])),
+        ("8 bytes of bf16", |peer| peer.parameters_as(Codec::BF16, 0, 1, &[0; 8])),
+        ("Failure frame cannot be read", |peer| peer.say(Header::bare(Operation::Failure), &[0; 2])),
+    ];
+    for (complaint, offend) in offences {
+        let hub = Hub::new(1);
+        let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+        let handle = ask(&job, 4);
+        peers[0].request().unwrap();
+        offend(&mut peers[0]);
+        let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
+        assert!(error.contains(complaint) && error.contains(&hub.address), "{error}");
+    }
+}
+
+#[test]
+fn an_answer_on_another_stream_than_the_chunks_is_an_offence() {
+    let hub = Hub::new(2);
+    let (job, mut peers) = hub.open_plain(settings(&[2 * CHUNK as u64, 4]));
+    let handle = ask(&job, 2 * CHUNK);
+    let (header, payload) = peers[0].request().unwrap();
+    peers[1].request().unwrap();
+    peers[1].parameters(header.chunk, 1, &payload);
+    let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
+    assert!(error.contains("a stream that does not carry it"), "{error}");
+}
+
+#[test]
+fn an_answer_before_the_request_has_left_whole_is_an_offence() {
+    const LARGE: usize = 8 << 10;
+    let hub = Hub::new(1);
+    let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
+    let (job, mut peers) = hub.open(hub.admission(1, settings(&[(LARGE * CHUNK) as u64, 4])), options);
+    let handle = ask(&job, LARGE * CHUNK);
+    peers[0].request().unwrap();
+    peers[0].parameters(LARGE as u32 - 1, 1, &[0; 4 * CHUNK]);
+    assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
+}
+
+#[test]
+fn bytes_that_are_no_frame_end_the_job() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+    let handle = ask(&job, 4);
+    // A frame that only workers send.
+    peers[0].say(Header::bare(Operation::Leave), &[]);
+    let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
+    assert!(error.contains("does not go this way"), "{error}");
+}
+
+#[test]
+fn a_hub_that_falls_silent_is_named() {
+    let hub = Hub::new(1);
+    let job_options = JobOptions { dead_after_s: 0.2, ..JobOptions::default() };
+    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
+    let options = Options { heartbeat: Duration::from_millis(100), ..Options::default() };
+    let (job, _peers) = hub.open(admission, options);
+    let handle = ask(&job, 4);
+    let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Silent { .. }));
+    assert!(error.contains(&hub.address) && error.contains("has been silent for"), "{error}");
+}
+
+#[test]
+fn heartbeats_keep_a_slow_hub_alive() {
+    let hub = Hub::new(1);
+    let job_options = JobOptions { dead_after_s: 2.0, ..JobOptions::default() };
+    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
+    let (job, mut peers) = hub.open(admission, Options::default());
+    let mut handle = ask(&job, 4);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_millis(2500) {
+        peers[0].say(Header::bare(Operation::Heartbeat), &[]);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    peers[0].echo(1);
+    assert!(handle.wait_timeout(PATIENCE).unwrap());
+}
+
+#[test]
+fn a_panicking_callback_ends_the_job_aloud() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+    let handle = job.push_pull(1, ramp(4), vec![0.0_f32; 4]).unwrap();
+    handle.on_complete(|_| panic!("the user's own fault"));
+    let other = ask(&job, 4);
+    let (header, payload) = loop {
+        let (header, payload) = peers[0].request().unwrap();
+        if header.chunk == 1 {
+            break (header, payload);
+        }
+    };
+    peers[0].parameters(header.chunk, 1, &payload);
+    handle.wait().unwrap();
+    let error = assert_failed(&job, other, |error| matches!(error, WorkerError::Callback { .. }));
+    assert!(error.contains("the user's own fault"), "{error}");
+}
+
+#[test]
+fn dropping_a_job_that_has_failed_waits_for_nothing() {
+    let hub = Hub::new(1);
+    let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
+    peers.remove(0).hang_up();
+    drop(job);
+}

@@ -1,0 +1,107 @@
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::Proof;
+use paramhub_core::wire::{PROOF_BYTES, Refusal, Verdict};
+use paramhub_transport::socket::{read_exact_by, write_all_by};
+use paramhub_worker::{Admission, Options, WorkerError};
+
+use super::hub::{Hub, PATIENCE, challenge, settings};
+
+/// Gives `verdict` once the worker has proven itself.
+fn conclude(mut socket: std::net::TcpStream, verdict: &Verdict) {
+    challenge(&mut socket);
+    let deadline = Instant::now() + PATIENCE;
+    read_exact_by(&mut socket, &mut [0; PROOF_BYTES], deadline).unwrap();
+    write_all_by(&mut socket, &verdict.encode(), deadline).unwrap();
+}
+
+#[test]
+fn a_hello_says_who_and_which_route() {
+    let hub = Hub::new(2);
+    let admission = hub.admission(1, settings(&[1000]));
+    let (job, peers) = hub.open(admission.clone(), Options::default());
+    for (core, peer) in peers.iter().enumerate() {
+        assert_eq!((peer.hello.rank, peer.hello.interface, peer.hello.core), (1, 0, core as u16));
+        assert_eq!(
+            (peer.hello.namespace, peer.hello.incarnation),
+            (admission.namespace, admission.incarnation)
+        );
+    }
+    assert_ne!(peers[0].hello.challenge, peers[1].hello.challenge);
+    assert_eq!(peers[0].hello.placement, peers[1].hello.placement);
+    drop(peers);
+    drop(job);
+}
+
+#[test]
+fn a_core_without_chunks_is_not_dialled() {
+    let hub = Hub::new(1);
+    let mut admission = hub.admission(1, settings(&[10]));
+    admission.hubs[0].interfaces[0].cores = vec![0, 1, 2];
+    let (job, peers) = hub.open(admission, Options::default());
+    assert_eq!(peers[0].hello.core, 0);
+    drop(peers);
+    drop(job);
+}
+
+#[test]
+fn a_refusal_is_passed_on() {
+    let refused = Hub::new(1).turn_away(Options::default(), |socket| {
+        let message = "rank 1 is connected from node-7 already".into();
+        conclude(socket, &Verdict::Refused { refusal: Refusal::RankTaken, message });
+    });
+    assert!(matches!(refused, WorkerError::Refused { refusal: Refusal::RankTaken, .. }), "{refused}");
+    assert!(refused.to_string().contains("node-7 already"), "{refused}");
+}
+
+#[test]
+fn a_hub_that_does_not_know_the_nonce_is_unmasked() {
+    let refused = Hub::new(1).turn_away(Options::default(), |socket| {
+        conclude(socket, &Verdict::Welcome { proof: Proof([0; 32]) });
+    });
+    assert!(refused.to_string().contains("does not know the job's nonce"), "{refused}");
+}
+
+#[test]
+fn a_hub_that_stalls_is_given_up() {
+    let options = Options { dial_timeout: Duration::from_millis(200), ..Options::default() };
+    let refused = Hub::new(1).turn_away(options, |mut socket| {
+        // Held open, and silent, until the worker gives up.
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    assert!(matches!(refused, WorkerError::Dial { .. }), "{refused}");
+    assert!(refused.to_string().contains("did not answer in time"), "{refused}");
+}
+
+#[test]
+fn something_else_than_a_hub_is_recognised() {
+    let refused = Hub::new(1).turn_away(Options::default(), |mut socket| {
+        let _ = socket.write_all(&[b'x'; 4096]);
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    assert!(refused.to_string().contains("does not answer like a paramhub hub"), "{refused}");
+    let refused = Hub::new(1).turn_away(Options::default(), |mut socket| {
+        let _ = socket.write_all(b"SSH-2.0-OpenSSH_9.6\r\n");
+    });
+    assert!(refused.to_string().contains("the handshake failed"), "{refused}");
+}
+
+#[test]
+fn a_closed_port_says_what_to_look_at() {
+    let hub = Hub::new(1);
+    let mut admission = hub.admission(1, settings(&[10]));
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    admission.hubs[0].interfaces[0].address = closed.clone();
+    let refused = admission.open(Options::default()).unwrap_err().to_string();
+    assert!(refused.contains(&closed) && refused.contains("is the hub running?"), "{refused}");
+}
+
+#[test]
+fn another_placement_is_refused_before_anything_is_dialled() {
+    let hub = Hub::new(1);
+    let admission = Admission { placement_hash: Some("00".into()), ..hub.admission(1, settings(&[10])) };
+    let refused = admission.open(Options::default()).unwrap_err();
+    assert!(matches!(refused, WorkerError::Placement { .. }), "{refused}");
+}

@@ -1,0 +1,225 @@
+//! The scripted hub: each of its streams is driven by hand.
+
+use std::collections::VecDeque;
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Incarnation, Namespace, Nonce, Proof};
+use paramhub_core::chunk::ChunkId;
+use paramhub_core::codec::Codec;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::service::JobOptions;
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::wire::{
+    Direction, HELLO_BYTES, Header, Hello, Operation, PROOF_BYTES, Verdict, stream_proofs,
+};
+use paramhub_transport::socket::{read_exact_by, write_all_by};
+use paramhub_transport::{
+    Events, FrameSink, Interest, Landing, Outgoing, Poller, Scratch, Stream, TcpStream,
+};
+use paramhub_worker::{Admission, Job, Options, WorkerError};
+
+/// Ends a test that hangs, far above what a slow machine needs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const NONCE: Nonce = Nonce([7; 32]);
+/// Small enough that little data makes many chunks: 256 elements of f32.
+pub(crate) const CHUNK_BYTES: u32 = 1024;
+pub(crate) const CHUNK: usize = 256;
+
+pub(crate) struct Hub {
+    listener: TcpListener,
+    pub(crate) address: String,
+    cores: u16,
+}
+
+impl Hub {
+    pub(crate) fn new(cores: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        Hub { listener, address, cores }
+    }
+
+    pub(crate) fn admission(&self, rank: u32, settings: Settings) -> Admission {
+        let cores = (0..self.cores).collect();
+        Admission {
+            name: "digits".into(),
+            namespace: Namespace([1; 16]),
+            nonce: NONCE,
+            rank,
+            workers: 2,
+            incarnation: Incarnation([2; 16]),
+            hubs: vec![HubShape {
+                interfaces: vec![InterfaceShape { address: self.address.clone(), cores, weight: 1 }],
+            }],
+            settings,
+            job_options: JobOptions::default(),
+            placement_hash: None,
+        }
+    }
+
+    /// Opens a job whose chunks lie on every core; the streams come in core order.
+    pub(crate) fn open(&self, admission: Admission, options: Options) -> (Job, Vec<Peer>) {
+        std::thread::scope(|scope| {
+            let job = scope.spawn(|| admission.open(options));
+            let peers = (0..self.cores).map(|_| self.accept()).collect();
+            (job.join().unwrap().unwrap(), peers)
+        })
+    }
+
+    /// [`Hub::open`] as rank 1 with every default.
+    pub(crate) fn open_plain(&self, settings: Settings) -> (Job, Vec<Peer>) {
+        self.open(self.admission(1, settings), Options::default())
+    }
+
+    /// Lets the next stream in.
+    pub(crate) fn accept(&self) -> Peer {
+        let (mut socket, _) = self.listener.accept().unwrap();
+        let (hello, expected, mine) = challenge(&mut socket);
+        let deadline = Instant::now() + PATIENCE;
+        let mut proof = [0; PROOF_BYTES];
+        read_exact_by(&mut socket, &mut proof, deadline).unwrap();
+        assert!(Proof(proof).matches(&expected), "the worker's proof");
+        write_all_by(&mut socket, &Verdict::Welcome { proof: mine }.encode(), deadline).unwrap();
+        Peer::new(socket, hello)
+    }
+
+    /// Takes one connection and does as it likes with it, while a worker tries to open a job.
+    pub(crate) fn turn_away(
+        &self,
+        options: Options,
+        script: impl FnOnce(std::net::TcpStream) + Send,
+    ) -> WorkerError {
+        std::thread::scope(|scope| {
+            scope.spawn(|| script(self.listener.accept().unwrap().0));
+            self.admission(1, settings(&[10])).open(options).unwrap_err()
+        })
+    }
+}
+
+/// Reads a Hello, sends a challenge, and returns the proof to expect and the one to give.
+pub(crate) fn challenge(socket: &mut std::net::TcpStream) -> (Hello, Proof, Proof) {
+    let deadline = Instant::now() + PATIENCE;
+    let mut hello = [0; HELLO_BYTES];
+    read_exact_by(socket, &mut hello, deadline).unwrap();
+    let hello = Hello::decode(&hello).unwrap();
+    let challenge = [9; 32];
+    write_all_by(socket, &challenge, deadline).unwrap();
+    let (worker, hub) = stream_proofs(&NONCE, &hello, &challenge);
+    (hello, worker, hub)
+}
+
+/// The hub's end of one stream.
+pub(crate) struct Peer {
+    pub(crate) hello: Hello,
+    stream: TcpStream,
+    poller: Poller,
+    scratch: Scratch,
+    frames: Frames,
+    closed: bool,
+}
+
+/// Frames that came, whole.
+#[derive(Default)]
+struct Frames(VecDeque<(Header, Vec<u8>)>);
+
+impl FrameSink for Frames {
+    type Error = std::convert::Infallible;
+
+    fn landing(&mut self, _: &Header) -> Result<Landing<'_>, Self::Error> {
+        Ok(Landing::Staged)
+    }
+
+    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Self::Error> {
+        self.0.push_back((*header, payload.unwrap().to_vec()));
+        Ok(())
+    }
+}
+
+impl Peer {
+    fn new(socket: std::net::TcpStream, hello: Hello) -> Self {
+        let stream = TcpStream::new(socket, Direction::ToHub, 1 << 20).unwrap();
+        let poller = Poller::new().unwrap();
+        poller.add(&stream, 0, Interest::READABLE).unwrap();
+        Peer { hello, stream, poller, scratch: Scratch::new(0), frames: Frames::default(), closed: false }
+    }
+
+    /// The next frame of any kind, or `None` at the end of the stream.
+    pub(crate) fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.frames.0.is_empty() && !self.closed {
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "nothing came from the worker for {PATIENCE:?}");
+            self.poller.wait(&mut Events::with_capacity(1), Some(left)).unwrap();
+            self.closed = match self.stream.receive(&mut self.frames, &mut self.scratch, 1 << 16) {
+                Ok(received) => received.closed,
+                Err(_) => true,
+            };
+        }
+        self.frames.0.pop_front()
+    }
+
+    /// The next frame that is no heartbeat.
+    pub(crate) fn request(&mut self) -> Option<(Header, Vec<u8>)> {
+        loop {
+            match self.frame() {
+                Some((header, _)) if header.operation == Operation::Heartbeat => {}
+                frame => return frame,
+            }
+        }
+    }
+
+    pub(crate) fn say(&mut self, header: Header, payload: &[u8]) {
+        let header = Header { length: payload.len() as u32, ..header };
+        let deadline = Instant::now() + PATIENCE;
+        let frame = [Outgoing { header, payload }];
+        self.poller.modify(&self.stream, 0, Interest::BOTH).unwrap();
+        while self.stream.send(&frame).unwrap().frames == 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "the worker took nothing for {PATIENCE:?}");
+            self.poller.wait(&mut Events::with_capacity(1), Some(left)).unwrap();
+        }
+        self.poller.modify(&self.stream, 0, Interest::READABLE).unwrap();
+    }
+
+    pub(crate) fn parameters(&mut self, chunk: ChunkId, version: u32, payload: &[u8]) {
+        self.say(Header { chunk, step: version, ..Header::bare(Operation::Parameters) }, payload);
+    }
+
+    pub(crate) fn parameters_as(&mut self, codec: Codec, chunk: ChunkId, version: u32, payload: &[u8]) {
+        self.say(Header { codec, chunk, step: version, ..Header::bare(Operation::Parameters) }, payload);
+    }
+
+    pub(crate) fn applied(&mut self, chunk: ChunkId, version: u32) {
+        self.say(Header { chunk, step: version, ..Header::bare(Operation::Applied) }, &[]);
+    }
+
+    /// Answers the next `requests` PushPulls with what they brought, as a hub would to its only worker.
+    pub(crate) fn echo(&mut self, requests: usize) {
+        for _ in 0..requests {
+            let (header, payload) = self.request().expect("a request");
+            assert_eq!(header.operation, Operation::PushPull);
+            self.parameters(header.chunk, header.step + 1, &payload);
+        }
+    }
+
+    /// Ends the stream in order.
+    pub(crate) fn hang_up(self) {
+        rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both).unwrap();
+    }
+}
+
+/// f32 keys of these sizes, the first the most urgent, with an optimizer and small chunks.
+pub(crate) fn settings(sizes: &[u64]) -> Settings {
+    let keys = sizes.iter().enumerate().map(|(index, &size)| Key::new(format!("k{index}"), [size])).collect();
+    Settings {
+        chunk_bytes: CHUNK_BYTES,
+        optimizer: OptimizerChoice { name: "sgd".into(), ..Default::default() },
+        ..Settings::new(KeyTable::new(keys).unwrap())
+    }
+}
+
+/// Numbers that differ from chunk to chunk and element to element.
+pub(crate) fn ramp(elements: usize) -> Vec<f32> {
+    (0..elements).map(|index| index as f32 * 0.5 - 3.0).collect()
+}

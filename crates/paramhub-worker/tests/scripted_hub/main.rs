@@ -1,0 +1,7 @@
+//! A worker against a hub that follows a script: real sockets, real handshakes, real frames, and answers that no real hub
+//! gives.
+
+mod exchange;
+mod failures;
+mod handshake;
+mod hub;
