@@ -114,7 +114,9 @@ fn read_answer(mut answer: Response<Body>, url: &str) -> Result<Vec<u8>, Control
     }
     match serde_json::from_slice::<ServiceError>(&body) {
         Ok(refusal) => Err(ControlError::Service(refusal)),
-        Err(_) => Err(ControlError::Protocol { url: url.to_string(), cause: format!("it answered {status}") }),
+        Err(_) => {
+            Err(ControlError::Protocol { url: url.to_string(), cause: format!("it answered {status}") })
+        }
     }
 }
 

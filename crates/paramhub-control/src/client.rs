@@ -122,7 +122,8 @@ impl ManagerClient {
         self.answer(call)
     }
 
-    /// Waits for a hub's commands. `NotFound` says that the manager no longer knows the hub: register again.
+    /// Waits for a hub's commands. `NotFound` and `Unauthorized` say that the manager does not know the hub any more,
+    /// because it was silent too long or the manager restarted: register again.
     pub fn poll_commands(
         &self,
         hub: &HubRegistered,

@@ -20,7 +20,9 @@ pub enum ControlError {
     #[error(transparent)]
     Service(#[from] ServiceError),
     /// Something answers, but not as a connection manager does.
-    #[error("{url} does not answer like a paramhub connection manager: {cause}. Is this the manager's address?")]
+    #[error(
+        "{url} does not answer like a paramhub connection manager: {cause}. Is this the manager's address?"
+    )]
     Protocol {
         /// Who answered.
         url: String,
@@ -36,7 +38,10 @@ pub enum ControlError {
         cause: String,
     },
     /// The URL names no manager.
-    #[error("`{url}` is no connection manager's URL: {cause}. Expected http://host:port, as in {}", crate::DEFAULT_URL)]
+    #[error(
+        "`{url}` is no connection manager's URL: {cause}. Expected http://host:port, as in {}",
+        crate::DEFAULT_URL
+    )]
     Url {
         /// As given.
         url: String,
