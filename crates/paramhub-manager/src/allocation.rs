@@ -1,0 +1,89 @@
+//! The placement of a job whose ranks agree, and the plan each of its hubs is sent.
+
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use paramhub_core::auth::Namespace;
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::placement::Placement;
+use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError, ServiceInitialised};
+use paramhub_core::settings::Settings;
+
+use crate::clock::Now;
+use crate::error::refusal;
+use crate::job::{Job, Outline};
+use crate::registry::{Registry, blocking};
+
+/// Chunks of a job. Placing one takes about 40 bytes, here and on every worker, so that this many take about 3 GB; at
+/// the default chunk size they are 2 TiB of parameters.
+const CHUNKS_MAX: u32 = 1 << 26;
+
+struct Allocation {
+    outline: Outline,
+    placed: ServiceInitialised,
+    /// One for each hub, in placement order.
+    commands: Vec<Bytes>,
+}
+
+/// Places a job and asks its hubs to allocate.
+pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, settings: Arc<Settings>) {
+    let Ok(turn) = registry.placing.acquire().await else { return };
+    let Ok(plan) = registry.with(|world| world.job(namespace).map(plan_of)) else { return };
+    // Every rank has been compared by now, so this takes the table and copies nothing.
+    let made = blocking(move || place(plan(Arc::unwrap_or_clone(settings)))).await.and_then(|made| made);
+    drop(turn);
+    registry.with(|world| match made {
+        Ok(Allocation { outline, placed, commands }) => world.place(namespace, outline, placed, commands),
+        Err(refused) => {
+            let failed =
+                world.change(namespace, |job| ((), job.fail(refused.code, refused.message, Now::read())));
+            // A job forgotten meanwhile needs no placement.
+            drop(failed);
+        }
+    });
+}
+
+/// What a job's hubs must know but its settings.
+fn plan_of(job: &Job) -> impl FnOnce(Settings) -> JobPlan + Send + use<> {
+    let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
+    let (workers, options, hubs) = (job.workers, job.options, job.shapes());
+    move |settings| JobPlan { name, namespace, nonce, workers, options, hubs, hub: 0, settings }
+}
+
+fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
+    let does_not_fit = |what: String| {
+        refusal(ErrorCode::DoesNotFit, format!("job `{}` cannot be placed: {what}", plan.name))
+    };
+    let settings = &plan.settings;
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes)
+        .map_err(|wrong| does_not_fit(wrong.to_string()))?;
+    if map.len() > CHUNKS_MAX {
+        let (chunks, bytes) = (map.len(), settings.chunk_bytes);
+        return Err(does_not_fit(format!(
+            "its keys make {chunks} chunks of {bytes} bytes, more than {CHUNKS_MAX}: choose a larger chunk size"
+        )));
+    }
+    let placement =
+        Placement::new(&settings.keys, &map, &plan.hubs).map_err(|wrong| does_not_fit(wrong.to_string()))?;
+    let placed = ServiceInitialised {
+        placement_hash: placement.hash().to_hex().to_string(),
+        imbalance: placement.imbalance(),
+    };
+    drop((placement, map));
+    let outline = Outline {
+        keys: settings.keys.len() as u64,
+        bytes: settings.keys.bytes(),
+        optimizer: settings.optimizer.name.clone(),
+        consistency: settings.consistency.to_string(),
+    };
+    let hubs = plan.hubs.len() as u32;
+    let mut commands = Vec::with_capacity(hubs as usize);
+    for hub in 0..hubs {
+        plan.hub = hub;
+        let command = HubCommand::Allocate(Box::new(plan));
+        commands.push(Bytes::from(serde_json::to_vec(&command).expect("a plan is plain data")));
+        let HubCommand::Allocate(returned) = command else { unreachable!("it was made one above") };
+        plan = *returned;
+    }
+    Ok(Allocation { outline, placed, commands })
+}

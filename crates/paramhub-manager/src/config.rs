@@ -1,0 +1,89 @@
+//! How a connection manager is set up.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use paramhub_core::service::MANAGER_PORT;
+
+use crate::error::ManagerError;
+
+/// How a connection manager is set up. Start from [`ManagerConfig::default`] and change what differs.
+#[derive(Clone)]
+pub struct ManagerConfig {
+    /// Where to listen; port 0 lets the system choose. Default: loopback, port 7770.
+    pub listen: SocketAddr,
+    /// Directory that keeps the jobs across restarts; `None` keeps them in memory. Default: `None`.
+    pub state: Option<PathBuf>,
+    /// What operators and hubs must show. Needed unless the manager listens on loopback only; enforced wherever it is
+    /// given. Default: `None`.
+    pub admin_token: Option<String>,
+    /// A hub not heard for this long is lost, and its jobs with it. At least 100 ms; hubs speak about three times as
+    /// often. Default: 10 s.
+    pub hub_timeout: Duration,
+    /// Connections served at a time; further ones wait in the system's queue. Each waiting worker holds one. Default:
+    /// 8,192.
+    pub connections_max: usize,
+    /// Jobs that may live at a time. Default: 10,000.
+    pub living_jobs_max: usize,
+    /// Ended jobs that are remembered, the newest. Default: 1,000.
+    pub ended_jobs_max: usize,
+}
+
+impl Default for ManagerConfig {
+    fn default() -> Self {
+        ManagerConfig {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, MANAGER_PORT)),
+            state: None,
+            admin_token: None,
+            hub_timeout: Duration::from_secs(10),
+            connections_max: 8192,
+            living_jobs_max: 10_000,
+            ended_jobs_max: 1000,
+        }
+    }
+}
+
+impl ManagerConfig {
+    /// Refuses what would be unsafe or cannot work.
+    pub(crate) fn check(&self) -> Result<(), ManagerError> {
+        match &self.admin_token {
+            None if !self.listen.ip().is_loopback() => {
+                return Err(ManagerError::TokenNeeded { address: self.listen });
+            }
+            Some(token) if !(1..=4096).contains(&token.len()) => return Err(ManagerError::TokenUnusable),
+            Some(token) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => {
+                return Err(ManagerError::TokenUnusable);
+            }
+            _ => {}
+        }
+        let out_of_bounds =
+            |setting, value, expected| Err(ManagerError::Setting { setting, value, expected });
+        if !(Duration::from_millis(100)..=Duration::from_secs(86_400)).contains(&self.hub_timeout) {
+            let value = format!("{:?}", self.hub_timeout);
+            return out_of_bounds("hub_timeout", value, "between 100 ms and a day");
+        }
+        if !(8..=1 << 20).contains(&self.connections_max) {
+            return out_of_bounds(
+                "connections_max",
+                self.connections_max.to_string(),
+                "between 8 and 1,048,576",
+            );
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for ManagerConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ManagerConfig")
+            .field("listen", &self.listen)
+            .field("state", &self.state)
+            .field("admin_token", &self.admin_token.as_ref().map(|_| ".."))
+            .field("hub_timeout", &self.hub_timeout)
+            .field("connections_max", &self.connections_max)
+            .field("living_jobs_max", &self.living_jobs_max)
+            .field("ended_jobs_max", &self.ended_jobs_max)
+            .finish()
+    }
+}

@@ -1,0 +1,92 @@
+//! What goes wrong: with the manager itself ([`ManagerError`]) and with a request ([`Refusal`]).
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use paramhub_core::service::{ErrorCode, ServiceError};
+use thiserror::Error;
+
+/// Why a connection manager cannot start.
+#[derive(Debug, Error)]
+pub enum ManagerError {
+    /// The address cannot be listened on.
+    #[error("the connection manager cannot listen on {address}: {cause}. {advice}")]
+    Listen {
+        /// As configured.
+        address: SocketAddr,
+        /// The operating system's answer.
+        cause: std::io::Error,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// Anyone on the network could create and stop jobs.
+    #[error(
+        "the connection manager would listen on {address}, which other machines can reach, without an admin token. Give \
+         one with --admin-token or PARAMHUB_ADMIN_TOKEN, for instance from `openssl rand -hex 32`, or listen on 127.0.0.1"
+    )]
+    TokenNeeded {
+        /// As configured.
+        address: SocketAddr,
+    },
+    /// The token cannot travel in a header.
+    #[error("the admin token is unusable: it must have 1 to 4096 visible ASCII characters without spaces")]
+    TokenUnusable,
+    /// A number in the configuration is out of bounds.
+    #[error("{setting} is {value}, but must be {expected}")]
+    Setting {
+        /// Its name.
+        setting: &'static str,
+        /// Its value.
+        value: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// The state directory cannot be used.
+    #[error("the connection manager cannot keep its state in {}: {cause}. {advice}", path.display())]
+    State {
+        /// The directory, or the file in it.
+        path: PathBuf,
+        /// What the operating system or the store says.
+        cause: String,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// No threads, or no random numbers, to be had.
+    #[error("the connection manager cannot start: {0}")]
+    System(std::io::Error),
+}
+
+/// An answer that is not a success: a [`ServiceError`] with its status.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    status: StatusCode,
+    error: ServiceError,
+}
+
+impl Refusal {
+    /// A refusal whose status says more than its code can.
+    pub(crate) fn with_status(status: StatusCode, code: ErrorCode, message: impl Into<String>) -> Self {
+        Refusal { status, error: refusal(code, message) }
+    }
+}
+
+impl From<ServiceError> for Refusal {
+    fn from(error: ServiceError) -> Self {
+        let status = StatusCode::from_u16(error.code.status()).expect("codes carry valid statuses");
+        Refusal { status, error }
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.status, Json(self.error)).into_response()
+    }
+}
+
+/// Shorthand for a [`ServiceError`].
+pub(crate) fn refusal(code: ErrorCode, message: impl Into<String>) -> ServiceError {
+    ServiceError { code, message: message.into() }
+}

@@ -1,0 +1,166 @@
+//! The hubs' part in a job: what they report, and what follows for the job.
+
+use paramhub_core::placement::HubShape;
+use paramhub_core::service::{ErrorCode, JobCounters, JobState};
+
+use super::{Job, Stage, Transition, join_words};
+use crate::clock::Now;
+
+/// A hub's part in a job.
+pub(super) struct Member {
+    pub(super) hub: u32,
+    pub(super) shape: HubShape,
+    /// Whether it has been asked to allocate.
+    pub(super) asked: bool,
+    pub(super) allocated: bool,
+    pub(super) ended: bool,
+    pub(super) counters: JobCounters,
+}
+
+impl Member {
+    /// A hub that will have a part in a job.
+    pub(super) fn new(hub: u32, shape: HubShape) -> Self {
+        let counters = JobCounters::default();
+        Member { hub, shape, asked: false, allocated: false, ended: false, counters }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        describe_hub(self.hub, &self.shape)
+    }
+}
+
+impl Job {
+    /// A hub has allocated its part.
+    pub(crate) fn hub_allocated(&mut self, hub: u32, placement_hash: &str, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        let Some(placed) = &self.placed else { return Transition::None };
+        if self.state != JobState::Initialising {
+            return Transition::None;
+        }
+        if placed.placement_hash != placement_hash {
+            let message = format!(
+                "{} placed job `{}` otherwise than the manager ({placement_hash}, not {}): run one version of \
+                 paramhub everywhere",
+                self.members[index].describe(),
+                self.name,
+                placed.placement_hash
+            );
+            return self.fail(ErrorCode::Internal, message, now);
+        }
+        self.members[index].allocated = true;
+        if !self.members.iter().all(|member| member.allocated) {
+            return Transition::None;
+        }
+        self.state = JobState::Running;
+        self.stage.send_replace(Stage::Running);
+        Transition::Advanced
+    }
+
+    /// A hub cannot hold its part.
+    pub(crate) fn hub_refused(&mut self, hub: u32, reason: &str, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        self.members[index].ended = true;
+        let message =
+            format!("{} cannot serve job `{}`: {reason}", self.members[index].describe(), self.name);
+        match self.fail(ErrorCode::DoesNotFit, message, now) {
+            Transition::None => self.note_cleared(),
+            transition => transition,
+        }
+    }
+
+    /// A hub has something to tell a person.
+    pub(crate) fn hub_noticed(&mut self, hub: u32, message: String) -> Transition {
+        if self.state.has_ended() || self.member_index(hub).is_none() {
+            return Transition::None;
+        }
+        self.message = message;
+        Transition::None
+    }
+
+    /// The job is over at a hub.
+    pub(crate) fn hub_ended(&mut self, hub: u32, finished: bool, reason: &str, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        self.members[index].ended = true;
+        if self.state.has_ended() {
+            return self.note_cleared();
+        }
+        if !finished {
+            return self.fail(ErrorCode::JobEnded, reason.to_string(), now);
+        }
+        if self.state != JobState::Running {
+            let message = format!("{} ended it before it ran", self.members[index].describe());
+            return self.fail(ErrorCode::JobEnded, message, now);
+        }
+        if !self.members.iter().all(|member| member.ended) {
+            return Transition::None;
+        }
+        self.end(JobState::Finished, now)
+    }
+
+    /// A hub is gone, and what it held with it.
+    pub(crate) fn hub_lost(&mut self, hub: u32, message: &str, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        self.members[index].ended = true;
+        match self.fail(ErrorCode::JobEnded, message.to_string(), now) {
+            Transition::None => self.note_cleared(),
+            transition => transition,
+        }
+    }
+
+    /// What a hub has counted so far.
+    pub(crate) fn hub_counted(&mut self, hub: u32, counters: JobCounters) {
+        if let Some(index) = self.member_index(hub) {
+            self.members[index].counters = counters;
+        }
+    }
+
+    /// The hubs that serve the job, in placement order.
+    pub(crate) fn hubs(&self) -> impl Iterator<Item = u32> + '_ {
+        self.members.iter().map(|member| member.hub)
+    }
+
+    /// The shapes of the hubs that serve the job, in placement order.
+    pub(crate) fn shapes(&self) -> Vec<HubShape> {
+        self.members.iter().map(|member| member.shape.clone()).collect()
+    }
+
+    /// Whether this hub was asked to hold part of the job.
+    pub(crate) fn is_served_by(&self, hub: u32) -> bool {
+        self.member_index(hub).is_some()
+    }
+
+    /// Hubs that have not yet said that they freed the job, for a message.
+    pub(crate) fn hubs_not_cleared(&self) -> String {
+        let holding = self.members.iter().filter(|member| member.asked && !member.ended);
+        join_words(&holding.map(Member::describe).collect::<Vec<_>>())
+    }
+
+    /// What the hubs have counted, together.
+    pub(crate) fn counters(&self) -> JobCounters {
+        let mut sum = self.recorded_counters;
+        self.members.iter().for_each(|member| sum += member.counters);
+        sum
+    }
+
+    fn note_cleared(&mut self) -> Transition {
+        let holds = |member: &Member| member.asked && !member.ended;
+        let cleared = self.state.has_ended() && !self.members.iter().any(holds);
+        if cleared && *self.stage.borrow() != Stage::Cleared {
+            self.stage.send_replace(Stage::Cleared);
+            return Transition::Advanced;
+        }
+        Transition::None
+    }
+
+    fn member_index(&self, hub: u32) -> Option<usize> {
+        self.members.iter().position(|member| member.hub == hub)
+    }
+}
+
+/// A hub by its number and first address, as people look for it.
+pub(crate) fn describe_hub(hub: u32, shape: &HubShape) -> String {
+    match shape.interfaces.first() {
+        Some(interface) => format!("hub {hub} ({})", interface.address),
+        None => format!("hub {hub}"),
+    }
+}

@@ -1,0 +1,299 @@
+use super::*;
+use std::time::Duration;
+
+use paramhub_core::auth::Proof;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::placement::{Imbalance, InterfaceShape};
+
+fn now() -> Now {
+    Now::read()
+}
+
+fn later(seconds: f64) -> Now {
+    let now = Now::read();
+    Now { instant: now.instant + Duration::from_secs_f64(seconds), ..now }
+}
+
+fn job(workers: u32) -> Job {
+    let request = CreateService { name: "x".into(), workers, options: JobOptions::default() };
+    Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), now())
+}
+
+fn process(number: u8) -> Incarnation {
+    Incarnation([number; 16])
+}
+
+fn call(rank: u32, number: u8) -> ConnectService {
+    let (incarnation, proof) = (process(number), Proof([0; 32]));
+    ConnectService { rank, incarnation, proof, host: format!("node-{number}"), process: u32::from(number) }
+}
+
+fn hubs(count: u32) -> Vec<(u32, HubShape)> {
+    let shape = |hub: u32| {
+        let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
+        (hub, HubShape { interfaces: vec![interface] })
+    };
+    (0..count).map(shape).collect()
+}
+
+fn settings() -> Arc<Settings> {
+    Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
+}
+
+fn placed() -> ServiceInitialised {
+    let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
+    ServiceInitialised { placement_hash: "hash".into(), imbalance }
+}
+
+fn stage(job: &Job) -> Stage {
+    *job.subscribe().borrow()
+}
+
+/// A job whose ranks have connected; rank r is process r.
+fn initialising(workers: u32, hub_count: u32) -> Job {
+    let mut job = job(workers);
+    for rank in 0..workers {
+        job.connect(&call(rank, rank as u8), now()).unwrap();
+    }
+    assert_eq!(job.convene(hubs(hub_count)), Transition::Advanced);
+    job
+}
+
+/// A job whose hubs have been asked to allocate.
+fn placing(workers: u32, hub_count: u32) -> Job {
+    let mut job = initialising(workers, hub_count);
+    for rank in 0..workers {
+        job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
+        assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
+    }
+    assert!(job.place(Outline::default(), placed()));
+    job
+}
+
+fn running(workers: u32, hub_count: u32) -> Job {
+    let mut job = placing(workers, hub_count);
+    for hub in 0..hub_count {
+        let expected = if hub + 1 == hub_count { Transition::Advanced } else { Transition::None };
+        assert_eq!(job.hub_allocated(hub, "hash", now()), expected);
+    }
+    assert_eq!(job.state(), JobState::Running);
+    job
+}
+
+#[test]
+fn a_job_goes_from_rendezvous_to_its_end() {
+    let mut job = running(3, 2);
+    assert_eq!(job.initialised().unwrap().placement_hash, "hash");
+    assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
+    assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
+    assert_eq!(job.hub_ended(1, true, "", now()), Transition::Ended { stop: vec![] });
+    assert_eq!((job.state(), stage(&job)), (JobState::Finished, Stage::Cleared));
+    assert_eq!(job.status().connected, [0, 1, 2]);
+    let refused = job.connect(&call(0, 0), now()).unwrap_err();
+    assert_eq!((refused.code, refused.message.as_str()), (ErrorCode::JobEnded, "job `x` has finished"));
+}
+
+#[test]
+fn a_second_process_cannot_have_a_rank_but_the_first_may_ask_again() {
+    let mut job = job(2);
+    let first = job.connect(&call(1, 7), now()).unwrap();
+    let refused = job.connect(&call(1, 8), now()).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::RankTaken);
+    assert!(refused.message.contains("process 7 on node-7"), "{}", refused.message);
+    let second = job.connect(&call(1, 7), now()).unwrap();
+    // The first call's connection closes late: the second holds the seat by now.
+    job.connect_dropped(1, first);
+    assert_eq!(job.status().connected, [1]);
+    job.connect_dropped(1, second);
+    assert_eq!(job.status().connected, [] as [u32; 0]);
+    job.connect(&call(1, 8), now()).unwrap();
+    assert_eq!(
+        job.connect(&call(2, 9), now()).unwrap_err().message,
+        "job `x` has ranks 0 and 1 only, not rank 2"
+    );
+}
+
+#[test]
+fn a_timeout_tells_ranks_that_never_came_from_those_that_gave_up() {
+    let mut job = job(4);
+    let zero = job.connect(&call(0, 0), now()).unwrap();
+    let two = job.connect(&call(2, 2), now()).unwrap();
+    let missing = job.connect_timed_out(0, zero).message;
+    assert_eq!(missing, "ranks 1 and 3 have not connected to job `x` within 60 s");
+    let missing = job.connect_timed_out(2, two).message;
+    assert_eq!(
+        missing,
+        "ranks 1 and 3 have not connected to job `x` within 60 s, and rank 0 gave up waiting before"
+    );
+    // Those that timed out may come again, and it is a hub that is missing then.
+    let tickets: Vec<u64> = (0..4).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
+    let missing = job.connect_timed_out(3, tickets[3]);
+    assert_eq!(missing.code, ErrorCode::Missing);
+    assert!(missing.message.contains("no hub has joined"), "{}", missing.message);
+    let missing = job.connect_timed_out(0, tickets[0]).message;
+    assert!(missing.contains("rank 3 gave up"), "{missing}");
+}
+
+#[test]
+fn init_needs_connect_first() {
+    let mut job = job(2);
+    job.connect(&call(0, 0), now()).unwrap();
+    let refused = job.submit(0, process(0), &settings(), now()).unwrap_err();
+    assert!(refused.message.contains("ConnectService"), "{}", refused.message);
+    let mut job = initialising(2, 1);
+    let refused = job.submit(0, process(9), &settings(), now()).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::RankTaken);
+}
+
+#[test]
+fn settings_are_handed_out_once_and_never_copied() {
+    let mut job = initialising(2, 1);
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(Submission::Wait { .. })));
+    assert!(job.agree(1).is_none());
+    // The same rank again, as after a broken connection: compared with itself, and counted once.
+    assert!(matches!(
+        job.submit(1, process(1), &settings(), now()),
+        Ok(Submission::Compare { first: 1, .. })
+    ));
+    assert!(job.agree(1).is_none());
+    assert!(matches!(
+        job.submit(0, process(0), &settings(), now()),
+        Ok(Submission::Compare { first: 1, .. })
+    ));
+    assert!(Arc::try_unwrap(job.agree(0).unwrap()).is_ok());
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(Submission::Wait { .. })));
+    assert!(job.agree(1).is_none());
+}
+
+#[test]
+fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
+    let mut job = placing(2, 3);
+    let Transition::Ended { stop } = job.hub_refused(1, "needs 3 GB, has 2", now()) else {
+        panic!("a refusal ends the job");
+    };
+    assert_eq!((stop, stage(&job)), (vec![0, 2], Stage::Ended));
+    let refused = job.initialised().unwrap_err();
+    assert_eq!(refused.code, ErrorCode::DoesNotFit);
+    assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
+    assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
+    assert_eq!(job.hub_ended(0, false, "stopped", now()), Transition::None);
+    assert_eq!(job.hub_ended(2, false, "stopped", now()), Transition::Advanced);
+    assert_eq!(stage(&job), Stage::Cleared);
+    assert_eq!(job.status().message, refused.message);
+}
+
+#[test]
+fn a_hub_that_places_otherwise_fails_the_job_loudly() {
+    let mut job = placing(1, 1);
+    assert_eq!(job.hub_allocated(0, "other", now()), Transition::Ended { stop: vec![0] });
+    assert!(job.initialised().unwrap_err().message.contains("other, not hash"));
+}
+
+#[test]
+fn a_hub_that_ends_a_job_early_fails_it_with_its_reason() {
+    let mut job = running(2, 2);
+    assert_eq!(job.hub_ended(1, false, "rank 0 was lost", now()), Transition::Ended { stop: vec![0] });
+    assert_eq!((job.state(), job.status().message.as_str()), (JobState::Failed, "rank 0 was lost"));
+    let mut job = running(1, 1);
+    assert_eq!(job.hub_lost(0, "hub 0 was lost", now()), Transition::Ended { stop: vec![] });
+    assert_eq!(stage(&job), Stage::Cleared);
+    assert_eq!(job.hub_lost(0, "hub 0 was lost", now()), Transition::None);
+}
+
+#[test]
+fn events_of_a_hub_that_does_not_serve_the_job_change_nothing() {
+    let mut job = running(1, 1);
+    assert_eq!(job.hub_ended(5, false, "nonsense", now()), Transition::None);
+    assert_eq!(job.hub_refused(5, "nonsense", now()), Transition::None);
+    assert_eq!(job.hub_noticed(5, "nonsense".into()), Transition::None);
+    assert_eq!((job.state(), job.status().message.as_str()), (JobState::Running, ""));
+    assert_eq!(job.hub_noticed(0, "rank 0 is silent".into()), Transition::None);
+    assert_eq!(job.status().message, "rank 0 is silent");
+}
+
+#[test]
+fn the_lease_runs_only_while_nobody_waits() {
+    let mut job = job(2);
+    assert_eq!(job.check_time(later(119.0)), Transition::None);
+    let ticket = job.connect(&call(0, 0), now()).unwrap();
+    job.waiting += 1;
+    assert_eq!(job.check_time(later(500.0)), Transition::None);
+    job.connect_timed_out(0, ticket);
+    job.waited(later(500.0));
+    assert_eq!(job.check_time(later(619.0)), Transition::None);
+    assert_eq!(job.check_time(later(621.0)), Transition::Ended { stop: vec![] });
+    assert!(job.status().message.starts_with("its lease of 120 s ran out"), "{}", job.status().message);
+    // A job that runs is its hubs' business.
+    assert_eq!(running(1, 1).check_time(later(1e6)), Transition::None);
+}
+
+#[test]
+fn a_rank_that_breaks_off_in_init_may_come_back_for_a_while() {
+    let mut job = initialising(2, 1);
+    let Ok(Submission::Wait { ticket }) = job.submit(0, process(0), &settings(), now()) else {
+        panic!("the first call waits");
+    };
+    job.init_dropped(0, ticket, now());
+    assert_eq!(job.check_time(later(COME_BACK_S / 2.0)), Transition::None);
+    job.submit(0, process(0), &settings(), now()).unwrap();
+    // It is back, and its first connection has no say any more.
+    job.init_dropped(0, ticket, now());
+    assert_eq!(job.check_time(later(2.0 * COME_BACK_S)), Transition::None);
+    let Ok(Submission::Compare { ticket, .. }) = job.submit(1, process(1), &settings(), now()) else {
+        panic!("the second rank is compared");
+    };
+    job.init_dropped(1, ticket, now());
+    assert_eq!(job.check_time(later(2.0 * COME_BACK_S)), Transition::Ended { stop: vec![] });
+    let message = job.status().message;
+    assert_eq!(message, "rank 1 (process 1 on node-1) was lost before the job ran");
+}
+
+#[test]
+fn init_timeouts_name_ranks_then_hubs() {
+    let mut job = initialising(3, 1);
+    job.submit(1, process(1), &settings(), now()).unwrap();
+    job.agree(1);
+    assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![] });
+    let refused = job.initialised().unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Missing);
+    assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
+
+    let mut job = placing(1, 2);
+    assert_eq!(job.hub_allocated(0, "hash", now()), Transition::None);
+    assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
+    let message = job.initialised().unwrap_err().message;
+    assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
+}
+
+#[test]
+fn leaving_frees_a_seat_or_fails_the_job() {
+    let mut job = job(2);
+    job.connect(&call(0, 0), now()).unwrap();
+    assert_eq!(job.leave(0, process(0), "", now()), Ok(Transition::None));
+    assert!(job.leave(0, process(0), "", now()).is_err());
+    assert!(job.status().connected.is_empty());
+
+    let mut job = initialising(2, 1);
+    assert!(job.leave(0, process(5), "", now()).is_err());
+    assert_eq!(job.leave(0, process(0), "no disk", now()), Ok(Transition::Ended { stop: vec![] }));
+    assert_eq!(job.status().message, "rank 0 left before the job ran: no disk");
+    assert_eq!(job.leave(1, process(1), "", now()), Ok(Transition::None));
+}
+
+#[test]
+fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
+    let mut before = running(2, 1);
+    let counters = JobCounters { bytes_received: 5, ..JobCounters::default() };
+    before.hub_counted(0, counters);
+    let (after, transition) = Job::restore(before.record(), now());
+    assert_eq!(transition, Transition::Ended { stop: vec![] });
+    let status = after.status();
+    assert_eq!((status.state, status.connected.len()), (JobState::Failed, 2));
+    assert_eq!(status.message, "the manager restarted while it ran");
+    assert_eq!(status.counters, counters);
+    let (again, transition) = Job::restore(after.record(), now());
+    assert_eq!(transition, Transition::None);
+    assert_eq!(again.status().message, "the manager restarted while it ran");
+    assert_eq!(again.status().ended_at, status.ended_at);
+    assert_eq!(again.status().counters, counters);
+}

@@ -1,0 +1,126 @@
+//! Starting and stopping a connection manager from a blocking program.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::config::ManagerConfig;
+use crate::error::ManagerError;
+use crate::registry::Registry;
+use crate::server::serve;
+
+/// Threads that answer requests; what takes long runs beside them.
+const EXECUTOR_THREADS: usize = 2;
+/// Threads for the store, large bodies and placements.
+const BLOCKING_THREADS: usize = 4;
+/// How long work on those may still take when the manager stops.
+const STOP_GRACE: Duration = Duration::from_millis(200);
+
+/// The connection manager.
+pub struct Manager;
+
+/// A connection manager that runs on its own threads, until it is stopped or dropped.
+pub struct RunningManager {
+    address: SocketAddr,
+    registry: Arc<Registry>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Manager {
+    /// Starts a connection manager; when this returns, it answers.
+    pub fn start(config: ManagerConfig) -> Result<RunningManager, ManagerError> {
+        config.check()?;
+        let listener = listen(config.listen)?;
+        let address = listener.local_addr().map_err(ManagerError::System)?;
+        let registry = Registry::open(&config)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(EXECUTOR_THREADS)
+            .max_blocking_threads(BLOCKING_THREADS)
+            .thread_name("manager")
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(ManagerError::System)?;
+        let listener = {
+            let _guard = runtime.enter();
+            tokio::net::TcpListener::from_std(listener).map_err(ManagerError::System)?
+        };
+        let serving = registry.clone();
+        let run = move || {
+            runtime.block_on(async {
+                let saving = tokio::spawn(serving.clone().save_changes());
+                tokio::spawn(serving.clone().watch_time());
+                serve(listener, serving, config.connections_max).await;
+                // The last states are worth a moment, but a disk that hangs is no reason to hang too.
+                let _ = tokio::time::timeout(STOP_GRACE, saving).await;
+            });
+            runtime.shutdown_timeout(STOP_GRACE);
+        };
+        let thread =
+            std::thread::Builder::new().name("manager".into()).spawn(run).map_err(ManagerError::System)?;
+        tracing::info!(%address, "connection manager started");
+        Ok(RunningManager { address, registry, thread: Some(thread) })
+    }
+}
+
+impl RunningManager {
+    /// Where it listens, with the port the system chose where none was given.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its URL for programs on this machine; one that listens everywhere is reached over loopback.
+    pub fn url(&self) -> String {
+        let host = match self.address.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
+            ip => ip,
+        };
+        format!("http://{}", SocketAddr::new(host, self.address.port()))
+    }
+
+    /// Stops it, within a second: no further connection is taken, and everyone who waits is told.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.registry.stop();
+        if let Some(thread) = self.thread.take() {
+            // A manager that panicked has said so on standard error; there is nothing left to stop.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for RunningManager {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl std::fmt::Debug for RunningManager {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunningManager").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener, ManagerError> {
+    let bind = || {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    bind().map_err(|cause: std::io::Error| {
+        let advice = match cause.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "Another program, perhaps another connection manager, listens there: stop it or choose another port"
+            }
+            std::io::ErrorKind::AddrNotAvailable => "This machine has no such address",
+            std::io::ErrorKind::PermissionDenied => "Ports below 1024 are for root: choose a higher one",
+            _ => "Choose another address",
+        };
+        ManagerError::Listen { address, cause, advice }
+    })
+}

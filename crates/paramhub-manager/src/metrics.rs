@@ -1,0 +1,139 @@
+//! /metrics: the manager's numbers for Prometheus.
+//!
+//! Jobs and hubs come and go, so their numbers are collected into a fresh registry at each scrape instead of being kept
+//! in one: a job that is forgotten leaves no label behind. Only the requests are counted as they happen.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use paramhub_core::service::{JobCounters, JobState};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+
+use crate::clock::Now;
+use crate::registry::Registry;
+use crate::world::World;
+
+/// Requests answered, by route, method and status.
+pub(crate) type Requests = Family<RequestLabels, Counter>;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct RequestLabels {
+    method: &'static str,
+    route: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabels {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct JobLabels {
+    job: String,
+    namespace: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CoreLabels {
+    hub: u32,
+    core: u64,
+}
+
+/// Counts a request when it is answered.
+pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
+    // Whatever a client sends, there are only as many labels as there are routes and methods.
+    let route = request.extensions().get::<MatchedPath>().map_or("unknown", MatchedPath::as_str).to_string();
+    let method = match request.method().as_str() {
+        "GET" => "GET",
+        "POST" => "POST",
+        "DELETE" => "DELETE",
+        _ => "other",
+    };
+    let response = next.run(request).await;
+    let labels = RequestLabels { method, route, status: response.status().as_u16() };
+    registry.requests.get_or_create(&labels).inc();
+    response
+}
+
+/// The numbers as they stand, as OpenMetrics text.
+pub(crate) fn render(registry: &Registry) -> String {
+    let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
+    metrics.register("manager_requests", "Requests answered", registry.requests.clone());
+    registry.with(|world| {
+        collect_jobs(world, &mut metrics);
+        collect_hubs(world, &mut metrics);
+    });
+    let mut text = String::new();
+    encode(&mut text, &metrics).expect("a String takes all");
+    text
+}
+
+fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+    let states = Family::<StateLabels, Gauge>::default();
+    let names = [
+        (JobState::Connecting, "connecting"),
+        (JobState::Initialising, "initialising"),
+        (JobState::Running, "running"),
+        (JobState::Finished, "finished"),
+        (JobState::Failed, "failed"),
+    ];
+    for (wanted, state) in names {
+        let jobs = world.jobs().filter(|job| job.state() == wanted).count();
+        states.get_or_create(&StateLabels { state }).set(jobs as i64);
+    }
+    metrics.register("jobs", "Jobs remembered, by state", states);
+
+    let waiting = Gauge::<i64>::default();
+    waiting.set(world.jobs().map(|job| i64::from(job.waiting)).sum());
+    metrics.register("rendezvous_waiting", "ConnectService and InitService calls that wait", waiting);
+
+    type Count = fn(&JobCounters) -> u64;
+    let counts: [(&str, &str, Count); 4] = [
+        ("job_received_bytes", "Bytes the hubs received for a living job", |counters| {
+            counters.bytes_received
+        }),
+        ("job_sent_bytes", "Bytes the hubs sent for a living job", |counters| counters.bytes_sent),
+        ("job_contributions", "Contributions summed for a living job", |counters| counters.contributions),
+        ("job_updates", "Chunks optimised for a living job", |counters| counters.updates),
+    ];
+    let families = counts.map(|_| Family::<JobLabels, Counter>::default());
+    let memory = Family::<JobLabels, Gauge>::default();
+    for job in world.jobs().filter(|job| !job.state().has_ended()) {
+        let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
+        let counters = job.counters();
+        for (family, (_, _, count)) in families.iter().zip(&counts) {
+            family.get_or_create(&labels).inc_by(count(&counters));
+        }
+        memory.get_or_create(&labels).set(i64::try_from(counters.memory_bytes).unwrap_or(i64::MAX));
+    }
+    for (family, (name, help, _)) in families.into_iter().zip(counts) {
+        metrics.register(name, help, family);
+    }
+    metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
+}
+
+fn collect_hubs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+    let hubs = Gauge::<i64>::default();
+    let busy = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
+    let idle = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
+    let cores = world.cores(Now::read());
+    hubs.set(cores.len() as i64);
+    for (hub, cores) in cores {
+        for (core, counters) in (0..).zip(cores) {
+            let labels = CoreLabels { hub, core };
+            busy.get_or_create(&labels).inc_by(counters.busy_ns as f64 / 1e9);
+            idle.get_or_create(&labels).inc_by(counters.idle_ns as f64 / 1e9);
+        }
+    }
+    metrics.register("hubs", "Hubs that have joined", hubs);
+    metrics.register("hub_core_busy_seconds", "Time a hub core spent on frames", busy);
+    metrics.register("hub_core_idle_seconds", "Time a hub core spent waiting for frames", idle);
+}

@@ -1,0 +1,60 @@
+//! The OpenAPI document, drawn from the routes and from the types in paramhub-core.
+
+use paramhub_core::key::Key;
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
+use utoipa::openapi::{ArrayBuilder, ComponentsBuilder, OpenApi as Document, Ref, RefOr, Schema};
+use utoipa::{Modify, OpenApi};
+
+use crate::routes::{hubs, jobs, pages};
+
+/// Every route the manager serves.
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "paramhub connection manager",
+        description = "Jobs, rendezvous and hubs. Every answer that is not a success carries a ServiceError; unknown \
+                       routes answer 404 and unknown methods 405 with one. A connection carries one request. What \
+                       workers and hubs say to each other on their data connections is described in docs/protocol.md.",
+    ),
+    paths(
+        jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop,
+        hubs::register, hubs::list, hubs::poll, hubs::events,
+        pages::index, pages::health, pages::metrics, pages::openapi,
+    ),
+    components(schemas(Key)),
+    modifiers(&Tokens, &KeyTables),
+    tags(
+        (name = "jobs", description = "What workers and operators ask."),
+        (name = "hubs", description = "What hubs ask."),
+        (name = "manager", description = "The manager itself."),
+    )
+)]
+pub(crate) struct Interface;
+
+struct Tokens;
+
+impl Modify for Tokens {
+    fn modify(&self, document: &mut Document) {
+        let components = document.components.get_or_insert_with(|| ComponentsBuilder::new().build());
+        let bearer = |description: &str| {
+            let scheme =
+                HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(description)).build();
+            SecurityScheme::Http(scheme)
+        };
+        let admin = "The manager's admin token. A manager that listens on loopback only may have none.";
+        components.add_security_scheme("admin_token", bearer(admin));
+        components
+            .add_security_scheme("hub_token", bearer("The token that the hub was given when it registered."));
+    }
+}
+
+/// A key table travels as a plain list of keys, which its derived schema cannot know.
+struct KeyTables;
+
+impl Modify for KeyTables {
+    fn modify(&self, document: &mut Document) {
+        let components = document.components.get_or_insert_with(|| ComponentsBuilder::new().build());
+        let keys = ArrayBuilder::new().items(RefOr::Ref(Ref::from_schema_name("Key"))).build();
+        components.schemas.insert("KeyTable".to_string(), RefOr::T(Schema::Array(keys)));
+    }
+}

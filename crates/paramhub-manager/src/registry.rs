@@ -1,0 +1,264 @@
+//! The [`World`] behind a lock, with the store, and what runs beside the requests: saving, and looking at the clock.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
+use paramhub_core::limits::REQUEST_BYTES_MAX;
+use paramhub_core::service::{CreateService, ErrorCode, JobStatus, ServiceCreated, ServiceError};
+use tokio::sync::{Notify, Semaphore, watch};
+use tokio::time::{Instant, timeout};
+
+use crate::clock::Now;
+use crate::config::ManagerConfig;
+use crate::error::{ManagerError, refusal};
+use crate::job::{Job, Stage};
+use crate::metrics::Requests;
+use crate::store::Store;
+use crate::world::{Caller, World, check_request};
+
+/// KiB of InitService bodies that are read and compared at a time, two of the largest; further ones wait.
+pub(crate) const BODY_BUDGET_KIB: usize = 2 * REQUEST_BYTES_MAX / 1024;
+/// How long an operator's stop waits for the hubs to say that they freed the job.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two looks at the clock.
+const TICK: Duration = Duration::from_millis(250);
+/// Between two attempts to save what could not be saved.
+const SAVE_PAUSE: Duration = Duration::from_secs(1);
+
+/// The manager's state, shared by all requests.
+pub(crate) struct Registry {
+    world: Mutex<World>,
+    store: Arc<Store>,
+    pub(crate) admin_token: Option<String>,
+    pub(crate) hub_timeout: Duration,
+    pub(crate) requests: Requests,
+    pub(crate) body_budget: Arc<Semaphore>,
+    /// One placement at a time: a large one takes gigabytes.
+    pub(crate) placing: Semaphore,
+    changed: Notify,
+    stopping: watch::Sender<bool>,
+}
+
+impl Registry {
+    /// Opens the store and takes up what is in it.
+    pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
+        let store = Store::open(config.state.as_deref())?;
+        let records = store.load()?;
+        let world = World::new(records, config.living_jobs_max, config.ended_jobs_max, Now::read());
+        Ok(Arc::new(Registry {
+            world: Mutex::new(world),
+            store: Arc::new(store),
+            admin_token: config.admin_token.clone(),
+            hub_timeout: config.hub_timeout,
+            requests: Requests::default(),
+            body_budget: Arc::new(Semaphore::new(BODY_BUDGET_KIB)),
+            placing: Semaphore::new(1),
+            changed: Notify::new(),
+            stopping: watch::channel(false).0,
+        }))
+    }
+
+    /// Looks at the world, or changes it, under the lock; what changed is saved soon after.
+    pub(crate) fn with<T>(&self, look: impl FnOnce(&mut World) -> T) -> T {
+        let mut world = self.lock();
+        let value = look(&mut world);
+        if world.has_unsaved() {
+            self.changed.notify_one();
+        }
+        value
+    }
+
+    /// CreateService. The job exists once its record is in the store.
+    pub(crate) async fn create(
+        self: &Arc<Self>,
+        request: CreateService,
+    ) -> Result<ServiceCreated, ServiceError> {
+        check_request(&request)?;
+        let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
+        let order = self.with(|world| world.reserve(&request.name, namespace))?;
+        let registry = self.clone();
+        // On its own, so that a caller who hangs up leaves no name reserved for ever.
+        let writing = tokio::spawn(async move {
+            let name = request.name.clone();
+            let job = Job::new(order, request, namespace, nonce, Now::read());
+            let (store, record) = (registry.store.clone(), job.record());
+            let written = blocking(move || store.save(&[record], &[])).await.and_then(|written| {
+                written.map_err(|cause| {
+                    let message = format!(
+                        "job `{name}` was not created, because the connection manager could not save it to {cause}. \
+                         Jobs that run are not affected; make room or mend the disk, then try again"
+                    );
+                    refusal(ErrorCode::Internal, message)
+                })
+            });
+            registry.with(|world| match &written {
+                Ok(()) => world.admit(job),
+                Err(_) => world.give_back(&name),
+            });
+            written
+        });
+        writing.await.unwrap_or_else(|_| Err(broken()))?;
+        Ok(ServiceCreated { namespace, nonce })
+    }
+
+    /// Ends a job and waits, within bounds, until its hubs have freed it.
+    pub(crate) async fn stop_job(&self, text: &str) -> Result<JobStatus, ServiceError> {
+        let now = Now::read();
+        let (namespace, mut stage) = self.with(|world| {
+            let namespace = world.find(text)?.namespace;
+            let reason = "stopped by an operator".to_string();
+            let stage = world.change(namespace, |job| {
+                let transition = job.fail(ErrorCode::JobEnded, reason, now);
+                (job.subscribe(), transition)
+            })?;
+            Ok::<_, ServiceError>((namespace, stage))
+        })?;
+        let cleared = tokio::select! {
+            cleared = timeout(STOP_TIMEOUT, stage.wait_for(|stage| *stage == Stage::Cleared)) => cleared.is_ok(),
+            () = self.stopped() => return Err(shutting_down()),
+        };
+        self.with(|world| {
+            let job = world.job(namespace)?;
+            if cleared {
+                return Ok(job.status());
+            }
+            let message = format!(
+                "job `{}` is stopped, but {} did not confirm within {} s that its memory is free; it frees it when it \
+                 next hears from the connection manager",
+                job.name,
+                job.hubs_not_cleared(),
+                STOP_TIMEOUT.as_secs()
+            );
+            Err(refusal(ErrorCode::Missing, message))
+        })
+    }
+
+    /// Whether the caller knows the job's nonce. A wrong namespace and a wrong proof look the same from outside.
+    pub(crate) fn check_proof(
+        &self,
+        caller: Caller,
+        purpose: Purpose,
+        proof: &Proof,
+    ) -> Result<(), ServiceError> {
+        let nonce = self.with(|world| world.nonce(caller.namespace));
+        let known = nonce.is_some();
+        let expected = nonce.unwrap_or(Nonce([0; 32])).prove_rank(
+            purpose,
+            caller.namespace,
+            caller.rank,
+            caller.incarnation,
+        );
+        if expected.matches(proof) & known { Ok(()) } else { Err(wrong_nonce()) }
+    }
+
+    /// Begins to stop: everyone who waits is answered at once.
+    pub(crate) fn stop(&self) {
+        self.stopping.send_replace(true);
+    }
+
+    /// Returns when the manager stops.
+    pub(crate) async fn stopped(&self) {
+        // The sender lives as long as `self`, so this cannot fail.
+        let _ = self.stopping.subscribe().wait_for(|stopping| *stopping).await;
+    }
+
+    /// Saves changes until the manager stops, and once more then.
+    pub(crate) async fn save_changes(self: Arc<Self>) {
+        loop {
+            let stopping = tokio::select! {
+                () = self.changed.notified() => false,
+                () = self.stopped() => true,
+            };
+            let saved = self.save_once().await;
+            if stopping {
+                return;
+            }
+            if let Err(cause) = saved {
+                tracing::error!("cannot save the jobs' states, will try again: {cause}");
+                tokio::select! {
+                    () = tokio::time::sleep(SAVE_PAUSE) => self.changed.notify_one(),
+                    () = self.stopped() => {}
+                }
+            }
+        }
+    }
+
+    /// Ends silent hubs and expired jobs until the manager stops.
+    pub(crate) async fn watch_time(self: Arc<Self>) {
+        let tick = TICK.min(self.hub_timeout / 4);
+        let mut last = Instant::now();
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(tick) => {}
+                () = self.stopped() => return,
+            }
+            let now = Now::read();
+            let overslept = now.instant.duration_since(last) > tick + self.hub_timeout / 2;
+            last = now.instant;
+            self.with(|world| {
+                // A manager that was stopped for a while has not heard the hubs, which may well have spoken.
+                if overslept {
+                    world.hubs.forgive(now);
+                }
+                world.check_time(self.hub_timeout.as_secs_f64(), now);
+            });
+        }
+    }
+
+    async fn save_once(&self) -> Result<(), String> {
+        let (changed, removed) = self.lock().take_unsaved();
+        if changed.is_empty() && removed.is_empty() {
+            return Ok(());
+        }
+        let store = self.store.clone();
+        let saving = blocking(move || {
+            let saved = store.save(&changed, &removed);
+            (saved, changed, removed)
+        });
+        let (saved, changed, removed) = saving.await.map_err(|refused| refused.message)?;
+        if saved.is_err() {
+            self.lock().keep_unsaved(&changed, removed);
+        }
+        saved
+    }
+
+    /// A panic in one request is no reason to fail every other job's, so a poisoned lock is taken all the same.
+    fn lock(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs what takes long, or blocks, beside the executor's threads.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ServiceError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| broken())
+}
+
+/// The refusal of everything that still waits when the manager stops.
+pub(crate) fn shutting_down() -> ServiceError {
+    refusal(ErrorCode::Internal, "the connection manager is shutting down")
+}
+
+/// The refusal of a caller who does not know the job's nonce.
+pub(crate) fn wrong_nonce() -> ServiceError {
+    refusal(
+        ErrorCode::WrongNonce,
+        "there is no job of this namespace whose nonce the caller has proved to know: check that the job still exists \
+         and that every worker was given the namespace and the nonce that CreateService answered",
+    )
+}
+
+/// Random bytes from the operating system.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N], ServiceError> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|cause| {
+        refusal(ErrorCode::Internal, format!("the operating system gives no random numbers: {cause}"))
+    })?;
+    Ok(bytes)
+}
+
+fn broken() -> ServiceError {
+    refusal(ErrorCode::Internal, "the connection manager failed at this request; its log says why")
+}

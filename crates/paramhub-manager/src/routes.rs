@@ -1,0 +1,45 @@
+//! The HTTP routes: what each takes, who may call it, and what it answers.
+
+pub(crate) mod hubs;
+pub(crate) mod jobs;
+pub(crate) mod pages;
+
+use axum::extract::{FromRequestParts, Path};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use paramhub_core::auth::Namespace;
+use paramhub_core::service::ErrorCode;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Refusal, refusal};
+
+/// The variable part of a path.
+pub(crate) struct Segment<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segment<T> {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::<T>::from_request_parts(parts, state).await {
+            Ok(Path(value)) => Ok(Segment(value)),
+            Err(wrong) => Err(refusal(ErrorCode::BadRequest, wrong.body_text()).into()),
+        }
+    }
+}
+
+/// Answers what no route takes.
+pub(crate) async fn unknown_route(uri: axum::http::Uri) -> Refusal {
+    let message = format!("there is no {} here: GET /openapi.json lists every route", uri.path());
+    refusal(ErrorCode::NotFound, message).into()
+}
+
+/// Answers a method that a route does not take.
+pub(crate) async fn unknown_method(method: axum::http::Method, uri: axum::http::Uri) -> Refusal {
+    let message = format!("{} does not take {method}: GET /openapi.json lists every route", uri.path());
+    Refusal::with_status(StatusCode::METHOD_NOT_ALLOWED, ErrorCode::NotFound, message)
+}
+
+/// The namespace in a worker's path.
+fn namespace(text: &str) -> Result<Namespace, Refusal> {
+    text.parse().map_err(|wrong: String| refusal(ErrorCode::BadRequest, wrong).into())
+}

@@ -1,0 +1,138 @@
+//! Routes of hubs: joining, waiting for commands, telling what happened.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use paramhub_core::service::{
+    Commands, HubRegistered, HubReport, HubStatus, PollCommands, RegisterHub, ServiceError,
+};
+use tokio::time::{Instant, timeout_at};
+
+use super::Segment;
+use crate::auth::{Admin, Bearer};
+use crate::body::{JsonBody, REPORT, SHAPE, SMALL};
+use crate::clock::Now;
+use crate::error::Refusal;
+use crate::hubs::commands_json;
+use crate::registry::{Registry, random, shutting_down};
+
+/// Longest wait of one poll.
+const POLL_MAX: Duration = Duration::from_secs(10);
+
+/// A hub joins. One that claims the address of another takes its place.
+#[utoipa::path(
+    post, path = "/v1/hubs", tag = "hubs", operation_id = "register_hub",
+    request_body = RegisterHub,
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The hub's number and its token for later calls.", body = HubRegistered),
+        (status = 400, description = "The shape cannot serve.", body = ServiceError),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+        (status = 500, description = "The operating system gives no random numbers.", body = ServiceError),
+        (status = 507, description = "Too many hubs have joined.", body = ServiceError),
+    )
+)]
+pub(crate) async fn register(
+    _: Admin,
+    State(registry): State<Arc<Registry>>,
+    JsonBody(request): JsonBody<RegisterHub, SHAPE>,
+) -> Result<Json<HubRegistered>, Refusal> {
+    let token: String = paramhub_core::auth::Nonce(random()?).into();
+    let hub = registry.with(|world| world.register_hub(request.shape, token.clone(), Now::read()))?;
+    Ok(Json(HubRegistered { hub, token }))
+}
+
+/// Every hub that has joined and is not lost.
+#[utoipa::path(
+    get, path = "/v1/hubs", tag = "hubs", operation_id = "list_hubs",
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "In order of arrival.", body = Vec<HubStatus>),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+    )
+)]
+pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
+    Json(registry.with(|world| world.hub_statuses(Now::read())))
+}
+
+/// Waits for commands; answered at once while some are not acknowledged.
+#[utoipa::path(
+    post, path = "/v1/hubs/{hub}/poll", tag = "hubs", operation_id = "poll_commands",
+    params(("hub" = u32, Path, description = "The hub's number.")),
+    request_body = PollCommands,
+    security(("hub_token" = [])),
+    responses(
+        (status = 200, description = "Commands not acknowledged, oldest first; none when the wait ran out.", body = Commands),
+        (status = 400, description = "The body is malformed or acknowledges what was never sent.", body = ServiceError),
+        (status = 401, description = "The hub's token is missing or wrong.", body = ServiceError),
+        (status = 404, description = "The hub is not, or no longer, registered: register again.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+        (status = 500, description = "The manager is shutting down.", body = ServiceError),
+    )
+)]
+pub(crate) async fn poll(
+    Bearer(token): Bearer,
+    State(registry): State<Arc<Registry>>,
+    Segment(hub): Segment<u32>,
+    JsonBody(request): JsonBody<PollCommands, SMALL>,
+) -> Result<Response, Refusal> {
+    // Several polls fit into the time after which a silent hub counts as lost.
+    let longest = POLL_MAX.min(registry.hub_timeout / 3);
+    let wait = Duration::try_from_secs_f64(request.wait_s).unwrap_or(longest).min(longest);
+    let deadline = Instant::now() + wait;
+    let look = |acknowledged| {
+        registry.with(|world| {
+            let hub = world.hubs.admit(hub, token.as_deref(), Now::read())?;
+            hub.acknowledge(acknowledged)?;
+            Ok::<_, ServiceError>((hub.waiting(), hub.subscribe()))
+        })
+    };
+    let (mut commands, mut newest) = look(request.acknowledged)?;
+    if commands.is_empty() {
+        tokio::select! {
+            biased;
+            () = registry.stopped() => return Err(shutting_down().into()),
+            changed = timeout_at(deadline, newest.changed()) => match changed {
+                Err(_) => {}
+                // A command has come, or the hub was removed, which the second look finds out.
+                Ok(_) => commands = look(request.acknowledged)?.0,
+            }
+        }
+    }
+    Ok(([(header::CONTENT_TYPE, "application/json")], commands_json(&commands)).into_response())
+}
+
+/// Takes what a hub tells: events of its jobs, and counts.
+#[utoipa::path(
+    post, path = "/v1/hubs/{hub}/events", tag = "hubs", operation_id = "report",
+    params(("hub" = u32, Path, description = "The hub's number.")),
+    request_body = HubReport,
+    security(("hub_token" = [])),
+    responses(
+        (status = 204, description = "Taken. Telling the same twice does no harm."),
+        (status = 400, description = "The body is malformed.", body = ServiceError),
+        (status = 401, description = "The hub's token is missing or wrong.", body = ServiceError),
+        (status = 404, description = "The hub is not, or no longer, registered: register again.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+    )
+)]
+pub(crate) async fn events(
+    Bearer(token): Bearer,
+    State(registry): State<Arc<Registry>>,
+    Segment(hub): Segment<u32>,
+    JsonBody(report): JsonBody<HubReport, REPORT>,
+) -> Result<StatusCode, Refusal> {
+    registry.with(|world| world.report(hub, token.as_deref(), report, Now::read()))?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,57 @@
+//! Routes that concern no job: what this is, whether it is well, its numbers and its interface.
+
+use std::sync::{Arc, OnceLock};
+
+use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use utoipa::OpenApi;
+
+use crate::openapi::Interface;
+use crate::registry::Registry;
+
+/// One line that says what answers here.
+#[utoipa::path(
+    get, path = "/", tag = "manager", operation_id = "index",
+    responses((status = 200, description = "What answers here.", body = String, content_type = "text/plain"))
+)]
+pub(crate) async fn index() -> &'static str {
+    concat!(
+        "paramhub connection manager ",
+        env!("CARGO_PKG_VERSION"),
+        ": see /openapi.json, /metrics and /health, or run `paramhub jobs list`\n"
+    )
+}
+
+/// Whether the manager answers.
+#[utoipa::path(
+    get, path = "/health", tag = "manager", operation_id = "health",
+    responses((status = 200, description = "It does.", body = String, content_type = "text/plain"))
+)]
+pub(crate) async fn health() -> &'static str {
+    "ok\n"
+}
+
+/// Numbers for Prometheus, in the OpenMetrics text format. They show job names, but no secrets.
+#[utoipa::path(
+    get, path = "/metrics", tag = "manager", operation_id = "metrics",
+    responses(
+        (status = 200, description = "OpenMetrics text.", body = String, content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8"),
+    )
+)]
+pub(crate) async fn metrics(State(registry): State<Arc<Registry>>) -> impl IntoResponse {
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, content_type)], crate::metrics::render(&registry))
+}
+
+/// The interface, as an OpenAPI document.
+#[utoipa::path(
+    get, path = "/openapi.json", tag = "manager", operation_id = "openapi",
+    responses((status = 200, description = "This document.", body = Object, content_type = "application/json"))
+)]
+pub(crate) async fn openapi() -> impl IntoResponse {
+    static DOCUMENT: OnceLock<String> = OnceLock::new();
+    let document =
+        DOCUMENT.get_or_init(|| Interface::openapi().to_pretty_json().expect("the document is plain data"));
+    ([(header::CONTENT_TYPE, "application/json")], document.as_str())
+}

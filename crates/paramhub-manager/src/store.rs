@@ -1,0 +1,165 @@
+//! The jobs' records on disk, or in memory where no state directory is given.
+//!
+//! One redb table, namespace to JSON. Records hold the jobs' nonces: the file is its owner's alone.
+
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::service::{JobOptions, JobStatus};
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::{Deserialize, Serialize};
+
+use crate::error::ManagerError;
+
+/// Name of the file in the state directory.
+const FILE: &str = "jobs.redb";
+const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
+/// Records are small and read once: redb's own default would let it grow to a gigabyte.
+const CACHE_BYTES: usize = 4 << 20;
+
+const ADVICE_WRITABLE: &str = "Name a directory with --state that this user can write to and whose disk has room, or \
+                               leave --state out to keep jobs in memory";
+const ADVICE_CORRUPT: &str =
+    "Move that file away to start with no jobs, or name another directory with --state";
+const ADVICE_IN_USE: &str =
+    "Another connection manager uses it: stop that one, or name another directory with --state";
+
+/// What is kept of a job.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Record {
+    pub(crate) order: u64,
+    pub(crate) nonce: Nonce,
+    pub(crate) options: JobOptions,
+    pub(crate) status: JobStatus,
+}
+
+/// The jobs' records.
+pub(crate) struct Store {
+    path: Option<PathBuf>,
+    /// None between a failed write and the next one: redb refuses further work after an I/O error until it is reopened.
+    database: Mutex<Option<Database>>,
+}
+
+impl Store {
+    /// Opens the store in `directory`, creating it, or one in memory. Blocks on the disk, as all of this does.
+    pub(crate) fn open(directory: Option<&Path>) -> Result<Self, ManagerError> {
+        let Some(directory) = directory else {
+            let backend = redb::backends::InMemoryBackend::new();
+            let database = builder().create_with_backend(backend).expect("memory takes a new database");
+            write(&database, &[], &[]).expect("memory takes a new table");
+            return Ok(Store { path: None, database: Mutex::new(Some(database)) });
+        };
+        let refuse = |path: &Path, cause: String, advice| ManagerError::State {
+            path: path.to_path_buf(),
+            cause,
+            advice,
+        };
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .map_err(|cause| refuse(directory, cause.to_string(), ADVICE_WRITABLE))?;
+        let path = directory.join(FILE);
+        let file = open_file(&path).map_err(|cause| refuse(&path, cause.to_string(), ADVICE_WRITABLE))?;
+        let database = builder().create_file(file).map_err(|cause| {
+            let advice = match &cause {
+                DatabaseError::DatabaseAlreadyOpen => ADVICE_IN_USE,
+                DatabaseError::Storage(redb::StorageError::Io(cause)) if !is_corrupt(cause) => {
+                    ADVICE_WRITABLE
+                }
+                _ => ADVICE_CORRUPT,
+            };
+            refuse(&path, cause.to_string(), advice)
+        })?;
+        // Creates the table, and shows now whether the file system takes writes.
+        write(&database, &[], &[]).map_err(|cause| refuse(&path, cause, ADVICE_WRITABLE))?;
+        Ok(Store { path: Some(path), database: Mutex::new(Some(database)) })
+    }
+
+    /// All records, in no order.
+    pub(crate) fn load(&self) -> Result<Vec<Record>, ManagerError> {
+        let database = self.database.lock().expect("no holder panics");
+        let database = database.as_ref().expect("a store is loaded before its first failure");
+        read_all(database).map_err(|cause| ManagerError::State {
+            path: self.path.clone().unwrap_or_default(),
+            cause,
+            advice: ADVICE_CORRUPT,
+        })
+    }
+
+    /// Writes and removes records, all or none. The error is for people.
+    pub(crate) fn save(&self, changed: &[Record], removed: &[Namespace]) -> Result<(), String> {
+        let mut slot = self.database.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if slot.is_none() {
+            *slot = Some(self.reopen()?);
+        }
+        let database = slot.as_ref().expect("it was just opened");
+        let written = write(database, changed, removed);
+        if written.is_err() && self.path.is_some() {
+            *slot = None;
+        }
+        written.map_err(|cause| self.explain(&cause))
+    }
+
+    fn reopen(&self) -> Result<Database, String> {
+        let path = self.path.as_ref().expect("memory does not fail");
+        let file = open_file(path).map_err(|cause| self.explain(&cause.to_string()))?;
+        builder().create_file(file).map_err(|cause| self.explain(&cause.to_string()))
+    }
+
+    fn explain(&self, cause: &str) -> String {
+        let path = self.path.as_deref().unwrap_or(Path::new("memory"));
+        format!("{}: {cause}", path.display())
+    }
+}
+
+fn builder() -> redb::Builder {
+    let mut builder = Database::builder();
+    builder.set_cache_size(CACHE_BYTES);
+    builder
+}
+
+fn open_file(path: &Path) -> std::io::Result<File> {
+    let file =
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    if file.metadata()?.permissions().mode() & 0o077 != 0 {
+        file.set_permissions(Permissions::from_mode(0o600))?;
+    }
+    Ok(file)
+}
+
+fn is_corrupt(cause: &std::io::Error) -> bool {
+    matches!(cause.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::UnexpectedEof)
+}
+
+fn read_all(database: &Database) -> Result<Vec<Record>, String> {
+    let read = || -> Result<Vec<Result<Record, serde_json::Error>>, redb::Error> {
+        let table = database.begin_read()?.open_table(JOBS)?;
+        table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()))).collect()
+    };
+    let records = read().map_err(|cause| cause.to_string())?;
+    let records: Result<Vec<Record>, serde_json::Error> = records.into_iter().collect();
+    records.map_err(|cause| format!("a job's record cannot be read: {cause}"))
+}
+
+fn write(database: &Database, changed: &[Record], removed: &[Namespace]) -> Result<(), String> {
+    let write = || -> Result<(), redb::Error> {
+        let transaction = database.begin_write()?;
+        {
+            let mut table = transaction.open_table(JOBS)?;
+            for record in changed {
+                let json = serde_json::to_vec(record).expect("records are plain data");
+                table.insert(record.status.namespace.0, json.as_slice())?;
+            }
+            for namespace in removed {
+                table.remove(namespace.0)?;
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    };
+    write().map_err(|cause| cause.to_string())
+}

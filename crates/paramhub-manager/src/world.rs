@@ -1,0 +1,450 @@
+//! All jobs and hubs, and what an event at one means for the others. No clock, no sockets, no store: time is handed in,
+//! commands and records are handed out.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
+use paramhub_core::placement::HubShape;
+use paramhub_core::service::{
+    CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
+    LeaveService, ServiceError, ServiceInitialised,
+};
+use paramhub_core::settings::Settings;
+use tokio::sync::watch;
+
+use crate::clock::Now;
+use crate::error::refusal;
+use crate::hubs::Hubs;
+use crate::job::{Job, Outline, Stage, Transition};
+use crate::store::Record;
+
+/// All jobs and hubs.
+pub(crate) struct World {
+    jobs: HashMap<Namespace, Job>,
+    /// By name, the jobs that have not ended; one that is still being written to the store is here alone.
+    living: HashMap<String, Namespace>,
+    /// The jobs that have ended, oldest first.
+    ended: VecDeque<Namespace>,
+    pub(crate) hubs: Hubs,
+    next_order: u64,
+    living_jobs_max: usize,
+    ended_jobs_max: usize,
+    /// Jobs whose record has changed since it was saved.
+    unsaved: HashSet<Namespace>,
+    /// Jobs whose record is to be removed.
+    removed: Vec<Namespace>,
+}
+
+impl World {
+    /// The world as an earlier manager left it.
+    pub(crate) fn new(
+        mut records: Vec<Record>,
+        living_jobs_max: usize,
+        ended_jobs_max: usize,
+        now: Now,
+    ) -> Self {
+        let mut world = World {
+            jobs: HashMap::new(),
+            living: HashMap::new(),
+            ended: VecDeque::new(),
+            hubs: Hubs::default(),
+            next_order: 0,
+            living_jobs_max,
+            ended_jobs_max,
+            unsaved: HashSet::new(),
+            removed: Vec::new(),
+        };
+        records.sort_by_key(|record| record.order);
+        for record in records {
+            let (job, transition) = Job::restore(record, now);
+            let namespace = job.namespace;
+            world.next_order = job.order + 1;
+            world.jobs.insert(namespace, job);
+            match transition {
+                Transition::None => world.ended.push_back(namespace),
+                transition => world.follow(namespace, transition),
+            }
+        }
+        world.prune();
+        world
+    }
+
+    /// Keeps a name for a job that is about to be written to the store; its place in the order comes back.
+    pub(crate) fn reserve(&mut self, name: &str, namespace: Namespace) -> Result<u64, ServiceError> {
+        if self.living.contains_key(name) {
+            let message = format!(
+                "the name `{name}` belongs to a job that has not ended: choose another, or end that one with \
+                 `paramhub jobs stop {name}`"
+            );
+            return Err(refusal(ErrorCode::NameTaken, message));
+        }
+        if self.living.len() >= self.living_jobs_max {
+            let message = format!(
+                "{} jobs live already, the most this connection manager serves: end one with `paramhub jobs stop`",
+                self.living_jobs_max
+            );
+            return Err(refusal(ErrorCode::DoesNotFit, message));
+        }
+        self.living.insert(name.to_string(), namespace);
+        self.next_order += 1;
+        Ok(self.next_order - 1)
+    }
+
+    /// Frees a name whose job could not be written.
+    pub(crate) fn give_back(&mut self, name: &str) {
+        self.living.remove(name);
+    }
+
+    /// Admits a job whose name was reserved and whose record is in the store.
+    pub(crate) fn admit(&mut self, job: Job) {
+        tracing::info!(job = job.name, namespace = %job.namespace, workers = job.workers, "job created");
+        self.jobs.insert(job.namespace, job);
+    }
+
+    pub(crate) fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
+        self.jobs.get(&namespace).map(|job| job.nonce)
+    }
+
+    pub(crate) fn job(&self, namespace: Namespace) -> Result<&Job, ServiceError> {
+        self.jobs.get(&namespace).ok_or_else(forgotten)
+    }
+
+    /// A job by namespace or by name: of several with one name the living one, else the newest.
+    pub(crate) fn find(&self, text: &str) -> Result<&Job, ServiceError> {
+        let by_namespace = text.parse().ok().and_then(|namespace: Namespace| self.jobs.get(&namespace));
+        let by_name = || self.living.get(text).and_then(|namespace| self.jobs.get(namespace));
+        let ended = || self.ended.iter().rev().filter_map(|namespace| self.jobs.get(namespace));
+        by_namespace.or_else(by_name).or_else(|| ended().find(|job| job.name == text)).ok_or_else(|| {
+            let message = format!(
+                "there is no job with the name or namespace `{text}`: `paramhub jobs list` lists all"
+            );
+            refusal(ErrorCode::NotFound, message)
+        })
+    }
+
+    /// Lets a change happen to a job and draws the consequences. A job that was forgotten answers as one that ended.
+    pub(crate) fn change<T>(
+        &mut self,
+        namespace: Namespace,
+        change: impl FnOnce(&mut Job) -> (T, Transition),
+    ) -> Result<T, ServiceError> {
+        let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
+        let (value, transition) = change(job);
+        self.follow(namespace, transition);
+        Ok(value)
+    }
+
+    /// Every rank of the job is seated: if there is a hub too, the job gets on.
+    pub(crate) fn convene(&mut self, namespace: Namespace) {
+        if self.hubs.is_empty() || !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
+            return;
+        }
+        let shapes = self.hubs.shapes();
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            let transition = job.convene(shapes);
+            self.follow(namespace, transition);
+        }
+    }
+
+    /// A rank's settings agree; the last one to say so gets them, to make the placement.
+    pub(crate) fn agree(
+        &mut self,
+        namespace: Namespace,
+        rank: u32,
+    ) -> Result<Option<Arc<Settings>>, ServiceError> {
+        self.change(namespace, |job| (job.agree(rank), Transition::None))
+    }
+
+    /// The placement is made: asks each hub of the job, in placement order, to allocate.
+    pub(crate) fn place(
+        &mut self,
+        namespace: Namespace,
+        outline: Outline,
+        placed: ServiceInitialised,
+        commands: Vec<Bytes>,
+    ) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        if job.place(outline, placed) {
+            for (hub, command) in job.hubs().zip(commands) {
+                self.hubs.command(hub, command);
+            }
+            self.unsaved.insert(namespace);
+        }
+    }
+
+    /// A worker leaves before it reached a hub.
+    pub(crate) fn leave(
+        &mut self,
+        namespace: Namespace,
+        call: &LeaveService,
+        now: Now,
+    ) -> Result<(), ServiceError> {
+        let reason = bounded(&call.reason);
+        self.change(namespace, |job| match job.leave(call.rank, call.incarnation, reason, now) {
+            Ok(transition) => (Ok(()), transition),
+            Err(refused) => (Err(refused), Transition::None),
+        })?
+    }
+
+    /// Lets a hub join, in place of any that had one of its addresses, and the jobs that waited for one get on.
+    pub(crate) fn register_hub(
+        &mut self,
+        shape: HubShape,
+        token: String,
+        now: Now,
+    ) -> Result<u32, ServiceError> {
+        let replaced = self.hubs.at_addresses_of(&shape);
+        let hub = self.hubs.register(shape, token, now)?;
+        for lost in replaced {
+            self.lose_hub(lost, "was lost: another hub has joined at its address", now);
+        }
+        tracing::info!(hub, "hub joined");
+        let complete: Vec<Namespace> =
+            self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
+        complete.into_iter().for_each(|namespace| self.convene(namespace));
+        Ok(hub)
+    }
+
+    /// Takes what a hub tells.
+    pub(crate) fn report(
+        &mut self,
+        hub: u32,
+        token: Option<&str>,
+        report: HubReport,
+        now: Now,
+    ) -> Result<(), ServiceError> {
+        let joined = self.hubs.admit(hub, token, now)?;
+        if report.cores.len() > CORES_MAX {
+            let message = format!("hub {hub} reports {} cores: {CORES_MAX} are possible", report.cores.len());
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        if !report.cores.is_empty() {
+            joined.cores = report.cores;
+        }
+        // Counts first, so that a job that ends is recorded with its last ones.
+        for counted in &report.jobs {
+            match self.jobs.get_mut(&counted.namespace) {
+                Some(job) if job.is_served_by(hub) => job.hub_counted(hub, counted.counters),
+                _ => self.disown(hub, counted.namespace),
+            }
+        }
+        for event in report.events {
+            self.apply(hub, event, now);
+        }
+        Ok(())
+    }
+
+    /// Ends what has been silent for too long: hubs, and jobs that wait for ranks that will not come.
+    pub(crate) fn check_time(&mut self, hub_timeout_s: f64, now: Now) {
+        for hub in self.hubs.silent(hub_timeout_s, now) {
+            self.lose_hub(hub, "was lost", now);
+        }
+        let living: Vec<Namespace> = self.living.values().copied().collect();
+        for namespace in living {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.check_time(now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+
+    /// Records to write and to remove since the last call.
+    pub(crate) fn take_unsaved(&mut self) -> (Vec<Record>, Vec<Namespace>) {
+        let unsaved = std::mem::take(&mut self.unsaved);
+        let changed =
+            unsaved.iter().filter_map(|namespace| self.jobs.get(namespace)).map(Job::record).collect();
+        (changed, std::mem::take(&mut self.removed))
+    }
+
+    pub(crate) fn has_unsaved(&self) -> bool {
+        !self.unsaved.is_empty() || !self.removed.is_empty()
+    }
+
+    /// Remembers to save again what could not be saved.
+    pub(crate) fn keep_unsaved(&mut self, changed: &[Record], removed: Vec<Namespace>) {
+        let still_here = changed.iter().map(|record| record.status.namespace);
+        self.unsaved.extend(still_here.filter(|namespace| self.jobs.contains_key(namespace)));
+        self.removed.extend(removed);
+    }
+
+    /// All jobs, oldest first.
+    pub(crate) fn statuses(&self) -> Vec<JobStatus> {
+        let mut jobs: Vec<&Job> = self.jobs.values().collect();
+        jobs.sort_by_key(|job| job.order);
+        jobs.into_iter().map(Job::status).collect()
+    }
+
+    /// All hubs.
+    pub(crate) fn hub_statuses(&self, now: Now) -> Vec<HubStatus> {
+        self.hubs.statuses(now)
+    }
+
+    /// The jobs, for counting.
+    pub(crate) fn jobs(&self) -> impl Iterator<Item = &Job> {
+        self.jobs.values()
+    }
+
+    /// Each hub's cores, for counting.
+    pub(crate) fn cores(&self, now: Now) -> Vec<(u32, Vec<CoreCounters>)> {
+        self.hubs.statuses(now).into_iter().map(|hub| (hub.hub, hub.cores)).collect()
+    }
+
+    fn apply(&mut self, hub: u32, event: HubEvent, now: Now) {
+        let (namespace, transition) = match event {
+            HubEvent::Allocated { namespace, placement_hash } => {
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
+                    return self.disown(hub, namespace);
+                };
+                (namespace, job.hub_allocated(hub, bounded(&placement_hash), now))
+            }
+            HubEvent::Refused { namespace, reason } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.hub_refused(hub, bounded(&reason), now))
+            }
+            HubEvent::Noticed { namespace, message } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                tracing::warn!(job = job.name, hub, "{}", bounded(&message));
+                (namespace, job.hub_noticed(hub, bounded(&message).to_string()))
+            }
+            HubEvent::Ended { namespace, finished, reason } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.hub_ended(hub, finished, bounded(&reason), now))
+            }
+        };
+        self.follow(namespace, transition);
+    }
+
+    /// A hub serves a job that is none of its business, since this manager lost it or the job: it should stop.
+    fn disown(&mut self, hub: u32, namespace: Namespace) {
+        let reason = "the connection manager does not know this job any more".to_string();
+        self.hubs.command_once(hub, stop_command(namespace, reason));
+    }
+
+    fn lose_hub(&mut self, hub: u32, what: &str, now: Now) {
+        let Some(name) = self.hubs.remove(hub) else { return };
+        let message = format!("{name} {what}");
+        tracing::warn!("{message}");
+        let served: Vec<Namespace> =
+            self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect();
+        for namespace in served {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.hub_lost(hub, &message, now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+
+    /// Draws the consequences of what happened to a job.
+    fn follow(&mut self, namespace: Namespace, transition: Transition) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        match transition {
+            Transition::None => {}
+            Transition::Advanced => {
+                tracing::info!(job = job.name, namespace = %namespace, state = ?job.state(), "job advanced");
+                self.unsaved.insert(namespace);
+            }
+            Transition::Ended { stop } => {
+                let status = job.status();
+                match status.state {
+                    JobState::Failed => {
+                        tracing::warn!(job = job.name, namespace = %namespace, "job failed: {}", status.message);
+                    }
+                    _ => tracing::info!(job = job.name, namespace = %namespace, "job finished"),
+                }
+                for hub in stop {
+                    self.hubs.command(hub, stop_command(namespace, status.message.clone()));
+                }
+                if self.living.get(&status.name) == Some(&namespace) {
+                    self.living.remove(&status.name);
+                }
+                self.unsaved.insert(namespace);
+                self.ended.push_back(namespace);
+                self.prune();
+            }
+        }
+    }
+
+    fn prune(&mut self) {
+        while self.ended.len() > self.ended_jobs_max {
+            let Some(oldest) = self.ended.pop_front() else { return };
+            self.jobs.remove(&oldest);
+            self.unsaved.remove(&oldest);
+            self.removed.push(oldest);
+        }
+    }
+}
+
+/// What a rank needs to wait in ConnectService or InitService.
+pub(crate) struct Ticket {
+    pub(crate) number: u64,
+    pub(crate) stage: watch::Receiver<Stage>,
+}
+
+impl Job {
+    /// Counts a call that begins to wait.
+    pub(crate) fn wait(&mut self, number: u64) -> Ticket {
+        self.waiting += 1;
+        Ticket { number, stage: self.subscribe() }
+    }
+}
+
+/// Namespace and incarnation of a caller whose proof was checked.
+#[derive(Clone, Copy)]
+pub(crate) struct Caller {
+    pub(crate) namespace: Namespace,
+    pub(crate) rank: u32,
+    pub(crate) incarnation: Incarnation,
+}
+
+/// Checks the arguments of CreateService.
+pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
+    use paramhub_core::limits::{JOB_NAME_BYTES_MAX, WORKERS_MAX};
+
+    let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
+    let name = &request.name;
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-/".contains(&byte);
+    if name.is_empty() || name.len() > JOB_NAME_BYTES_MAX || !name.bytes().all(allowed) {
+        let shown: String = name.chars().take(JOB_NAME_BYTES_MAX).collect();
+        return refuse(format!(
+            "{shown:?} is no job name: it must have 1 to {JOB_NAME_BYTES_MAX} letters, digits, `.`, `_`, `-` or `/`"
+        ));
+    }
+    if !(1..=WORKERS_MAX).contains(&request.workers) {
+        return refuse(format!(
+            "job `{name}` asks for {} workers: 1 to {WORKERS_MAX} are possible",
+            request.workers
+        ));
+    }
+    let options = &request.options;
+    let bounds = [
+        ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),
+        ("lease_s", options.lease_s, 0.1, 604_800.0),
+        ("dead_after_s", options.dead_after_s, 0.1, 86_400.0),
+    ];
+    for (option, value, least, most) in bounds {
+        // A NaN is in no range.
+        if !(least..=most).contains(&value) {
+            return refuse(format!(
+                "{option} of job `{name}` is {value}: {least} to {most} seconds are possible"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn stop_command(namespace: Namespace, reason: String) -> Bytes {
+    let command = HubCommand::Stop { namespace, reason };
+    Bytes::from(serde_json::to_vec(&command).expect("commands are plain data"))
+}
+
+fn forgotten() -> ServiceError {
+    refusal(ErrorCode::JobEnded, "the job ended so long ago that the connection manager has forgotten it")
+}
+
+/// As much of a message from outside as is worth keeping.
+fn bounded(message: &str) -> &str {
+    &message[..message.floor_char_boundary(MESSAGE_BYTES_MAX)]
+}

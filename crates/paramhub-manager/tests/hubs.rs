@@ -1,0 +1,229 @@
+//! Hubs join, serve, refuse, end jobs and vanish.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+use paramhub_core::auth::Namespace;
+use paramhub_core::service::{
+    ErrorCode, HubCommand, HubEvent, HubJobCounters, HubReport, JobCounters, JobState, PollCommands,
+    RegisterHub,
+};
+use paramhub_manager::ManagerConfig;
+
+/// A job that runs on the hubs that have joined.
+fn run(client: &paramhub_control::ManagerClient, name: &str, workers: u32) -> Job {
+    let job = Job::create(client, name, workers);
+    assert!(job.all_ranks(0..workers, Job::connect).iter().all(Result::is_ok));
+    assert!(job.all_ranks(0..workers, |job, rank| job.init(rank, settings(8))).iter().all(Result::is_ok));
+    job
+}
+
+#[test]
+fn every_hub_gets_its_part_and_the_job_ends_with_the_last() {
+    let (_manager, client) = start(config());
+    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let job = run(&client, "pair", 2);
+    hubs[0].report(HubEvent::Noticed { namespace: job.namespace, message: "rank 1 is silent".into() });
+    assert_eq!(client.job("pair").unwrap().message, "rank 1 is silent");
+    for (bytes, hub) in [10, 32].into_iter().zip(&hubs) {
+        hub.count(&job, JobCounters { bytes_sent: bytes, ..JobCounters::default() });
+    }
+    hubs[0].finish(&job);
+    hubs[0].finish(&job);
+    let status = client.job("pair").unwrap();
+    assert_eq!((status.state, status.counters.bytes_sent), (JobState::Running, 42));
+    hubs[1].finish(&job);
+    assert_eq!(client.job("pair").unwrap().state, JobState::Finished);
+    for (index, hub) in hubs.into_iter().enumerate() {
+        let commands = hub.die();
+        let [HubCommand::Allocate(plan)] = &commands[..] else { panic!("one command, not {commands:?}") };
+        assert_eq!((plan.hub as usize, plan.hubs.len()), (index, 2));
+    }
+}
+
+#[test]
+fn a_hub_that_cannot_hold_the_job_is_named_to_every_rank() {
+    let (_manager, client) = start(config());
+    let willing = Hub::join(&client, Manner::Serve);
+    let full = Hub::join(&client, Manner::Refuse);
+    let job = Job::create(&client, "large", 3);
+    assert!(job.all_ranks(0..3, Job::connect).iter().all(Result::is_ok));
+    for answer in job.all_ranks(0..3, |job, rank| job.init(rank, settings(8))) {
+        assert_eq!(code(&answer), ErrorCode::DoesNotFit);
+        let address = &full.shape.interfaces[0].address;
+        let expected = format!("hub 1 ({address}) cannot serve job `large`: it needs 3 GB and 2 GB are free");
+        assert_eq!(message(&answer), expected);
+    }
+    // The hub that had allocated frees it again, and a smaller job finds both at work.
+    assert_eq!(client.stop_job("large").unwrap().state, JobState::Failed);
+    let commands = willing.die();
+    assert!(matches!(&commands[..], [HubCommand::Allocate(_), HubCommand::Stop { .. }]), "{commands:?}");
+}
+
+#[test]
+fn a_hub_that_places_otherwise_fails_the_job_loudly() {
+    let (_manager, client) = start(config());
+    let _hub = Hub::join(&client, Manner::PlaceOtherwise);
+    let job = Job::create(&client, "skewed", 1);
+    job.connect(0).unwrap();
+    let answer = job.init(0, settings(8));
+    assert_eq!(code(&answer), ErrorCode::Internal);
+    assert!(message(&answer).contains("one version of paramhub everywhere"), "{answer:?}");
+}
+
+#[test]
+fn a_lost_hub_fails_its_jobs_and_no_others() {
+    let (_manager, client) = start(ManagerConfig { hub_timeout: Duration::from_millis(500), ..config() });
+    let first = Hub::join(&client, Manner::Serve);
+    let early = run(&client, "early", 1);
+    let second = Hub::join(&client, Manner::Serve);
+    let both = run(&client, "both", 1);
+    let address = second.shape.interfaces[0].address.clone();
+    let registered = second.registered.clone();
+    second.die();
+    eventually("the job on both hubs failed", || client.job("both").unwrap().state == JobState::Failed);
+    assert_eq!(client.job("both").unwrap().message, format!("hub 1 ({address}) was lost"));
+    assert_eq!(client.job("early").unwrap().state, JobState::Running);
+    let hubs: Vec<u32> = client.hubs().unwrap().iter().map(|hub| hub.hub).collect();
+    assert_eq!(hubs, [0]);
+    let poll = PollCommands { acknowledged: 0, wait_s: 0.0 };
+    assert_eq!(code(&client.poll_commands(&registered, &poll)), ErrorCode::NotFound);
+    // Its ranks hear the reason, and the hub that is left is told to stop and serves new jobs.
+    assert!(message(&both.connect(0)).contains("was lost"));
+    run(&client, "later", 1);
+    first.finish(&early);
+    let commands = first.die();
+    let stopped = |command: &HubCommand| matches!(command, HubCommand::Stop { namespace, reason } if *namespace == both.namespace && reason.contains("was lost"));
+    assert!(commands.iter().any(stopped), "{commands:?}");
+}
+
+#[test]
+fn a_job_ends_with_the_reason_its_hub_gives() {
+    let (_manager, client) = start(config());
+    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let job = run(&client, "bereft", 2);
+    let reason = "rank 1 was lost in step 7".to_string();
+    hubs[0].report(HubEvent::Ended { namespace: job.namespace, finished: false, reason: reason.clone() });
+    let status = client.job("bereft").unwrap();
+    assert_eq!((status.state, status.message.as_str()), (JobState::Failed, reason.as_str()));
+    client.stop_job("bereft").unwrap();
+    let [first, second] = hubs.map(Hub::die);
+    assert!(!first.iter().any(|command| matches!(command, HubCommand::Stop { .. })));
+    let Some(HubCommand::Stop { reason: told, .. }) = second.last() else { panic!("{second:?}") };
+    assert_eq!(*told, reason);
+}
+
+#[test]
+fn stopping_a_job_waits_until_its_hub_has_freed_it() {
+    let (_manager, client) = start(config());
+    let hub = Hub::join(&client, Manner::Serve);
+    let job = run(&client, "team/long", 1);
+    let stopped = client.stop_job("team/long").unwrap();
+    assert_eq!((stopped.state, stopped.message.as_str()), (JobState::Failed, "stopped by an operator"));
+    assert_eq!(client.stop_job(&job.namespace.to_string()).unwrap().state, JobState::Failed);
+    assert_eq!(code(&client.stop_job("team")), ErrorCode::NotFound);
+    assert!(matches!(hub.die().last(), Some(HubCommand::Stop { .. })));
+}
+
+#[test]
+fn stopping_a_job_names_a_hub_that_does_not_confirm() {
+    let (_manager, client) = start(config());
+    let hub = Hub::join(&client, Manner::Serve);
+    let address = hub.shape.interfaces[0].address.clone();
+    run(&client, "clinging", 1);
+    hub.die();
+    let refused = client.stop_job("clinging");
+    assert_eq!(code(&refused), ErrorCode::Missing);
+    assert!(message(&refused).contains(&format!("hub 0 ({address}) did not confirm")), "{refused:?}");
+    assert_eq!(client.job("clinging").unwrap().state, JobState::Failed);
+}
+
+#[test]
+fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
+    let (_manager, client) = start(config());
+    let registered = client.register_hub(&RegisterHub { shape: shape() }).unwrap();
+    let poll =
+        |acknowledged, wait_s| client.poll_commands(&registered, &PollCommands { acknowledged, wait_s });
+    assert!(poll(0, 0.05).unwrap().commands.is_empty());
+    let job = Job::create(&client, "repeated", 1);
+    job.connect(0).unwrap();
+    let rank = std::thread::spawn({
+        let job = job.clone();
+        move || job.init(0, settings(8))
+    });
+    let first = loop {
+        let polled = poll(0, 9.0).unwrap().commands;
+        if let [command] = &polled[..] {
+            break command.sequence;
+        }
+    };
+    assert_eq!(first, 1);
+    assert_eq!(poll(0, 9.0).unwrap().commands[0].sequence, 1, "not acknowledged, so sent again");
+    assert!(poll(1, 0.0).unwrap().commands.is_empty());
+    assert_eq!(code(&poll(2, 0.0)), ErrorCode::BadRequest);
+    client.stop_job("repeated").unwrap_err();
+    assert_eq!(poll(1, 9.0).unwrap().commands[0].sequence, 2);
+    assert!(rank.join().unwrap().is_err());
+}
+
+#[test]
+fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
+    let (_manager, client) = start(config());
+    let hub = Hub::join(&client, Manner::Serve);
+    run(&client, "orphan", 1);
+    let again = client.register_hub(&RegisterHub { shape: hub.shape.clone() }).unwrap();
+    assert_eq!(again.hub, 1);
+    let status = client.job("orphan").unwrap();
+    assert_eq!(status.state, JobState::Failed);
+    assert!(status.message.contains("another hub has joined at its address"), "{}", status.message);
+    assert_eq!(client.hubs().unwrap().len(), 1);
+}
+
+#[test]
+fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
+    let (_manager, client) = start(config());
+    let registered = client.register_hub(&RegisterHub { shape: shape() }).unwrap();
+    let namespace = Namespace([3; 16]);
+    let jobs = vec![HubJobCounters { namespace, counters: JobCounters::default() }];
+    let report = HubReport { jobs, ..HubReport::default() };
+    client.report(&registered, &report).unwrap();
+    client.report(&registered, &report).unwrap();
+    let polled = client.poll_commands(&registered, &PollCommands { acknowledged: 0, wait_s: 0.0 }).unwrap();
+    let [command] = &polled.commands[..] else { panic!("one command, not {polled:?}") };
+    assert!(matches!(&command.command, HubCommand::Stop { namespace: told, .. } if *told == namespace));
+}
+
+#[test]
+fn only_the_hub_itself_polls_and_reports() {
+    let (_manager, client) = start(config());
+    let mut stranger = client.register_hub(&RegisterHub { shape: shape() }).unwrap();
+    stranger.token = "0".repeat(64);
+    let poll = PollCommands { acknowledged: 0, wait_s: 0.0 };
+    assert_eq!(code(&client.poll_commands(&stranger, &poll)), ErrorCode::Unauthorized);
+    assert_eq!(code(&client.report(&stranger, &HubReport::default())), ErrorCode::Unauthorized);
+}
+
+#[test]
+fn stopping_the_manager_answers_everyone_who_waits() {
+    let (manager, client) = start(config());
+    let registered = client.register_hub(&RegisterHub { shape: shape() }).unwrap();
+    let job = Job::create(&client, "interrupted", 2);
+    let rank = std::thread::spawn({
+        let job = job.clone();
+        move || job.connect(0)
+    });
+    let hub = std::thread::spawn({
+        let client = client.clone();
+        move || client.poll_commands(&registered, &PollCommands { acknowledged: 0, wait_s: 10.0 })
+    });
+    eventually("rank 0 waits", || job.connected() == [0]);
+    let begun = Instant::now();
+    manager.stop();
+    assert!(message(&rank.join().unwrap()).contains("shutting down"));
+    // The hub may have been between two polls.
+    assert!(hub.join().unwrap().is_err());
+    assert!(begun.elapsed() < PATIENCE);
+    assert!(client.jobs().is_err());
+}
