@@ -1,0 +1,107 @@
+//! Training through a hub: one rank among others.
+
+use std::ops::Range;
+
+use paramhub_worker::{Handle, Job, WorkerError};
+
+use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
+
+/// An [`Exchange`] with the other ranks of a job, whose keys are the network's in the network's order.
+///
+/// Each gradient leaves as a fused PushPull. Parameters arrive in memory that is exchanged for the network's, so that
+/// nothing is copied and nothing is allocated per step.
+pub struct HubExchange {
+    job: Job,
+    keys: Vec<HubKey>,
+}
+
+enum HubKey {
+    /// Nothing was pushed yet, nor were the initial parameters exchanged.
+    Fresh,
+    /// Nothing is under way. The memory is for the parameters to come.
+    Idle(Vec<f32>),
+    /// The gradient has left.
+    Underway(Handle<Vec<f32>, Vec<f32>>),
+}
+
+impl HubExchange {
+    /// An exchange through a job that all ranks have joined with the network's keys and an optimizer.
+    pub fn new(job: Job) -> Self {
+        let keys = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
+        HubExchange { job, keys }
+    }
+
+    /// The job, for instance to change its hyperparameters.
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Leaves the job when all that is under way has ended.
+    ///
+    /// # Errors
+    /// If the job failed before.
+    pub fn leave(self) -> Result<(), WorkerError> {
+        self.job.leave()
+    }
+
+    /// Rank 0's initial parameters become everybody's. Returns the memory that is left over.
+    fn begin(&self, key: u32, parameters: &mut Vec<f32>) -> Result<Vec<f32>, WorkerError> {
+        let memory = parameters.clone();
+        if self.job.rank() == 0 {
+            return Ok(self.job.initialise(key, memory, 0)?.wait()?.0);
+        }
+        let ((), arrived) = self.job.pull(key, memory)?.wait()?;
+        Ok(std::mem::replace(parameters, arrived))
+    }
+}
+
+impl Exchange for HubExchange {
+    fn workers(&self) -> usize {
+        self.job.workers() as usize
+    }
+
+    fn ranks(&self) -> Range<usize> {
+        let rank = self.job.rank() as usize;
+        rank..rank + 1
+    }
+
+    fn push(&mut self, key: usize, gradient: Vec<f32>) -> Result<(), ExchangeError> {
+        let slot = find(&mut self.keys, key)?;
+        let HubKey::Idle(memory) = std::mem::replace(slot, HubKey::Fresh) else {
+            let reason = "a gradient without the parameters that it belongs to";
+            return Err(ExchangeError::Sequence { key, reason });
+        };
+        *slot = HubKey::Underway(self.job.push_pull(key as u32, gradient, memory).map_err(remote)?);
+        Ok(())
+    }
+
+    fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
+        let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
+            HubKey::Fresh => self.begin(key as u32, parameters).map_err(remote)?,
+            HubKey::Idle(memory) => memory,
+            HubKey::Underway(handle) => {
+                let (_gradient, arrived) = handle.wait().map_err(remote)?;
+                std::mem::replace(parameters, arrived)
+            }
+        };
+        self.keys[key] = HubKey::Idle(memory);
+        Ok(())
+    }
+
+    fn statistics(&self) -> ExchangeStatistics {
+        let statistics = self.job.statistics();
+        ExchangeStatistics {
+            in_flight: statistics.in_flight,
+            bytes_sent: statistics.bytes_sent,
+            bytes_received: statistics.bytes_received,
+        }
+    }
+}
+
+fn find(keys: &mut [HubKey], key: usize) -> Result<&mut HubKey, ExchangeError> {
+    keys.get_mut(key).ok_or(ExchangeError::Sequence { key, reason: "the network has no such key" })
+}
+
+fn remote(error: WorkerError) -> ExchangeError {
+    ExchangeError::Remote(Box::new(error))
+}
