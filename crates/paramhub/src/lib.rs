@@ -1,1 +1,61 @@
-//! A parameter hub for distributed deep-learning training: the public API and the paramhub binary.
+//! A parameter hub for distributed deep-learning training.
+//!
+//! The workers of a job push their gradients; a hub sums each chunk of them as it arrives, runs the optimizer on it and
+//! sends the new parameters back. This crate is the public API of all its parts. The program that comes with it,
+//! `paramhub`, starts hubs (`paramhub hub`) and workers (`paramhub run`), and shows both at work (`paramhub train`).
+//!
+//! # A worker
+//!
+//! [`Membership::from_env`] reads what `paramhub run -n 4 -- ./worker` tells each worker, [`Member::connect`] waits for
+//! the others, and [`Member::init`] agrees with them on the tensors and on what the hub does with them:
+//!
+//! ```no_run
+//! use paramhub::settings::{OptimizerChoice, Settings};
+//! use paramhub::{Hyperparameters, Key, KeyTable, Member, Membership};
+//!
+//! let member = Member::connect(Membership::from_env()?)?;
+//! let keys = KeyTable::new(vec![Key::new("layer1.weight", [128, 64]), Key::new("layer1.bias", [128])])?;
+//! let hyperparameters = Hyperparameters { learning_rate: 0.02, momentum: 0.9, ..Default::default() };
+//! let optimizer = OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) };
+//! let job = member.init(Settings { optimizer, ..Settings::new(keys) })?;
+//! # let (weight_gradient, weight) = (vec![0.0_f32; 128 * 64], vec![0.0_f32; 128 * 64]);
+//!
+//! // Fused Push and Pull: the gradient leaves at once, the new parameters arrive while this worker computes on.
+//! let weight = job.push_pull(0, weight_gradient, weight)?;
+//! // ... the backward pass of the layers below ...
+//! let (weight_gradient, weight) = weight.wait()?;
+//! job.leave()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # A hub
+//!
+//! [`embedded::EmbeddedHub`] runs the connection manager and a hub inside this process. A job is created at the
+//! manager, which answers with the namespace and the secret that its workers need:
+//!
+//! ```no_run
+//! use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
+//! use paramhub::service::CreateService;
+//!
+//! let hub = EmbeddedHub::start(EmbeddedConfig::default())?;
+//! let request = CreateService { name: "digits".into(), workers: 4, options: Default::default() };
+//! let job = hub.client().create_service(&request)?;
+//! println!("join job {} at {}", job.namespace, hub.url());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Optimizers and aggregators of your own go into the hub's [`Registry`]; see [`Optimizer`] and [`Aggregator`].
+#![forbid(unsafe_code)]
+
+pub mod embedded;
+
+pub use paramhub_control::{ControlError, DEFAULT_URL, ManagerClient};
+pub use paramhub_core::codec::{Codec, Dtype};
+pub use paramhub_core::consistency::Consistency;
+pub use paramhub_core::hyperparameters::Hyperparameters;
+pub use paramhub_core::key::{Key, KeyTable};
+pub use paramhub_core::{auth, limits, placement, service, settings};
+pub use paramhub_hub::{HubConfig, HubError, RunningHub};
+pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
+pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
+pub use paramhub_worker::{Handle, HubNotice, Job, Member, Membership, Statistics, WorkerError};

@@ -1,2 +1,12 @@
 //! The `paramhub` command.
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod cli;
+mod config;
+mod launch;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

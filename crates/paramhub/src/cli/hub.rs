@@ -1,0 +1,127 @@
+//! `paramhub hub`
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use clap::Args;
+use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
+use paramhub::{HubConfig, ManagerClient, ManagerConfig, Registry, RunningHub};
+
+use super::{Usage, overlay};
+use crate::config::{Bytes, Config, Pin};
+use crate::launch::Signals;
+
+/// How often a hub that waits for a signal looks after itself.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
+
+#[derive(Args)]
+pub(super) struct HubFlags {
+    /// Addresses the hub listens on for data, one per interface; port 0 takes a free one [default: 127.0.0.1:7771]
+    #[arg(long, value_name = "IP:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_LISTEN")]
+    listen: Option<Vec<SocketAddr>>,
+    /// What workers dial instead, per interface, where they cannot reach the listening address itself
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_ADVERTISE")]
+    advertise: Option<Vec<String>>,
+    /// Threads that sum and optimise [default: every processor; a quarter of them on loopback]
+    #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CORES")]
+    cores: Option<usize>,
+    /// Pin each of them to a processor [default: auto, which does unless the hub listens on loopback only]
+    #[arg(long, value_enum, value_name = "WHEN", env = "PARAMHUB_HUB_PIN")]
+    pin: Option<Pin>,
+    /// Memory that all jobs may take together, as in 4G [default: four fifths of what is free at the start]
+    #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_MEMORY")]
+    memory: Option<Bytes>,
+    /// Where the hub's own connection manager listens; port 0 takes a free one [default: 127.0.0.1:7770]
+    #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_HUB_MANAGER")]
+    manager: Option<SocketAddr>,
+    /// Join a running connection manager instead of starting one
+    #[arg(long, value_name = "URL", env = "PARAMHUB_HUB_JOIN", conflicts_with_all = ["manager", "state"])]
+    join: Option<String>,
+    /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
+    state: Option<PathBuf>,
+}
+
+impl HubFlags {
+    pub(super) fn apply(self, config: &mut Config) {
+        overlay!(self => config.hub; listen, advertise, pin, manager; cores, memory, join, state);
+    }
+}
+
+/// A hub with its manager, or one that joined another's.
+enum Serving {
+    Embedded(EmbeddedHub),
+    Joined(RunningHub),
+}
+
+pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+    let signals = Signals::catch()?;
+    let serving = start(config)?;
+    let (url, addresses) = match &serving {
+        Serving::Embedded(hub) => (hub.url().to_owned(), hub.addresses()),
+        Serving::Joined(hub) => (config.hub.join.clone().expect("joined where it says"), hub.addresses()),
+    };
+    let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    let cores = config.hub.effective_cores();
+    println!("hub ready: manager {url} data {} cores {cores}", addresses.join(","));
+    let failure = loop {
+        if signals.wait(HEALTH_INTERVAL).is_some() {
+            break None;
+        }
+        let failure = match &serving {
+            Serving::Embedded(hub) => hub.has_failed(),
+            Serving::Joined(hub) => hub.has_failed(),
+        };
+        if failure.is_some() {
+            break failure;
+        }
+    };
+    match serving {
+        Serving::Embedded(hub) => hub.stop(),
+        Serving::Joined(hub) => hub.stop(),
+    }
+    match failure {
+        Some(reason) => bail!("the hub has failed: {reason}"),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+fn start(config: &Config) -> anyhow::Result<Serving> {
+    let section = &config.hub;
+    let memory_bytes = section.memory.map(|bytes| bytes.0);
+    if section.listen.is_empty() {
+        return Err(Usage("the hub needs an address to listen on: give --listen IP:PORT".into()).into());
+    }
+    if let Some(url) = &section.join {
+        let manager =
+            ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
+        let hub = RunningHub::start(HubConfig {
+            manager,
+            listen: section.listen.clone(),
+            advertise: section.advertise.clone(),
+            cores: section.effective_cores(),
+            pin: section.is_pinned(),
+            memory_bytes,
+            registry: Registry::with_builtins(),
+        })?;
+        return Ok(Serving::Joined(hub));
+    }
+    let hub = EmbeddedHub::start(EmbeddedConfig {
+        manager: ManagerConfig {
+            listen: section.manager,
+            state: section.state.clone(),
+            admin_token: config.admin_token(),
+            ..ManagerConfig::default()
+        },
+        listen: section.listen.clone(),
+        advertise: section.advertise.clone(),
+        cores: section.effective_cores(),
+        pin: section.is_pinned(),
+        memory_bytes,
+        registry: Registry::with_builtins(),
+    })?;
+    Ok(Serving::Embedded(hub))
+}

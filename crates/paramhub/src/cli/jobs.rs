@@ -1,0 +1,155 @@
+//! `paramhub jobs`
+
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Args, Subcommand};
+use comfy_table::{Table, presets};
+use paramhub::service::{JobState, JobStatus};
+use serde::Serialize;
+
+use super::{ManagerUrl, client};
+use crate::config::Config;
+
+#[derive(Args)]
+pub(super) struct JobsFlags {
+    #[command(subcommand)]
+    what: Option<What>,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Args)]
+struct Output {
+    /// The connection manager's URL [default: http://127.0.0.1:7770]
+    #[arg(long, global = true, value_name = "URL", env = "PARAMHUB_URL")]
+    hub: Option<String>,
+    /// Print JSON, as the connection manager answers it
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Clone, Subcommand)]
+enum What {
+    /// All jobs that the connection manager remembers, oldest first (the default)
+    List,
+    /// Everything about one job
+    Show {
+        /// Its name or namespace
+        name: String,
+    },
+    /// End a job; its workers are told, its memory is freed
+    Stop {
+        /// Its name or namespace
+        name: String,
+    },
+}
+
+/// What to do with which job, and how to show it.
+pub(super) struct Todo {
+    what: What,
+    json: bool,
+}
+
+impl JobsFlags {
+    pub(super) fn apply(self, config: &mut Config) -> Todo {
+        ManagerUrl { hub: self.output.hub }.apply(config);
+        Todo { what: self.what.unwrap_or(What::List), json: self.output.json }
+    }
+}
+
+pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
+    let client = client(config)?;
+    match todo.what {
+        What::List => {
+            let jobs = client.jobs()?;
+            print(todo.json, &jobs, || list(&jobs))?;
+        }
+        What::Show { name } => {
+            let job = client.job(&name)?;
+            print(todo.json, &job, || show(&job))?;
+        }
+        What::Stop { name } => {
+            let job = client.stop_job(&name)?;
+            print(todo.json, &job, || format!("job {} has {}", job.name, state(job.state)))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print(json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+    println!("{}", if json { serde_json::to_string_pretty(value)? } else { text() });
+    Ok(())
+}
+
+fn list(jobs: &[JobStatus]) -> String {
+    if jobs.is_empty() {
+        return "no jobs".into();
+    }
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(["job", "state", "workers", "keys", "memory", "received", "sent", "age", "message"]);
+    for job in jobs {
+        table.add_row([
+            job.name.clone(),
+            state(job.state).into(),
+            format!("{}/{}", job.connected.len(), job.workers),
+            job.keys.to_string(),
+            bytes(job.counters.memory_bytes),
+            bytes(job.counters.bytes_received),
+            bytes(job.counters.bytes_sent),
+            age(job.created_at),
+            job.message.clone(),
+        ]);
+    }
+    table.to_string()
+}
+
+fn show(job: &JobStatus) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    let connected: Vec<String> = job.connected.iter().map(ToString::to_string).collect();
+    let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
+    let ended = job.ended_at.map_or("-".to_owned(), |at| format!("{} ago", age(at)));
+    for (what, value) in [
+        ("job", job.name.clone()),
+        ("namespace", job.namespace.to_string()),
+        ("state", state(job.state).into()),
+        ("message", or_dash(&job.message)),
+        ("workers", job.workers.to_string()),
+        ("ranks connected", or_dash(&connected.join(" "))),
+        ("keys", job.keys.to_string()),
+        ("gradients of one worker", bytes(job.bytes)),
+        ("optimizer", or_dash(&job.optimizer)),
+        ("consistency", or_dash(&job.consistency)),
+        ("memory", bytes(job.counters.memory_bytes)),
+        ("received", bytes(job.counters.bytes_received)),
+        ("sent", bytes(job.counters.bytes_sent)),
+        ("contributions summed", job.counters.contributions.to_string()),
+        ("chunks optimised", job.counters.updates.to_string()),
+        ("created", format!("{} ago", age(job.created_at))),
+        ("ended", ended),
+    ] {
+        table.add_row([what.to_owned(), value]);
+    }
+    table.to_string()
+}
+
+fn state(state: JobState) -> &'static str {
+    match state {
+        JobState::Connecting => "connecting",
+        JobState::Initialising => "initialising",
+        JobState::Running => "running",
+        JobState::Finished => "finished",
+        JobState::Failed => "failed",
+    }
+}
+
+fn bytes(bytes: u64) -> String {
+    indicatif::HumanBytes(bytes).to_string()
+}
+
+fn age(since_epoch_s: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
+    indicatif::HumanDuration(Duration::from_secs(now.saturating_sub(since_epoch_s))).to_string()
+}

@@ -1,0 +1,221 @@
+//! The command line: one file per verb.
+
+mod doctor;
+mod hub;
+mod jobs;
+mod manager;
+mod run;
+mod train;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Args, Parser, Subcommand};
+use paramhub::ManagerClient;
+
+use crate::config::{self, Config, Secret};
+
+/// Exchanges gradients and parameters between the workers of distributed training jobs.
+///
+/// Workers push gradients in small chunks; a hub sums each chunk as it arrives, runs the optimizer on it, and
+/// sends the new parameters back.
+#[derive(Parser)]
+#[command(name = "paramhub", version, max_term_width = 110, after_help = AFTER_HELP)]
+struct Cli {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+const AFTER_HELP: &str = "\
+First steps:
+  paramhub train                      train a small network with 4 workers through a hub, here and now
+  paramhub doctor                     what this machine offers, and what is missing
+  paramhub hub                        start a hub for jobs to come
+  paramhub run -n 4 -- python x.py    start 4 workers of a job of yours
+
+Every option can also stand in a file (paramhub.toml, or --config FILE) or in the environment (PARAMHUB_*).
+A flag wins over the environment, and the environment over the file; --print-config shows what holds.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; `run` passes on its workers' code.";
+
+/// For every command.
+#[derive(Args)]
+struct Common {
+    /// Configuration file [default: paramhub.toml, if it exists]
+    #[arg(long, global = true, value_name = "FILE", env = "PARAMHUB_CONFIG")]
+    config: Option<PathBuf>,
+    /// Print the effective configuration as TOML, without secrets, and exit
+    #[arg(long, global = true)]
+    print_config: bool,
+    /// Log filter, as in `debug` or `paramhub_hub=debug` [default: info for hub and manager, else warn]
+    #[arg(long, global = true, value_name = "FILTER", env = "PARAMHUB_LOG")]
+    log: Option<String>,
+    /// What the connection manager asks of operators and hubs; needed unless it listens on loopback only
+    #[arg(
+        long,
+        global = true,
+        visible_alias = "token",
+        value_name = "TOKEN",
+        env = "PARAMHUB_ADMIN_TOKEN",
+        hide_env_values = true
+    )]
+    admin_token: Option<Secret>,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Train a small network, by default with 4 worker processes through a hub started for the purpose
+    Train(train::TrainFlags),
+    /// Start a hub, by default with a connection manager of its own
+    Hub(hub::HubFlags),
+    /// Start a connection manager alone, for hubs that join it
+    Manager(manager::ManagerFlags),
+    /// List, show or stop jobs
+    Jobs(jobs::JobsFlags),
+    /// Start the workers of a job on this machine
+    Run(run::RunFlags),
+    /// Say what this machine offers and what is missing
+    Doctor(doctor::DoctorFlags),
+    /// One worker of `train`.
+    #[command(hide = true)]
+    TrainWorker(train::WorkerFlags),
+    /// Ends the workers of a launcher that was killed.
+    #[command(hide = true)]
+    Warden,
+}
+
+/// Wrong flags or a wrong configuration: exit code 2.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// Runs the command that the arguments ask for.
+pub(crate) fn main() -> ExitCode {
+    match dispatch(Cli::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("paramhub: {error:#}");
+            ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
+        }
+    }
+}
+
+fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
+    let common = cli.common;
+    let mut config = match &cli.verb {
+        // Started by us, with all they need.
+        Verb::Warden | Verb::TrainWorker(_) => Config::default(),
+        _ => config::load(common.config.as_deref())?,
+    };
+    config.log = common.log.or(config.log);
+    config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
+    let verb = cli.verb.apply(&mut config);
+    if common.print_config {
+        print!("{}", config.to_toml());
+        return Ok(ExitCode::SUCCESS);
+    }
+    start_log(&config, matches!(verb, Todo::Hub | Todo::Manager))?;
+    match verb {
+        Todo::Train => train::train(&config),
+        Todo::Hub => hub::serve(&config),
+        Todo::Manager => manager::serve(&config),
+        Todo::Jobs(todo) => jobs::jobs(&config, todo),
+        Todo::Run(command) => run::run(&config, command),
+        Todo::Doctor(todo) => doctor::doctor(&config, todo),
+        Todo::TrainWorker(flags) => train::work(&flags),
+        Todo::Warden => {
+            crate::launch::watch_over(std::io::stdin().lock());
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// A verb whose options are in the configuration, with what is no configuration.
+enum Todo {
+    Train,
+    Hub,
+    Manager,
+    Jobs(jobs::Todo),
+    Run(Vec<std::ffi::OsString>),
+    Doctor(doctor::Todo),
+    TrainWorker(train::WorkerFlags),
+    Warden,
+}
+
+impl Verb {
+    fn apply(self, config: &mut Config) -> Todo {
+        match self {
+            Verb::Train(flags) => {
+                flags.apply(config);
+                Todo::Train
+            }
+            Verb::Hub(flags) => {
+                flags.apply(config);
+                Todo::Hub
+            }
+            Verb::Manager(flags) => {
+                flags.apply(config);
+                Todo::Manager
+            }
+            Verb::Jobs(flags) => Todo::Jobs(flags.apply(config)),
+            Verb::Run(flags) => Todo::Run(flags.apply(config)),
+            Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
+            Verb::TrainWorker(flags) => Todo::TrainWorker(flags),
+            Verb::Warden => Todo::Warden,
+        }
+    }
+}
+
+/// Which connection manager to turn to.
+#[derive(Args)]
+struct ManagerUrl {
+    /// The connection manager's URL
+    #[arg(long, value_name = "URL", env = "PARAMHUB_URL")]
+    hub: Option<String>,
+}
+
+impl ManagerUrl {
+    fn apply(self, config: &mut Config) {
+        // An empty variable is how some shells unset one.
+        config.url = self.hub.or(config.url.take()).filter(|url| !url.trim().is_empty());
+    }
+}
+
+/// A client of the configured connection manager, else of the one on this machine's usual port.
+fn client(config: &Config) -> anyhow::Result<ManagerClient> {
+    let url = config.url.as_deref().unwrap_or(paramhub::DEFAULT_URL);
+    ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()).into())
+}
+
+/// Puts the flags that were given over what the configuration has.
+macro_rules! overlay {
+    ($flags:expr => $section:expr; $($value:ident),* ; $($option:ident),*) => {{
+        $(if let Some(value) = $flags.$value { $section.$value = value; })*
+        $(if $flags.$option.is_some() { $section.$option = $flags.$option; })*
+    }};
+}
+use overlay;
+
+fn start_log(config: &Config, is_server: bool) -> anyhow::Result<()> {
+    let filter = config.log.as_deref().unwrap_or(if is_server { "info" } else { "warn" });
+    let filter = tracing_subscriber::EnvFilter::try_new(filter)
+        .map_err(|error| Usage(format!("the log filter `{filter}` cannot be read: {error}")))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .try_init()
+        .map_err(|error| anyhow::anyhow!("{error}"))
+        .context("cannot start the log")
+}

@@ -1,0 +1,171 @@
+//! `paramhub run`: a local launcher.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::Args;
+use paramhub::ManagerClient;
+use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
+use paramhub::service::{CreateService, JobOptions, ServiceCreated};
+
+use super::{ManagerUrl, Usage, client, overlay};
+use crate::config::Config;
+use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
+
+/// How often the hub in this process is looked after.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Start the workers of a job on this machine.
+///
+/// Each worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and its
+/// job in PARAMHUB_URL, PARAMHUB_JOB and PARAMHUB_SECRET. Its output appears line by line, its rank in front. When one
+/// worker fails, the others get some seconds to say what they lost, and are then ended. The exit code is the highest of
+/// those workers that were not ended because of another; a worker killed by a signal counts as 128 and the signal.
+#[derive(Args)]
+#[command(verbatim_doc_comment)]
+pub(super) struct RunFlags {
+    /// Workers to start [default: 1]
+    #[arg(short = 'n', long, value_name = "N", env = "PARAMHUB_RUN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: Option<u32>,
+    #[command(flatten)]
+    url: ManagerUrl,
+    /// The job's name [default: run- and eight random digits]
+    #[arg(long, value_name = "JOB", env = "PARAMHUB_RUN_NAME")]
+    name: Option<String>,
+    /// Cores of the hub that is started where none is given [default: 1]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_CORES")]
+    cores: Option<usize>,
+    /// How long workers wait for each other at the start [default: 60]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_RENDEZVOUS_TIMEOUT")]
+    rendezvous_timeout: Option<f64>,
+    /// How long a worker may be silent before the job is failed [default: 30]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_DEAD_AFTER")]
+    dead_after: Option<f64>,
+    /// What each worker runs
+    #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+impl RunFlags {
+    pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
+        self.url.apply(config);
+        overlay!(self => config.run; workers, cores; name);
+        let section = &mut config.run;
+        section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
+        section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
+        self.command
+    }
+}
+
+pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
+    let section = &config.run;
+    if section.workers == 0 || section.cores == 0 {
+        return Err(Usage("a job needs at least one worker, and a hub at least one core".into()).into());
+    }
+    let signals = Signals::catch()?;
+    let (embedded, client) = match config.url {
+        Some(_) => (None, client(config)?),
+        None => {
+            let hub =
+                EmbeddedHub::start(EmbeddedConfig { cores: section.cores, ..EmbeddedConfig::default() })?;
+            let client = hub.client().clone();
+            (Some(hub), client)
+        }
+    };
+    let job = create(config, &client)?;
+    let started = commands(config, &client, &job, &command).and_then(Launch::start);
+    let mut watch = Printer { embedded: embedded.as_ref(), checked: Instant::now() };
+    let ended = started.map(|launch| launch.supervise(&signals, &mut watch));
+    end_job(&client, &job);
+    if let Some(hub) = embedded {
+        hub.stop();
+    }
+    Ok(ExitCode::from(conclude(&ended?)))
+}
+
+fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCreated> {
+    let section = &config.run;
+    let name = match &section.name {
+        Some(name) => name.clone(),
+        None => format!("run-{:08x}", getrandom::u32().context("the system has no random numbers")?),
+    };
+    let options = JobOptions {
+        rendezvous_timeout_s: section.rendezvous_timeout_s,
+        dead_after_s: section.dead_after_s,
+        ..JobOptions::default()
+    };
+    Ok(client.create_service(&CreateService { name, workers: section.workers, options })?)
+}
+
+fn commands(
+    config: &Config,
+    client: &ManagerClient,
+    job: &ServiceCreated,
+    command: &[OsString],
+) -> anyhow::Result<Vec<Command>> {
+    let (program, arguments) = command.split_first().context("give the workers' command after --")?;
+    let master_port = free_port().context("no free port for MASTER_PORT")?.to_string();
+    let workers = config.run.workers;
+    let commands = (0..workers).map(|rank| {
+        let mut command = Command::new(program);
+        command.args(arguments).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &master_port);
+        Seat { rank, workers, url: client.url(), job }.prepare(&mut command);
+        command
+    });
+    Ok(commands.collect())
+}
+
+/// Ends what workers that never joined, or did not leave, would keep alive until its lease runs out.
+fn end_job(client: &ManagerClient, job: &ServiceCreated) {
+    let name = job.namespace.to_string();
+    if client.job(&name).is_ok_and(|status| !status.state.has_ended()) {
+        let _ = client.stop_job(&name);
+    }
+}
+
+/// Puts the rank in front of each line.
+struct Printer<'a> {
+    embedded: Option<&'a EmbeddedHub>,
+    checked: Instant,
+}
+
+impl Watch for Printer<'_> {
+    fn line(&mut self, line: Line) {
+        let mut prefixed = format!("[{}] ", line.rank).into_bytes();
+        prefixed.extend_from_slice(&line.bytes);
+        prefixed.push(b'\n');
+        // A reader that has gone away must not keep the workers from ending.
+        let _ = match line.stream {
+            Stream::Output => std::io::stdout().lock().write_all(&prefixed),
+            Stream::Error => std::io::stderr().lock().write_all(&prefixed),
+        };
+    }
+
+    fn tick(&mut self) -> Result<(), String> {
+        if self.checked.elapsed() < HEALTH_INTERVAL {
+            return Ok(());
+        }
+        self.checked = Instant::now();
+        match self.embedded.and_then(EmbeddedHub::has_failed) {
+            Some(reason) => Err(format!("the hub has failed: {reason}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Says who failed, and what the launcher's own exit code is.
+fn conclude(ended: &Ended) -> u8 {
+    if let Some(reason) = &ended.stopped {
+        eprintln!("paramhub: {reason}");
+        return ended.worst_exit_code().max(1);
+    }
+    if ended.signal.is_none() {
+        for &rank in &ended.failed {
+            eprintln!("paramhub: worker {rank} {}", describe(ended.exits[rank]));
+        }
+    }
+    ended.worst_exit_code()
+}

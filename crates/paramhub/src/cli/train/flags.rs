@@ -1,0 +1,88 @@
+//! The flags of `paramhub train`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use paramhub::{Codec, Consistency};
+use paramhub_train::data::DataSource;
+use paramhub_train::net::NetKind;
+
+use crate::cli::{ManagerUrl, overlay};
+use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
+
+#[derive(Args)]
+pub(crate) struct TrainFlags {
+    /// The network: mlp, lenet or cifar-quick [default: lenet]
+    #[arg(long, env = "PARAMHUB_TRAIN_NET")]
+    net: Option<NetKind>,
+    /// What to learn: digits, idx:DIR (MNIST's files) or cifar10:DIR (the binary version) [default: digits]
+    #[arg(long, env = "PARAMHUB_TRAIN_DATA")]
+    data: Option<DataSource>,
+    /// Worker processes [default: 4]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: Option<u32>,
+    /// Passes over the training set [default: 250]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_EPOCHS")]
+    epochs: Option<usize>,
+    /// Examples per worker and step [default: 16]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_BATCH")]
+    batch: Option<usize>,
+    /// Learning rate [default: 0.02; 0.002 for adam and adamw]
+    #[arg(long, value_name = "RATE", env = "PARAMHUB_TRAIN_LR")]
+    lr: Option<f64>,
+    /// Momentum of sgd and nesterov [default: 0.9]
+    #[arg(long, value_name = "SHARE", env = "PARAMHUB_TRAIN_MOMENTUM")]
+    momentum: Option<f64>,
+    /// What the hub does with the gradients: sgd, nesterov, adam or adamw [default: sgd]
+    #[arg(long, env = "PARAMHUB_TRAIN_OPTIMIZER")]
+    optimizer: Option<TrainOptimizer>,
+    /// Weight decay [default: the optimizer's: 0, for adamw 0.01]
+    #[arg(long, value_name = "DECAY", env = "PARAMHUB_TRAIN_WEIGHT_DECAY")]
+    weight_decay: Option<f64>,
+    /// Decides the initial parameters and the order of the examples [default: 1]
+    #[arg(long, env = "PARAMHUB_TRAIN_SEED")]
+    seed: Option<u64>,
+    #[command(flatten)]
+    url: ManagerUrl,
+    /// Exchange through a hub, or train in one process on the same global batch [default: hub]
+    #[arg(long, value_enum, value_name = "WHERE", env = "PARAMHUB_TRAIN_EXCHANGE")]
+    exchange: Option<ExchangeKind>,
+    /// Sum in rank order, so that two runs, and hub and local, end at the same bits
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_TRAIN_REPRODUCIBLE"
+    )]
+    reproducible: Option<bool>,
+    /// When workers see each other's gradients: sync, async or staleness:N [default: sync]
+    #[arg(long, env = "PARAMHUB_TRAIN_CONSISTENCY")]
+    consistency: Option<Consistency>,
+    /// How gradients travel: f32, f16 or bf16 [default: f32]
+    #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
+    codec: Option<Codec>,
+    /// The unit of exchange, as in 32K [default: 32K]
+    #[arg(long, value_name = "SIZE", env = "PARAMHUB_TRAIN_CHUNK_BYTES")]
+    chunk_bytes: Option<Bytes>,
+    /// Cores of the hub started for the run [default: 1]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_CORES")]
+    cores: Option<usize>,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_JSON")]
+    json: Option<PathBuf>,
+    /// Save the final parameters as safetensors
+    #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_SAVE")]
+    save: Option<PathBuf>,
+}
+
+impl TrainFlags {
+    pub(crate) fn apply(self, config: &mut Config) {
+        self.url.apply(config);
+        overlay!(self => config.train;
+            net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, reproducible, consistency, codec,
+            chunk_bytes, cores;
+            lr, weight_decay, json, save);
+    }
+}

@@ -1,0 +1,75 @@
+//! Shows how training goes: a bar on a terminal, else a plain line now and then.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::spec::StepsDone;
+use crate::config::{ExchangeKind, TrainSection};
+
+/// How often a plain line is due.
+const LINE_INTERVAL: Duration = Duration::from_secs(3);
+
+/// On stderr, so that stdout holds the results alone.
+pub(super) struct Display {
+    bar: Option<ProgressBar>,
+    /// When the last plain line was printed.
+    printed: Option<Instant>,
+    /// From rank 0's examples to everybody's.
+    examples_factor: f64,
+}
+
+impl Display {
+    pub(super) fn new(section: &TrainSection, examples_factor: f64) -> Self {
+        let who = match (section.exchange, section.workers) {
+            (ExchangeKind::Local, workers) => format!("one process in place of {workers} workers"),
+            (ExchangeKind::Hub, 1) => "1 worker and a hub".into(),
+            (ExchangeKind::Hub, workers) => format!("{workers} workers and a hub"),
+        };
+        let title = format!("training {} on {} with {who}", section.net, section.data);
+        let is_terminal = std::io::stderr().is_terminal();
+        eprintln!("{title}");
+        let bar = is_terminal.then(|| {
+            let style = "{bar:32} {pos}/{len} steps  {msg}  {eta} left";
+            let bar = ProgressBar::new(0);
+            bar.set_style(ProgressStyle::with_template(style).expect("a correct template"));
+            bar
+        });
+        Display { bar, printed: None, examples_factor }
+    }
+
+    pub(super) fn update(&mut self, done: &StepsDone) {
+        let speed = done.examples_per_second * self.examples_factor;
+        let state = format!("loss {:.4}  {speed:.0} examples/s", done.loss);
+        match &self.bar {
+            Some(bar) => {
+                bar.set_length(done.of as u64);
+                bar.set_position(done.step as u64);
+                bar.set_message(state);
+            }
+            None => {
+                let is_due = self.printed.is_none_or(|printed| printed.elapsed() >= LINE_INTERVAL);
+                if is_due || done.step == done.of {
+                    self.printed = Some(Instant::now());
+                    eprintln!("step {}/{}  epoch {}  {state}", done.step, done.of, done.epoch);
+                }
+            }
+        }
+    }
+
+    /// Prints a line that is no progress.
+    pub(super) fn print(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{line}")),
+            None => eprintln!("{line}"),
+        }
+    }
+
+    /// Takes the bar away: the table says it all.
+    pub(super) fn finish(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! What the launcher tells its workers, and they tell it.
+
+use std::path::PathBuf;
+
+use paramhub::settings::{OptimizerChoice, Settings};
+use paramhub::{Codec, Consistency, Hyperparameters, KeyTable, Registry};
+use paramhub_train::net::Network;
+use paramhub_train::trainer::{Progress, Report, TrainConfig};
+use serde::{Deserialize, Serialize};
+
+use crate::cli::Usage;
+use crate::config::{ExchangeKind, TrainOptimizer, TrainSection};
+
+/// One file for all workers; where and as whom to join stands in their environment.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Spec {
+    pub(super) train: TrainSection,
+    /// Where the final parameters go.
+    pub(super) folder: PathBuf,
+}
+
+/// A line of a worker's output.
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub(super) enum Message {
+    Progress(StepsDone),
+    Report(Box<WorkerReport>),
+}
+
+/// Where rank 0 is.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(super) struct StepsDone {
+    pub(super) step: usize,
+    pub(super) of: usize,
+    pub(super) epoch: usize,
+    pub(super) loss: f64,
+    pub(super) examples_per_second: f64,
+}
+
+impl From<&Progress> for StepsDone {
+    fn from(progress: &Progress) -> Self {
+        let &Progress { step, of, epoch, loss, examples_per_second } = progress;
+        StepsDone { step, of, epoch, loss, examples_per_second }
+    }
+}
+
+/// A worker's run, at its end.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct WorkerReport {
+    pub(super) steps: usize,
+    pub(super) seconds: f64,
+    pub(super) loss: f64,
+    /// Rank 0 measures it.
+    pub(super) accuracy: Option<f64>,
+    pub(super) compute_seconds: f64,
+    pub(super) wait_seconds: f64,
+    pub(super) exchange_seconds: f64,
+    pub(super) hidden_fraction: f64,
+    pub(super) bytes_sent: u64,
+    pub(super) bytes_received: u64,
+}
+
+impl From<&Report> for WorkerReport {
+    fn from(report: &Report) -> Self {
+        WorkerReport {
+            steps: report.steps,
+            seconds: report.seconds,
+            loss: report.loss,
+            accuracy: report.accuracy,
+            compute_seconds: report.compute_seconds,
+            wait_seconds: report.wait_seconds,
+            exchange_seconds: report.exchange_seconds,
+            hidden_fraction: report.hidden_fraction,
+            bytes_sent: report.bytes_sent,
+            bytes_received: report.bytes_received,
+        }
+    }
+}
+
+impl TrainSection {
+    pub(super) fn trainer(&self, evaluate: bool) -> TrainConfig {
+        TrainConfig { epochs: self.epochs, batch: self.batch, seed: self.seed, evaluate }
+    }
+
+    pub(super) fn hyperparameters(&self, registry: &Registry) -> anyhow::Result<Hyperparameters> {
+        let optimizer = registry.optimizer(self.optimizer.kernel())?;
+        let defaults = optimizer.defaults();
+        let hyperparameters = Hyperparameters {
+            learning_rate: self.learning_rate(),
+            momentum: self.momentum,
+            nesterov: self.optimizer == TrainOptimizer::Nesterov,
+            weight_decay: self.weight_decay.unwrap_or(defaults.weight_decay),
+            ..defaults
+        };
+        optimizer.check(&hyperparameters).map_err(|error| Usage(format!("{}: {error}", self.optimizer)))?;
+        Ok(hyperparameters)
+    }
+
+    /// What all ranks ask of the hub.
+    pub(super) fn settings(&self, network: &Network) -> anyhow::Result<Settings> {
+        let hyperparameters = self.hyperparameters(&Registry::with_builtins())?;
+        let chunk_bytes = u32::try_from(self.chunk_bytes.0).unwrap_or(u32::MAX);
+        let settings = Settings {
+            optimizer: OptimizerChoice {
+                name: self.optimizer.kernel().into(),
+                hyperparameters: Some(hyperparameters),
+            },
+            consistency: self.consistency,
+            chunk_bytes,
+            codec: Some(self.codec),
+            reproducible: self.reproducible,
+            ..Settings::new(KeyTable::new(network.keys().to_vec())?)
+        };
+        settings.check().map_err(|error| Usage(error.to_string()))?;
+        Ok(settings)
+    }
+}
+
+/// Refuses what contradicts itself.
+pub(super) fn check(section: &TrainSection) -> Result<(), String> {
+    if section.workers == 0 {
+        return Err("--workers 0: a job needs at least one worker".into());
+    }
+    if section.epochs == 0 {
+        return Err("--epochs 0: nothing would be learnt".into());
+    }
+    if section.cores == 0 {
+        return Err("--cores 0: a hub needs at least one core".into());
+    }
+    if section.exchange == ExchangeKind::Local {
+        if section.consistency != Consistency::Synchronous {
+            return Err(format!("--consistency {} needs --exchange hub", section.consistency));
+        }
+        if section.codec != Codec::F32 {
+            return Err(format!("--codec {} needs --exchange hub: locally nothing travels", section.codec));
+        }
+    }
+    Ok(())
+}
+
+/// Finds out in this one process what all workers would stumble over: data that cannot be read, a network it does not
+/// fit, settings that no hub takes.
+pub(super) fn rehearse(section: &TrainSection) -> anyhow::Result<()> {
+    let data = section.data.load()?;
+    let network = Network::new(section.net, data.train.geometry(), section.seed)?;
+    section.settings(&network)?;
+    let (found, needed) = (data.train.len(), section.workers as usize * section.batch);
+    if needed == 0 || needed > found {
+        let (workers, batch) = (section.workers, section.batch);
+        return Err(Usage(format!(
+            "{workers} workers with a batch of {batch} take {needed} examples a step, the training set has {found}: \
+             choose a --batch from 1 to {}",
+            found / workers as usize
+        ))
+        .into());
+    }
+    Ok(())
+}

@@ -1,0 +1,211 @@
+//! The effective configuration: defaults, under the file, under the environment, under the flags.
+
+mod file;
+mod values;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use paramhub_core::codec::Codec;
+use paramhub_core::consistency::Consistency;
+use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
+use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT};
+use paramhub_train::data::DataSource;
+use paramhub_train::net::NetKind;
+use serde::{Deserialize, Serialize};
+
+pub(crate) use file::load;
+pub(crate) use values::{Bytes, ExchangeKind, Pin, Secret, TrainOptimizer, text};
+
+/// Everything that can be configured, one table of the file for each command.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct Config {
+    /// The connection manager that `jobs`, `run`, `train` and `doctor` turn to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) url: Option<String>,
+    /// What the connection manager asks of operators and hubs.
+    #[serde(skip_serializing)]
+    pub(crate) admin_token: Option<Secret>,
+    /// Log filter, as in `info` or `paramhub_hub=debug`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) log: Option<String>,
+    pub(crate) hub: HubSection,
+    pub(crate) manager: ManagerSection,
+    pub(crate) run: RunSection,
+    pub(crate) train: TrainSection,
+}
+
+/// `[hub]`
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct HubSection {
+    pub(crate) listen: Vec<SocketAddr>,
+    pub(crate) advertise: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cores: Option<usize>,
+    pub(crate) pin: Pin,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) memory: Option<Bytes>,
+    pub(crate) manager: SocketAddr,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) join: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) state: Option<PathBuf>,
+}
+
+/// `[manager]`
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct ManagerSection {
+    pub(crate) listen: SocketAddr,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) state: Option<PathBuf>,
+}
+
+/// `[run]`
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct RunSection {
+    pub(crate) workers: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
+    pub(crate) cores: usize,
+    pub(crate) rendezvous_timeout_s: f64,
+    pub(crate) dead_after_s: f64,
+}
+
+/// `[train]`
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct TrainSection {
+    #[serde(with = "text")]
+    pub(crate) net: NetKind,
+    #[serde(with = "text")]
+    pub(crate) data: DataSource,
+    pub(crate) workers: u32,
+    pub(crate) epochs: usize,
+    pub(crate) batch: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) lr: Option<f64>,
+    pub(crate) momentum: f64,
+    #[serde(with = "text")]
+    pub(crate) optimizer: TrainOptimizer,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) weight_decay: Option<f64>,
+    pub(crate) seed: u64,
+    pub(crate) exchange: ExchangeKind,
+    pub(crate) reproducible: bool,
+    #[serde(with = "text")]
+    pub(crate) consistency: Consistency,
+    #[serde(with = "text")]
+    pub(crate) codec: Codec,
+    pub(crate) chunk_bytes: Bytes,
+    pub(crate) cores: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) json: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) save: Option<PathBuf>,
+}
+
+impl Default for HubSection {
+    fn default() -> Self {
+        HubSection {
+            listen: vec![SocketAddr::from(([127, 0, 0, 1], HUB_PORT))],
+            advertise: Vec::new(),
+            cores: None,
+            pin: Pin::Auto,
+            memory: None,
+            manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
+            join: None,
+            state: None,
+        }
+    }
+}
+
+impl HubSection {
+    /// Whether every worker must be on this machine.
+    fn is_loopback_only(&self) -> bool {
+        self.listen.iter().all(|address| address.ip().is_loopback())
+    }
+
+    /// The core threads: as given, or every processor of a machine that the hub has to itself, or a quarter of those
+    /// of a machine where only loopback, and so only workers beside it, can reach it.
+    pub(crate) fn effective_cores(&self) -> usize {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = if self.is_loopback_only() { processors / 4 } else { processors };
+        self.cores.unwrap_or(share.max(1))
+    }
+
+    pub(crate) fn is_pinned(&self) -> bool {
+        match self.pin {
+            Pin::Auto => !self.is_loopback_only(),
+            Pin::Yes => true,
+            Pin::No => false,
+        }
+    }
+}
+
+impl Default for ManagerSection {
+    fn default() -> Self {
+        ManagerSection { listen: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)), state: None }
+    }
+}
+
+impl Default for RunSection {
+    fn default() -> Self {
+        let JobOptions { rendezvous_timeout_s, dead_after_s, .. } = JobOptions::default();
+        RunSection { workers: 1, name: None, cores: 1, rendezvous_timeout_s, dead_after_s }
+    }
+}
+
+impl Default for TrainSection {
+    fn default() -> Self {
+        TrainSection {
+            net: NetKind::Lenet,
+            data: DataSource::Digits,
+            workers: 4,
+            epochs: 250,
+            batch: 16,
+            lr: None,
+            momentum: 0.9,
+            optimizer: TrainOptimizer::Sgd,
+            weight_decay: None,
+            seed: 1,
+            exchange: ExchangeKind::Hub,
+            reproducible: false,
+            consistency: Consistency::Synchronous,
+            codec: Codec::F32,
+            chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
+            cores: 1,
+            json: None,
+            save: None,
+        }
+    }
+}
+
+impl TrainSection {
+    pub(crate) fn learning_rate(&self) -> f64 {
+        self.lr.unwrap_or(self.optimizer.default_learning_rate())
+    }
+}
+
+impl Config {
+    /// The configuration as a file that would bring it about, secrets left out.
+    pub(crate) fn to_toml(&self) -> String {
+        let mut shown = self.clone();
+        shown.hub.cores = Some(self.hub.effective_cores());
+        shown.train.lr = Some(self.train.learning_rate());
+        let body = toml::to_string(&shown).expect("a configuration is plain tables and values");
+        let secret = match self.admin_token {
+            Some(_) => "# admin_token is set and not shown\n",
+            None => "",
+        };
+        format!("{secret}{body}")
+    }
+
+    /// The admin token in plain text, for those who must send it.
+    pub(crate) fn admin_token(&self) -> Option<String> {
+        self.admin_token.as_ref().map(|secret| secret.0.clone())
+    }
+}

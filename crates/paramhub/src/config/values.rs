@@ -1,0 +1,218 @@
+//! Values as people write them in flags, in the environment and in the file.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Reads and writes a value through its text form, so that the file takes what the flags take.
+pub(crate) mod text {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    where
+        T: FromStr,
+        T::Err: Display,
+        D: Deserializer<'de>,
+    {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// A number of bytes, written plainly or in binary units: `32K`, `1M`, `4G`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "BytesInFile", into = "String")]
+pub(crate) struct Bytes(pub(crate) u64);
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a number of bytes or a size such as \"32K\"")]
+enum BytesInFile {
+    Number(u64),
+    Text(String),
+}
+
+const UNITS: [(&str, u32); 4] = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refuse = || format!("`{text}` is no size: expected bytes or a binary unit, as in 32K, 1M or 4G");
+        let upper = text.trim().to_ascii_uppercase();
+        let plain = upper.strip_suffix('B').unwrap_or(&upper);
+        let plain = plain.strip_suffix('I').unwrap_or(plain);
+        let (digits, shift) = UNITS
+            .iter()
+            .find_map(|&(unit, shift)| plain.strip_suffix(unit).map(|digits| (digits, shift)))
+            .unwrap_or((plain, 0));
+        let number: u64 = digits.trim().parse().map_err(|_| refuse())?;
+        number.checked_mul(1 << shift).map(Bytes).ok_or_else(refuse)
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whole = UNITS.iter().find(|&&(_, shift)| self.0 > 0 && self.0.is_multiple_of(1 << shift));
+        match whole {
+            Some((unit, shift)) => write!(f, "{}{unit}", self.0 >> shift),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+impl TryFrom<BytesInFile> for Bytes {
+    type Error = String;
+
+    fn try_from(value: BytesInFile) -> Result<Self, String> {
+        match value {
+            BytesInFile::Number(number) => Ok(Bytes(number)),
+            BytesInFile::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl From<Bytes> for String {
+    fn from(bytes: Bytes) -> String {
+        bytes.to_string()
+    }
+}
+
+/// A secret: nothing prints it.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Secret(pub(crate) String);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+impl From<&str> for Secret {
+    fn from(text: &str) -> Self {
+        Secret(text.to_owned())
+    }
+}
+
+/// Whether hub cores are pinned to processors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Pin {
+    /// Pinned unless the hub listens on loopback only, where workers share its processors.
+    #[default]
+    Auto,
+    /// Always.
+    Yes,
+    /// Never.
+    No,
+}
+
+/// What turns gradients into parameters in `paramhub train`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum TrainOptimizer {
+    #[default]
+    Sgd,
+    Nesterov,
+    Adam,
+    AdamW,
+}
+
+impl TrainOptimizer {
+    const ALL: [TrainOptimizer; 4] = [Self::Sgd, Self::Nesterov, Self::Adam, Self::AdamW];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sgd => "sgd",
+            Self::Nesterov => "nesterov",
+            Self::Adam => "adam",
+            Self::AdamW => "adamw",
+        }
+    }
+
+    /// The kernel that computes it; Nesterov is a setting of SGD.
+    pub(crate) fn kernel(self) -> &'static str {
+        if self == Self::Nesterov { "sgd" } else { self.name() }
+    }
+
+    /// A step size with which the bundled networks learn.
+    pub(crate) fn default_learning_rate(self) -> f64 {
+        match self {
+            Self::Sgd | Self::Nesterov => 0.02,
+            Self::Adam | Self::AdamW => 0.002,
+        }
+    }
+}
+
+impl fmt::Display for TrainOptimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TrainOptimizer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "mean" {
+            return Err(
+                "`mean` returns the mean gradient and updates no parameters, so nothing would be learnt: \
+                        use sgd, nesterov, adam or adamw"
+                    .into(),
+            );
+        }
+        Self::ALL
+            .into_iter()
+            .find(|optimizer| optimizer.name() == text)
+            .ok_or_else(|| format!("unknown optimizer `{text}`: expected sgd, nesterov, adam or adamw"))
+    }
+}
+
+/// Who exchanges the gradients of `paramhub train`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ExchangeKind {
+    /// Worker processes through a hub.
+    #[default]
+    Hub,
+    /// One process computes every worker's share.
+    Local,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_survive_text() {
+        for (text, bytes, shown) in [
+            ("0", 0, "0"),
+            ("1000", 1000, "1000"),
+            ("32K", 32 << 10, "32K"),
+            ("32kib", 32 << 10, "32K"),
+            (" 1 MB ", 1 << 20, "1M"),
+            ("1024M", 1 << 30, "1G"),
+        ] {
+            let parsed: Bytes = text.parse().unwrap();
+            assert_eq!((parsed.0, parsed.to_string().as_str()), (bytes, shown), "{text}");
+        }
+        for text in ["", "K", "-1", "1.5G", "99999999999T", "12X"] {
+            assert!(text.parse::<Bytes>().unwrap_err().contains("is no size"), "{text}");
+        }
+    }
+
+    #[test]
+    fn mean_is_refused_with_a_reason() {
+        assert!("mean".parse::<TrainOptimizer>().unwrap_err().contains("updates no parameters"));
+        for optimizer in TrainOptimizer::ALL {
+            assert_eq!(optimizer.to_string().parse(), Ok(optimizer));
+        }
+    }
+}

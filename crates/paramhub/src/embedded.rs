@@ -1,0 +1,124 @@
+//! A connection manager and a hub inside this process: all that a single machine needs.
+
+use std::net::SocketAddr;
+
+use paramhub_control::{ControlError, ManagerClient};
+use paramhub_core::service::CoreCounters;
+use paramhub_hub::{HubConfig, HubError, Registry, RunningHub};
+use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
+use thiserror::Error;
+
+/// How both run.
+#[derive(Clone, Debug)]
+pub struct EmbeddedConfig {
+    /// The connection manager.
+    pub manager: ManagerConfig,
+    /// One data address per interface; port 0 takes a free one.
+    pub listen: Vec<SocketAddr>,
+    /// What workers dial instead, per interface, as `host:port`; empty where they can reach the addresses themselves.
+    pub advertise: Vec<String>,
+    /// Core threads that sum and optimise; at least one.
+    pub cores: usize,
+    /// Pin each core thread to a processor.
+    pub pin: bool,
+    /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free at the start.
+    pub memory_bytes: Option<u64>,
+    /// Optimizers and aggregators that jobs may ask for by name.
+    pub registry: Registry,
+}
+
+impl Default for EmbeddedConfig {
+    /// Free ports on the loopback interface, one core, nothing kept on disk.
+    fn default() -> Self {
+        let free = SocketAddr::from(([127, 0, 0, 1], 0));
+        EmbeddedConfig {
+            manager: ManagerConfig { listen: free, ..ManagerConfig::default() },
+            listen: vec![free],
+            advertise: Vec::new(),
+            cores: 1,
+            pin: false,
+            memory_bytes: None,
+            registry: Registry::with_builtins(),
+        }
+    }
+}
+
+/// Why they cannot start.
+#[derive(Debug, Error)]
+pub enum EmbeddedError {
+    /// The connection manager cannot.
+    #[error(transparent)]
+    Manager(#[from] ManagerError),
+    /// The hub cannot.
+    #[error(transparent)]
+    Hub(#[from] HubError),
+    /// The manager's own address is unusable.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// A running connection manager and a hub that has joined it. Dropping it stops both.
+pub struct EmbeddedHub {
+    // The hub says farewell to its manager, so it goes first.
+    hub: RunningHub,
+    manager: RunningManager,
+    client: ManagerClient,
+}
+
+impl EmbeddedHub {
+    /// Starts both; returns when jobs can be created.
+    ///
+    /// # Errors
+    /// A port in use, a state directory that cannot be written, no memory: whatever keeps either from starting.
+    pub fn start(config: EmbeddedConfig) -> Result<EmbeddedHub, EmbeddedError> {
+        let admin_token = config.manager.admin_token.clone();
+        let manager = Manager::start(config.manager)?;
+        let client = ManagerClient::new(&manager.url(), admin_token)?;
+        let hub = RunningHub::start(HubConfig {
+            manager: client.clone(),
+            listen: config.listen,
+            advertise: config.advertise,
+            cores: config.cores,
+            pin: config.pin,
+            memory_bytes: config.memory_bytes,
+            registry: config.registry,
+        })?;
+        Ok(EmbeddedHub { hub, manager, client })
+    }
+
+    /// The connection manager's URL.
+    pub fn url(&self) -> &str {
+        self.client.url()
+    }
+
+    /// A client of the connection manager.
+    pub fn client(&self) -> &ManagerClient {
+        &self.client
+    }
+
+    /// The data addresses that are listened on.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        self.hub.addresses()
+    }
+
+    /// What each hub core has done with its time.
+    pub fn cores(&self) -> Vec<CoreCounters> {
+        self.hub.cores()
+    }
+
+    /// Bytes of all jobs' buffers.
+    pub fn memory_bytes(&self) -> u64 {
+        self.hub.memory_bytes()
+    }
+
+    /// Why the hub cannot go on, if it cannot.
+    pub fn has_failed(&self) -> Option<String> {
+        self.hub.has_failed()
+    }
+
+    /// Ends both within a second; workers are told.
+    pub fn stop(self) {
+        self.hub.stop();
+        self.manager.stop();
+    }
+}

@@ -1,0 +1,19 @@
+//! Worker processes: started, watched, stopped, and never left behind.
+//!
+//! Each worker leads a process group of its own, so that a signal reaches what it started too. A [`Warden`] process
+//! holds the other end of a pipe from the launcher and ends those groups should the launcher itself be killed. (The
+//! kernel's parent-death signal would reach the leaders only, not what they started.)
+
+mod environment;
+mod lines;
+mod signals;
+mod supervise;
+mod warden;
+mod worker;
+
+pub(crate) use environment::{Seat, free_port};
+pub(crate) use lines::{Line, Stream};
+pub(crate) use signals::Signals;
+pub(crate) use supervise::{Ended, Launch, Watch};
+pub(crate) use warden::watch_over;
+pub(crate) use worker::describe;

@@ -1,0 +1,185 @@
+//! Watches over all workers of a launch until the last has ended.
+
+use std::process::{Command, ExitStatus};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::process::Signal;
+
+use super::lines::{Line, Post};
+use super::signals::Signals;
+use super::warden::Warden;
+use super::worker::{Worker, exit_code};
+
+/// Lines that may wait to be printed.
+const LINES_MAX: usize = 256;
+/// How often workers and signals are looked at.
+const TICK: Duration = Duration::from_millis(20);
+/// How long a group gets from the polite signal to SIGKILL.
+const KILL_GRACE: Duration = Duration::from_secs(5);
+/// How long the others get when one has failed: longer than hubs take to tell them why.
+const PEER_GRACE: Duration = Duration::from_secs(8);
+/// How long what was printed may take to arrive after the last worker has ended.
+const OUTPUT_GRACE: Duration = Duration::from_secs(2);
+
+/// Who wants to know how a launch goes.
+pub(crate) trait Watch {
+    /// A worker printed a line.
+    fn line(&mut self, line: Line);
+
+    /// Called some fifty times a second. An error stops the workers, after a grace in which they can report.
+    fn tick(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// Running workers.
+pub(crate) struct Launch {
+    workers: Vec<Worker>,
+    lines: Receiver<Post>,
+    /// Pipes that are not yet at their end.
+    open_pipes: usize,
+    stop: Option<Stop>,
+    // Ends last: it must know of every worker that is still there.
+    warden: Warden,
+}
+
+/// When workers that do not end by themselves are made to.
+struct Stop {
+    /// None once it has happened.
+    terminate_at: Option<Instant>,
+    kill_at: Instant,
+    /// Whether the workers still there were told to end because of another: their ends are no news then.
+    is_told: bool,
+}
+
+/// How a launch ended.
+pub(crate) struct Ended {
+    /// By rank.
+    pub(crate) exits: Vec<ExitStatus>,
+    /// Ranks that failed by themselves, the first one first.
+    pub(crate) failed: Vec<usize>,
+    /// The first signal that was passed on.
+    pub(crate) signal: Option<i32>,
+    /// Why [`Watch::tick`] stopped the workers.
+    pub(crate) stopped: Option<String>,
+}
+
+impl Ended {
+    /// The highest exit code of those workers that were not made to end because of another.
+    pub(crate) fn worst_exit_code(&self) -> u8 {
+        self.failed.iter().map(|&rank| exit_code(self.exits[rank])).max().unwrap_or(0)
+    }
+}
+
+impl Launch {
+    /// Starts one worker per command, in rank order. If one cannot be started, those before it are ended.
+    pub(crate) fn start(commands: Vec<Command>) -> anyhow::Result<Launch> {
+        let (sender, lines): (SyncSender<Post>, _) = sync_channel(LINES_MAX);
+        let warden = Warden::start().context("cannot start a process to watch over the workers")?;
+        let mut launch = Launch { workers: Vec::new(), lines, open_pipes: 0, stop: None, warden };
+        for (rank, command) in commands.into_iter().enumerate() {
+            let program = command.get_program().to_string_lossy().into_owned();
+            let worker = Worker::spawn(command, rank, &sender)
+                .map_err(|error| anyhow::anyhow!("cannot start worker {rank}, `{program}`: {error}"))?;
+            let pid = worker.pid();
+            launch.workers.push(worker);
+            launch.open_pipes += 2;
+            launch.warden.add(pid).context("the process that watches over the workers is gone")?;
+        }
+        Ok(launch)
+    }
+
+    /// Stays until every worker has ended.
+    pub(crate) fn supervise(mut self, signals: &Signals, watch: &mut dyn Watch) -> Ended {
+        let mut failed = Vec::new();
+        let mut first_signal = None;
+        let mut stopped = None;
+        let mut ended_at: Option<Instant> = None;
+        loop {
+            self.pass_lines(watch);
+            if let Some(signal) = signals.poll() {
+                self.pass_signal(signal, first_signal.is_some());
+                first_signal.get_or_insert(signal);
+            }
+            failed.extend(self.reap());
+            if self.workers.iter().all(|worker| worker.exit.is_some()) {
+                let since = *ended_at.get_or_insert_with(Instant::now);
+                if self.open_pipes == 0 || since.elapsed() > OUTPUT_GRACE {
+                    break;
+                }
+                continue;
+            }
+            if stopped.is_none()
+                && let Err(reason) = watch.tick()
+            {
+                stopped = Some(reason);
+                self.stop_soon();
+            }
+            self.enforce_stop();
+        }
+        let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
+        Ended { exits, failed, signal: first_signal, stopped }
+    }
+
+    /// Hands over lines as they come, for one tick at most.
+    fn pass_lines(&mut self, watch: &mut dyn Watch) {
+        let deadline = Instant::now() + TICK;
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            match self.lines.recv_timeout(left) {
+                Ok(Some(line)) => watch.line(line),
+                Ok(None) => self.open_pipes -= 1,
+                Err(RecvTimeoutError::Timeout) => return,
+                // Every pipe is at its end: nothing wakes this loop any more.
+                Err(RecvTimeoutError::Disconnected) => return std::thread::sleep(left),
+            }
+        }
+    }
+
+    fn pass_signal(&mut self, signal: i32, again: bool) {
+        let polite = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        self.signal_all(if again { Signal::KILL } else { polite });
+        let kill_at = Instant::now() + KILL_GRACE;
+        self.stop = Some(Stop { terminate_at: None, kill_at, is_told: false });
+    }
+
+    /// The ranks that have failed by themselves since the last look.
+    fn reap(&mut self) -> Vec<usize> {
+        let is_told = self.stop.as_ref().is_some_and(|stop| stop.is_told);
+        let mut failed = Vec::new();
+        for (rank, worker) in self.workers.iter_mut().enumerate() {
+            let Some(exit) = worker.reap() else { continue };
+            self.warden.remove(worker.pid());
+            if !exit.success() && !is_told {
+                failed.push(rank);
+            }
+        }
+        if !failed.is_empty() {
+            self.stop_soon();
+        }
+        failed
+    }
+
+    fn stop_soon(&mut self) {
+        let at = Instant::now() + PEER_GRACE;
+        self.stop.get_or_insert(Stop { terminate_at: Some(at), kill_at: at + KILL_GRACE, is_told: false });
+    }
+
+    fn enforce_stop(&mut self) {
+        let Some(stop) = &mut self.stop else { return };
+        let now = Instant::now();
+        if now >= stop.kill_at {
+            self.signal_all(Signal::KILL);
+        } else if stop.terminate_at.take_if(|at| now >= *at).is_some() {
+            stop.is_told = true;
+            self.signal_all(Signal::TERM);
+        }
+    }
+
+    fn signal_all(&self, signal: Signal) {
+        for worker in &self.workers {
+            worker.signal(signal);
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! A manager and a hub in this process, and workers that join them over real sockets.
+
+use std::time::Duration;
+
+use paramhub_control::ManagerClient;
+use paramhub_core::auth::{Namespace, Nonce};
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::service::{CreateService, JobOptions, JobState, JobStatus};
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_hub::{HubConfig, RunningHub};
+use paramhub_kernels::Hyperparameters;
+use paramhub_manager::{Manager, ManagerConfig, RunningManager};
+use paramhub_worker::{Job, Member, Membership, WorkerError};
+
+/// Longest any wait of these tests may take before it counts as a hang.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+pub struct Cluster {
+    pub client: ManagerClient,
+    pub hub: Option<RunningHub>,
+    manager: Option<RunningManager>,
+}
+
+/// A job and what its workers need to join it.
+#[derive(Clone)]
+pub struct Ticket {
+    pub url: String,
+    pub namespace: Namespace,
+    pub nonce: Nonce,
+    pub workers: u32,
+}
+
+impl Cluster {
+    pub fn new(cores: usize) -> Cluster {
+        Cluster::with(|config| config.cores = cores)
+    }
+
+    pub fn with(change: impl FnOnce(&mut HubConfig)) -> Cluster {
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
+        let client = ManagerClient::new(&manager.url(), None).unwrap();
+        let mut config = HubConfig::new(client.clone());
+        config.memory_bytes = Some(4 << 30);
+        change(&mut config);
+        let hub = RunningHub::start(config).unwrap();
+        Cluster { client, hub: Some(hub), manager: Some(manager) }
+    }
+
+    pub fn hub(&self) -> &RunningHub {
+        self.hub.as_ref().expect("the hub runs")
+    }
+
+    pub fn job(&self, name: &str, workers: u32) -> Ticket {
+        self.job_with(name, workers, JobOptions { rendezvous_timeout_s: 20.0, ..Default::default() })
+    }
+
+    pub fn job_with(&self, name: &str, workers: u32, options: JobOptions) -> Ticket {
+        let created =
+            self.client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
+        Ticket {
+            url: self.client.url().to_owned(),
+            namespace: created.namespace,
+            nonce: created.nonce,
+            workers,
+        }
+    }
+
+    /// Waits until a job's state is as wanted, and returns it.
+    pub fn await_job(&self, name: &str, wanted: impl Fn(&JobStatus) -> bool) -> JobStatus {
+        await_true(&format!("job `{name}`"), || self.client.job(name).ok().filter(|status| wanted(status)))
+    }
+
+    pub fn await_end(&self, name: &str) -> JobStatus {
+        self.await_job(name, |status| status.state.has_ended())
+    }
+
+    pub fn await_state(&self, name: &str, state: JobState) -> JobStatus {
+        self.await_job(name, |status| status.state == state)
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if let Some(hub) = self.hub.take() {
+            hub.stop();
+        }
+        if let Some(manager) = self.manager.take() {
+            manager.stop();
+        }
+    }
+}
+
+/// Polls until `ready` yields something; panics with `what` after [`PATIENCE`].
+pub fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
+    let begun = std::time::Instant::now();
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{what} did not come about within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+impl Ticket {
+    pub fn membership(&self, rank: u32) -> Membership {
+        Membership { url: self.url.clone(), namespace: self.namespace, nonce: self.nonce, rank }
+    }
+
+    pub fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
+        Member::connect(self.membership(rank))?.init(settings)
+    }
+
+    /// Runs `work` as every rank at once and returns what each made of it, by rank. A rank whose work returns leaves.
+    pub fn run<T: Send>(&self, settings: &Settings, work: impl Fn(&Job) -> T + Sync) -> Vec<T> {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..self.workers)
+                .map(|rank| {
+                    let work = &work;
+                    scope.spawn(move || {
+                        let job = self.join(rank, settings.clone()).unwrap();
+                        let made = work(&job);
+                        job.leave().unwrap();
+                        made
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+}
+
+pub fn keys(sizes: &[u64]) -> KeyTable {
+    KeyTable::new(sizes.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect())
+        .unwrap()
+}
+
+pub fn sgd(learning_rate: f64, momentum: f64) -> OptimizerChoice {
+    let hyperparameters = Hyperparameters { learning_rate, momentum, ..Default::default() };
+    OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) }
+}
+
+/// Numbers that look random, whose sums depend on their order, and that anyone can compute again.
+pub fn gradient(rank: u32, key: u32, step: u32, elements: usize) -> Vec<f32> {
+    let seed = u64::from(rank) << 40 ^ u64::from(key) << 20 ^ u64::from(step);
+    (0..elements as u64)
+        .map(|element| {
+            // SplitMix64.
+            let mut bits = (seed << 20 ^ element).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            bits = (bits ^ bits >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            bits = (bits ^ bits >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((bits ^ bits >> 31) >> 40) as f32 / (1u64 << 22) as f32 - 2.0
+        })
+        .collect()
+}

@@ -1,0 +1,8 @@
+//! Workers, a hub and a manager over real sockets in one process: what is exchanged is right, and what is wrong is said.
+
+mod cluster;
+mod consistency;
+mod numerics;
+mod offences;
+mod reproducible;
+mod tenants;

@@ -1,0 +1,277 @@
+//! Sums, optimizers and element types, against the same arithmetic done here.
+
+use std::sync::Arc;
+
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_kernels::{Hyperparameters, Optimizer, Registry, Step};
+
+use crate::cluster::{Cluster, gradient, keys, sgd};
+
+/// Sizes on both sides of the chunk size, odd ones, and one element.
+const SIZES: [u64; 6] = [1, 8191, 8192, 8193, 100_003, 7];
+
+fn zeros(settings: &Settings) -> Vec<Vec<f32>> {
+    settings.keys.keys().iter().map(|key| vec![0.0; key.elements().unwrap() as usize]).collect()
+}
+
+#[test]
+fn the_mean_of_all_gradients_comes_back_for_every_key_and_step() {
+    let cluster = Cluster::new(2);
+    let settings = Settings::new(keys(&SIZES));
+    let whole = |rank: u32, key: u32, step: u32, len: usize| -> Vec<f32> {
+        // Small integers: their sum is exact in any order.
+        gradient(rank, key, step, len).iter().map(|value| (value * 8.0).round()).collect()
+    };
+    let ticket = cluster.job("mean", 3);
+    ticket.run(&settings, |job| {
+        for step in 0..5 {
+            let handles: Vec<_> = (0..SIZES.len())
+                .rev()
+                .map(|key| {
+                    let len = SIZES[key] as usize;
+                    let gradient = whole(job.rank(), key as u32, step, len);
+                    job.push_pull(key as u32, gradient, vec![f32::NAN; len]).unwrap()
+                })
+                .collect();
+            for (handle, key) in handles.into_iter().zip((0..SIZES.len() as u32).rev()) {
+                let (_, mean) = handle.wait().unwrap();
+                let len = mean.len();
+                let all: Vec<Vec<f32>> = (0..3).map(|rank| whole(rank, key, step, len)).collect();
+                for element in 0..len {
+                    let sum: f32 = all.iter().map(|gradient| gradient[element]).sum();
+                    assert_eq!(
+                        mean[element],
+                        sum * (1.0 / 3.0f32),
+                        "key {key}, step {step}, element {element}"
+                    );
+                }
+            }
+        }
+    });
+    let status = cluster.await_end("mean");
+    assert_eq!(status.message, "", "{status:?}");
+}
+
+#[test]
+fn push_then_pull_reaches_what_push_pull_reaches() {
+    let cluster = Cluster::new(1);
+    let settings = Settings { optimizer: sgd(0.1, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
+    let train = |name: &str, fused: bool| {
+        cluster.job(name, 2).run(&settings, |job| {
+            let mut model = zeros(&settings);
+            job.broadcast(&mut model, 0).unwrap();
+            for step in 0..4 {
+                for key in 0..SIZES.len() as u32 {
+                    let out = std::mem::take(&mut model[key as usize]);
+                    let gradient = gradient(job.rank(), key, step, out.len());
+                    model[key as usize] = if fused {
+                        job.push_pull(key, gradient, out).unwrap().wait().unwrap().1
+                    } else {
+                        job.push(key, gradient).unwrap().wait().unwrap();
+                        job.pull(key, out).unwrap().wait().unwrap().1
+                    };
+                }
+            }
+            model
+        })
+    };
+    let (fused, split) = (train("fused", true), train("split", false));
+    assert_eq!(fused, split);
+    assert_eq!(fused[0], fused[1]);
+    assert!(fused[0].iter().flatten().any(|&value| value != 0.0));
+}
+
+/// What a hub computes, by the kernels the tests of their own crate hold against torch.optim.
+fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec<f32>> {
+    let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
+    let hyperparameters = settings.optimizer.hyperparameters.unwrap();
+    let mut model = zeros(settings);
+    for (model, key) in model.iter_mut().zip(0..) {
+        model.iter_mut().enumerate().for_each(|(i, value)| *value = i as f32 / 1000.0);
+        let mut state = vec![0.0; model.len() * optimizer.state_slots(&hyperparameters)];
+        for step in 0..steps {
+            let mut sum = vec![0.0; model.len()];
+            for rank in 0..workers {
+                sum.iter_mut().zip(gradient(rank, key, step, model.len())).for_each(|(sum, g)| *sum += g);
+            }
+            let step = Step {
+                hyperparameters: &hyperparameters,
+                number: u64::from(step) + 1,
+                contributions: workers,
+            };
+            optimizer.apply(&step, model, &sum, &mut state);
+        }
+    }
+    model
+}
+
+#[test]
+fn each_optimizer_runs_on_the_hub_as_its_kernel_runs_here() {
+    let cluster = Cluster::new(2);
+    let with = |change: fn(&mut Hyperparameters)| {
+        let mut hyperparameters = Hyperparameters { learning_rate: 0.01, ..Default::default() };
+        change(&mut hyperparameters);
+        Some(hyperparameters)
+    };
+    let choices = [
+        ("sgd", with(|_| {})),
+        ("sgd", with(|h| (h.momentum, h.nesterov, h.weight_decay) = (0.9, true, 1e-3))),
+        ("adam", with(|h| h.weight_decay = 1e-2)),
+        ("adamw", with(|h| h.weight_decay = 1e-2)),
+    ];
+    for (index, (name, hyperparameters)) in choices.into_iter().enumerate() {
+        let optimizer = OptimizerChoice { name: name.into(), hyperparameters };
+        let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
+        let reached = cluster.job(&format!("{name}{index}"), 3).run(&settings, |job| {
+            let mut model = zeros(&settings);
+            if job.rank() == 0 {
+                for key in &mut model {
+                    key.iter_mut().enumerate().for_each(|(i, value)| *value = i as f32 / 1000.0);
+                }
+            }
+            job.broadcast(&mut model, 0).unwrap();
+            for step in 0..4 {
+                for key in 0..SIZES.len() as u32 {
+                    let out = std::mem::take(&mut model[key as usize]);
+                    let gradient = gradient(job.rank(), key, step, out.len());
+                    model[key as usize] = job.push_pull(key, gradient, out).unwrap().wait().unwrap().1;
+                }
+            }
+            model
+        });
+        let expected = expected(&settings, 3, 4);
+        for model in reached {
+            assert_eq!(model, expected, "{name} {index}");
+        }
+    }
+}
+
+#[test]
+fn a_learning_rate_holds_from_the_step_it_was_set_for() {
+    let cluster = Cluster::new(2);
+    let settings = Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[20_000, 3])) };
+    let ticket = cluster.job("schedule", 2);
+    ticket.run(&settings, |job| {
+        let mut model = zeros(&settings);
+        job.broadcast(&mut model, 0).unwrap();
+        let mut expected = 0.0f32;
+        for step in 0..6u32 {
+            if job.rank() == 0 && step % 2 == 0 {
+                let learning_rate = 1.0 / f64::from(1 << (step / 2 + 1));
+                let hyperparameters = Hyperparameters { learning_rate, ..Default::default() };
+                job.set_hyperparameters(step, &hyperparameters).unwrap();
+            }
+            for key in 0..2 {
+                let out = std::mem::take(&mut model[key as usize]);
+                let gradient = vec![1.0f32; out.len()];
+                model[key as usize] = job.push_pull(key, gradient, out).unwrap().wait().unwrap().1;
+            }
+            expected -= 1.0 / (1 << (step / 2 + 1)) as f32;
+            assert!(model.iter().flatten().all(|&value| value == expected), "step {step}");
+        }
+    });
+}
+
+#[test]
+fn half_precision_travels_as_such_and_single_can_be_sent_half() {
+    let cluster = Cluster::new(2);
+    // Small integers are exact in every type.
+    let mut table: Vec<Key> =
+        vec![Key::new("half", [9001]), Key::new("brain", [77]), Key::new("single", [9001])];
+    (table[0].dtype, table[1].dtype) = (Dtype::F16, Dtype::BF16);
+    let settings = Settings::new(KeyTable::new(table).unwrap());
+    let native = cluster.job("native", 2);
+    native.run(&settings, |job| {
+        let value = half::f16::from_f32(f32::from(job.rank() as u16) * 2.0 + 1.0);
+        let (_, mean) =
+            job.push_pull(0, vec![value; 9001], vec![half::f16::ZERO; 9001]).unwrap().wait().unwrap();
+        assert!(mean.iter().all(|&mean| mean == half::f16::from_f32(2.0)));
+        let value = half::bf16::from_f32(f32::from(job.rank() as u16) * 4.0);
+        let (_, mean) =
+            job.push_pull(1, vec![value; 77], vec![half::bf16::ZERO; 77]).unwrap().wait().unwrap();
+        assert!(mean.iter().all(|&mean| mean == half::bf16::from_f32(2.0)));
+    });
+    for codec in [Codec::F16, Codec::BF16] {
+        let settings = Settings { codec: Some(codec), ..Settings::new(keys(&[50_001])) };
+        let sent = cluster.job(&codec.to_string(), 2).run(&settings, |job| {
+            for step in 0..3 {
+                let gradient: Vec<f32> = (0..50_001).map(|i| ((i + step + job.rank()) % 64) as f32).collect();
+                let (_, mean) = job.push_pull(0, gradient, vec![0.0f32; 50_001]).unwrap().wait().unwrap();
+                for (i, &mean) in (0u32..).zip(&mean) {
+                    assert_eq!(mean, ((i + step) % 64 + (i + step + 1) % 64) as f32 / 2.0);
+                }
+            }
+            job.statistics().bytes_sent
+        });
+        let half = 3 * 50_001 * 2;
+        assert!(
+            sent[0] > half && sent[0] < half + half / 50,
+            "{codec}: {} bytes were sent for {half}",
+            sent[0]
+        );
+    }
+}
+
+/// An update rule of a user's own, from outside: parameters move by the sign of the mean, times a value it names itself.
+struct SignDescent;
+
+impl Optimizer for SignDescent {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        1
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        let stride = step.hyperparameters.value("stride").unwrap_or(1.0) as f32;
+        for ((parameter, sum), count) in model.iter_mut().zip(sum).zip(state) {
+            *parameter -= stride * (sum * step.mean_factor()).signum();
+            *count += 1.0;
+            assert_eq!(u64::from(*count as u32), step.number, "state is kept from step to step");
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_of_the_users_own_runs_by_its_name() {
+    let cluster = Cluster::with(|config| {
+        config.registry.register_optimizer("sign", Arc::new(SignDescent)).unwrap();
+    });
+    let hyperparameters = Hyperparameters::default().with("stride", 0.25).unwrap();
+    let optimizer = OptimizerChoice { name: "sign".into(), hyperparameters: Some(hyperparameters) };
+    let settings = Settings { optimizer, ..Settings::new(keys(&[10_000])) };
+    cluster.job("sign", 2).run(&settings, |job| {
+        let mut model = zeros(&settings);
+        job.broadcast(&mut model, 0).unwrap();
+        let mut out = model.remove(0);
+        for step in 1..=3 {
+            let direction = if job.rank() == 0 { 3.0f32 } else { -1.0 };
+            out = job.push_pull(0, vec![direction; 10_000], out).unwrap().wait().unwrap().1;
+            assert!(out.iter().all(|&value| value == -0.25 * step as f32));
+        }
+    });
+    let unknown =
+        Settings { optimizer: OptimizerChoice { name: "lion".into(), ..Default::default() }, ..settings };
+    let refused = cluster.job("unknown", 1).join(0, unknown).err().expect("nobody registered it").to_string();
+    assert!(
+        refused.contains("lion") && refused.contains("adamw, mean, sgd, sign")
+            || refused.contains("adam, adamw"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn ten_thousand_keys_are_exchanged() {
+    let cluster = Cluster::new(2);
+    let settings = Settings::new(keys(&vec![5; 10_000]));
+    cluster.job("many", 2).run(&settings, |job| {
+        for step in 0..2 {
+            let handles: Vec<_> = (0..10_000)
+                .map(|key| job.push_pull(key, vec![(key + step) as f32; 5], vec![0.0f32; 5]).unwrap())
+                .collect();
+            for (handle, key) in handles.into_iter().zip(0u32..) {
+                assert_eq!(handle.wait().unwrap().1, [(key + step) as f32; 5]);
+            }
+        }
+    });
+}
