@@ -24,6 +24,8 @@ pub(crate) struct Desk {
     /// Of every key: its request under way.
     tickets: Vec<Option<Ticket>>,
     underway: usize,
+    /// Bytes of whole frames that came and are not in the counters yet.
+    pub(crate) uncounted_bytes: usize,
     /// A rounding of an f16 gradient to bf16 and the like passes through here.
     pub(crate) exact: Vec<f32>,
 }
@@ -41,6 +43,7 @@ impl Desk {
             tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
             dtypes,
             underway: 0,
+            uncounted_bytes: 0,
             exact: vec![0.0; exact],
             shared,
         }
@@ -100,8 +103,15 @@ impl Desk {
         if request == Request::Pull {
             self.shared.steps.adopt(key, version);
         }
+        // Before anyone hears of the end, so that whoever does finds it counted.
+        self.count_received();
         self.shared.counters.finished_one();
         self.end(key, Ok(()))
+    }
+
+    /// Adds what came to the counters.
+    pub(crate) fn count_received(&mut self) {
+        self.shared.counters.received(std::mem::take(&mut self.uncounted_bytes));
     }
 
     /// Fails every request under way. Callbacks that panic are past caring about.

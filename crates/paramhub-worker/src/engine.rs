@@ -117,6 +117,7 @@ impl Engine {
         let mut next_tick = Instant::now();
         loop {
             let now = Instant::now();
+            self.forgive_own_absence(now);
             if now >= next_tick {
                 self.beat(now)?;
                 next_tick = now + self.heartbeat / 4;
@@ -232,11 +233,10 @@ impl Engine {
         let before = lane.stream.bytes_received();
         let mut inbound = Inbound { desk, route: lane.route, hub: &lane.hub };
         let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
-        let bytes = lane.stream.bytes_received() - before;
-        if bytes > 0 {
+        if lane.stream.bytes_received() > before {
             lane.last_heard = now;
-            self.desk.shared.counters.received(bytes as usize);
         }
+        self.desk.count_received();
         match received {
             Ok(received) if !received.closed => Ok(()),
             Ok(_) => self.end_lane(index, "it closed the connection", now),
@@ -301,7 +301,8 @@ impl Engine {
         Ok(())
     }
 
-    /// While this process was stopped or the machine asleep nobody could be heard: that is no silence of the hubs.
+    /// While this process was stopped, the machine asleep or a callback slow, nobody could be heard: that is no silence of
+    /// the hubs. Called around everything that takes time, above all before silence is judged.
     fn forgive_own_absence(&mut self, now: Instant) {
         let absence = now.saturating_duration_since(self.last_turn);
         if absence > self.heartbeat * 2 {

@@ -279,16 +279,22 @@ mod tests {
     }
 
     #[test]
-    fn a_borrowed_buffer_is_let_go_before_anyone_is_told() {
-        let mut out = [0.0_f32; 2];
-        paramhub_transport::lend(|lending| {
-            let buffers = Buffers { send: None, receive: Some(lending.receive(&mut out)) };
-            let (mut ticket, completion) = Ticket::new(buffers, false, lost());
-            let handle: Handle<(), ()> = Handle::new(completion, |_| ((), ()));
-            ticket.buffers.receive.as_mut().unwrap().bytes_mut().fill(1);
-            ticket.finish(Ok(())).unwrap();
-            handle.wait().unwrap();
+    fn a_borrowed_buffer_is_let_go_though_the_handle_lives_on() {
+        let (told, hear) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut out = [0.0_f32; 2];
+            // `lend` returns once the region is gone.
+            let handle: Handle<(), ()> = paramhub_transport::lend(|lending| {
+                let buffers = Buffers { send: None, receive: Some(lending.receive(&mut out)) };
+                let (mut ticket, completion) = Ticket::new(buffers, false, lost());
+                ticket.buffers.receive.as_mut().unwrap().bytes_mut().fill(1);
+                ticket.finish(Ok(())).unwrap();
+                Handle::new(completion, |_| ((), ()))
+            });
+            told.send((handle, out)).unwrap();
         });
+        let (handle, out) = hear.recv_timeout(Duration::from_secs(30)).expect("the region was let go");
+        handle.wait().unwrap();
         assert_eq!(out, [f32::from_bits(0x0101_0101); 2]);
     }
 }

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Failure, Header, Notice, Operation};
+use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Notice, Operation};
 use paramhub_transport::{FrameSink, Landing};
 
 use crate::desk::Desk;
@@ -56,6 +56,7 @@ impl FrameSink for Inbound<'_> {
     }
 
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
+        self.desk.uncounted_bytes += HEADER_BYTES + header.length as usize;
         let unreadable = || Fault::Offence(format!("its {:?} frame cannot be read", header.operation));
         match header.operation {
             Operation::Parameters | Operation::Applied => {

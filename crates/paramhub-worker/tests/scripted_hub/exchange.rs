@@ -80,10 +80,16 @@ fn a_later_urgent_key_overtakes_a_large_one() {
 
 #[test]
 fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
-    const CHUNKS: usize = 3000;
+    // Chunks are larger than what the socket takes, so that nearly every write breaks off inside one.
+    const CHUNK: usize = 16 << 10;
+    const CHUNKS: usize = 60;
     for codec in [Codec::BF16, Codec::F16] {
         let hub = Hub::new(1);
-        let settings = Settings { codec: Some(codec), ..settings(&[(CHUNKS * CHUNK) as u64]) };
+        let settings = Settings {
+            codec: Some(codec),
+            chunk_bytes: 4 * CHUNK as u32,
+            ..settings(&[(CHUNKS * CHUNK) as u64])
+        };
         let options = Options { socket_send_bytes: Some(8 << 10), ..Options::default() };
         let (job, mut peers) = hub.open(hub.admission(1, settings), options);
         let gradient: Vec<f32> = (0..CHUNKS * CHUNK).map(|index| (index as f32).sin() * 100.0).collect();
@@ -95,7 +101,7 @@ fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
             let (header, payload) = peers[0].request().unwrap();
             assert_eq!(header.codec, codec);
             let at = header.chunk as usize * CHUNK * 2;
-            assert_eq!(payload, expected[at..at + CHUNK * 2], "chunk {}", header.chunk);
+            assert!(payload == expected[at..at + CHUNK * 2], "chunk {} is another", header.chunk);
             peers[0].parameters(header.chunk, 1, bytemuck::cast_slice(&answer));
         }
         let (_, out) = handle.wait().unwrap();

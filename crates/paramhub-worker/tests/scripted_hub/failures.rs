@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::codec::Codec;
 use paramhub_core::service::JobOptions;
-use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_worker::{Admission, Job, Options, WorkerError};
 
 use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
@@ -17,8 +17,11 @@ fn assert_failed(
     let error = finished.outcome.unwrap_err();
     assert!(is_expected(&error), "{error}");
     assert!(!finished.gradient.is_empty() && !finished.parameters.is_empty());
-    let later = job.push(1, ramp(4)).unwrap_err();
-    assert_eq!(later.to_string(), error.to_string());
+    // Twice: a refused request does not occupy its key.
+    for _ in 0..2 {
+        let later = job.push(1, ramp(4)).unwrap_err();
+        assert_eq!(later.to_string(), error.to_string());
+    }
     assert_eq!(job.failure().unwrap().to_string(), error.to_string());
     assert!(error.to_string().starts_with("job `digits`, rank 1: "), "{error}");
     error.to_string()
@@ -148,6 +151,26 @@ fn heartbeats_keep_a_slow_hub_alive() {
         peers[0].say(Header::bare(Operation::Heartbeat), &[]);
         std::thread::sleep(Duration::from_millis(100));
     }
+    peers[0].echo(1);
+    assert!(handle.wait_timeout(PATIENCE).unwrap());
+}
+
+#[test]
+fn a_worker_that_was_held_up_itself_does_not_blame_the_hub() {
+    const DEAD_AFTER: Duration = Duration::from_millis(1500);
+    let hub = Hub::new(1);
+    let job_options = JobOptions { dead_after_s: DEAD_AFTER.as_secs_f64(), ..JobOptions::default() };
+    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
+    let (job, mut peers) = hub.open(admission, Options::default());
+    let (told, hear) = std::sync::mpsc::channel();
+    job.on_notice(move |_| {
+        std::thread::sleep(DEAD_AFTER + Duration::from_millis(200));
+        told.send(()).unwrap();
+    });
+    let mut handle = ask(&job, 4);
+    let notice = Notice { rank: None, message: "nothing in particular".into() };
+    peers[0].say(Header::bare(Operation::Notice), &notice.encode());
+    hear.recv_timeout(PATIENCE).unwrap();
     peers[0].echo(1);
     assert!(handle.wait_timeout(PATIENCE).unwrap());
 }
