@@ -37,7 +37,7 @@ pub struct JobOptions {
     pub rendezvous_timeout_s: f64,
     /// How long a job may stay without any sign of its workers before it is ended and its memory freed.
     pub lease_s: f64,
-    /// How long a worker may be silent on its streams before the job is failed.
+    /// How long a worker may be silent on its streams before the job is failed; at least 1.
     pub dead_after_s: f64,
 }
 

@@ -1,16 +1,32 @@
 //! The jobs a hub serves, as the door needs to know them.
 
-use std::collections::{HashMap, HashSet};
-use std::sync::Mutex;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Mutex, MutexGuard};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Hello, Refusal};
 
+/// Ended jobs whose end is remembered, for workers that come too late to hear it on a stream.
+const ENDED_MAX: usize = 256;
+
 /// Jobs whose buffers stand. Steward and door share it; neither is on the data path.
 #[derive(Default)]
 pub(crate) struct Directory {
-    jobs: Mutex<HashMap<Namespace, Entry>>,
+    jobs: Mutex<Jobs>,
+}
+
+#[derive(Default)]
+struct Jobs {
+    living: HashMap<Namespace, Entry>,
+    /// Oldest first.
+    ended: VecDeque<Ended>,
+}
+
+struct Ended {
+    namespace: Namespace,
+    nonce: Nonce,
+    message: String,
 }
 
 /// What a stream must fit.
@@ -27,21 +43,36 @@ pub(crate) struct Entry {
 
 impl Directory {
     pub(crate) fn insert(&self, namespace: Namespace, entry: Entry) {
-        self.jobs.lock().expect("no panic while holding it").insert(namespace, entry);
+        self.jobs().living.insert(namespace, entry);
     }
 
-    pub(crate) fn remove(&self, namespace: Namespace) {
-        self.jobs.lock().expect("no panic while holding it").remove(&namespace);
+    /// Closes the door to a job; who still comes for it is told `message`.
+    pub(crate) fn remove(&self, namespace: Namespace, message: String) {
+        let mut jobs = self.jobs();
+        if let Some(Entry { nonce, .. }) = jobs.living.remove(&namespace) {
+            if jobs.ended.len() == ENDED_MAX {
+                jobs.ended.pop_front();
+            }
+            jobs.ended.push_back(Ended { namespace, nonce, message });
+        }
     }
 
+    /// The secret of a job that lives or has lately ended.
     pub(crate) fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
-        self.jobs.lock().expect("no panic while holding it").get(&namespace).map(|entry| entry.nonce)
+        let jobs = self.jobs();
+        let living = jobs.living.get(&namespace).map(|entry| entry.nonce);
+        living
+            .or_else(|| jobs.ended.iter().find(|ended| ended.namespace == namespace).map(|ended| ended.nonce))
+    }
+
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().expect("no panic while holding it")
     }
 
     /// Ranks that lack a stream on some route, ascending; none for an unknown job.
     pub(crate) fn missing_ranks(&self, namespace: Namespace) -> Vec<u32> {
-        let jobs = self.jobs.lock().expect("no panic while holding it");
-        let Some(entry) = jobs.get(&namespace) else { return Vec::new() };
+        let jobs = self.jobs();
+        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
         let complete = |rank: &u32| entry.routes.values().all(|&route| entry.taken.contains(&(route, *rank)));
         (0..entry.workers).filter(|rank| !complete(rank)).collect()
     }
@@ -49,9 +80,12 @@ impl Directory {
     /// Gives a proven worker its place on a route, or says why it cannot have it. `interface` is the
     /// one the stream came in by.
     pub(crate) fn admit(&self, hello: &Hello, interface: u16) -> Result<RouteId, (Refusal, String)> {
-        let mut jobs = self.jobs.lock().expect("no panic while holding it");
+        let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
-        let Some(entry) = jobs.get_mut(&hello.namespace) else {
+        if let Some(ended) = jobs.ended.iter().find(|ended| ended.namespace == hello.namespace) {
+            return refused(Refusal::JobEnded, ended.message.clone());
+        }
+        let Some(entry) = jobs.living.get_mut(&hello.namespace) else {
             return refused(Refusal::JobEnded, "the job has just ended".to_string());
         };
         let (name, rank) = (&entry.name, hello.rank);

@@ -1,9 +1,10 @@
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::{HubShape, InterfaceShape};
@@ -21,7 +22,9 @@ use crate::steward::{Letter, Steward};
 /// Letters the steward may have waiting.
 const LETTERS: usize = 4096;
 /// Events the manager may not have been told yet.
-const EVENTS: usize = 4096;
+const NEWS: usize = 4096;
+/// How long a stopping hub waits for its manager to hear the last of them.
+const LAST_REPORT: Duration = Duration::from_millis(300);
 
 /// A hub at work: its cores, its door, its steward and its link to the manager, each a thread.
 ///
@@ -35,6 +38,7 @@ pub struct RunningHub {
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<String>>>,
     threads: Vec<JoinHandle<()>>,
+    all_told: Mutex<Receiver<()>>,
 }
 
 impl RunningHub {
@@ -54,7 +58,7 @@ impl RunningHub {
         let shape = shape(&config, &addresses)?;
 
         let (letters, letterbox) = sync_channel(LETTERS);
-        let (events, event_queue) = sync_channel(EVENTS);
+        let (news, newsbox) = sync_channel(NEWS);
         let failure = Arc::new(Mutex::new(None));
         let mut threads = Vec::new();
         let mut cores = Vec::new();
@@ -70,7 +74,7 @@ impl RunningHub {
             letters: letterbox,
             cores: cores.clone(),
             directory,
-            events,
+            news,
             registry: config.registry,
             shape: shape.clone(),
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
@@ -89,11 +93,25 @@ impl RunningHub {
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
         threads.push(spawn("hub-steward", move || steward.run())?);
         let (reporter, cores_to_report) = (link.clone(), cores.clone());
-        threads.push(spawn("hub-reporter", move || reporter.report(&event_queue, &cores_to_report))?);
+        let (told, all_told) = sync_channel(1);
+        // Neither of the link's threads is joined: each may be waiting for the manager, and holds nothing.
+        spawn("hub-reporter", move || {
+            reporter.report(&newsbox, &cores_to_report);
+            // Fails if nobody waits any more.
+            let _ = told.send(());
+        })?;
         let commands = letters.clone();
-        // Not joined: it may be in the middle of a poll, and holds nothing.
         spawn("hub-commands", move || link.take_commands(&commands))?;
-        Ok(RunningHub { addresses, cores, letters, door: door_stop, stop, failure, threads })
+        Ok(RunningHub {
+            addresses,
+            cores,
+            letters,
+            door: door_stop,
+            stop,
+            failure,
+            threads,
+            all_told: Mutex::new(all_told),
+        })
     }
 
     /// The addresses listened on, one per interface, with the ports that were found free.
@@ -140,6 +158,8 @@ impl RunningHub {
                 error!("a thread of the hub panicked");
             }
         }
+        // A manager that does not listen finds out by the hub's silence.
+        let _ = self.all_told.lock().expect("no panic while holding it").recv_timeout(LAST_REPORT);
     }
 }
 

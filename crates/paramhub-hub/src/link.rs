@@ -22,6 +22,14 @@ const REPORT: Duration = Duration::from_secs(1);
 /// Pause after the manager could not be reached.
 const RETRY: Duration = Duration::from_millis(500);
 
+/// Told to the manager.
+#[derive(Debug)]
+pub(crate) struct News {
+    pub(crate) event: HubEvent,
+    /// What a job that is over has counted; its core has forgotten it.
+    pub(crate) last_counters: Option<HubJobCounters>,
+}
+
 /// What both conversations share.
 #[derive(Clone)]
 pub(crate) struct Link {
@@ -54,25 +62,33 @@ impl Link {
     }
 
     /// Reports events as they come and counters every second, until the steward is gone and all is told.
-    pub(crate) fn report(self, events: &Receiver<HubEvent>, cores: &[CoreHandle]) {
+    pub(crate) fn report(self, news: &Receiver<News>, cores: &[CoreHandle]) {
         let mut report = HubReport::default();
+        let mut ended: Vec<HubJobCounters> = Vec::new();
         let mut last_report = Instant::now();
         loop {
-            let gone =
-                match events.recv_timeout((last_report + REPORT).saturating_duration_since(Instant::now())) {
-                    Ok(event) => {
-                        report.events.push(event);
-                        report.events.extend(events.try_iter());
-                        false
+            let patience = (last_report + REPORT).saturating_duration_since(Instant::now());
+            let gone = match news.recv_timeout(patience) {
+                Ok(first) => {
+                    for news in std::iter::once(first).chain(news.try_iter()) {
+                        report.events.push(news.event);
+                        ended.extend(news.last_counters);
                     }
-                    Err(RecvTimeoutError::Timeout) => false,
-                    Err(RecvTimeoutError::Disconnected) => true,
-                };
+                    false
+                }
+                Err(RecvTimeoutError::Timeout) => false,
+                Err(RecvTimeoutError::Disconnected) => true,
+            };
             (report.cores, report.jobs) = counters(cores);
+            report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
+            report.jobs.extend(&ended);
             match self.client.report(&self.registered, &report) {
                 // Events that were not delivered go with the next report.
                 Err(error) if !gone => self.bear(&error),
-                _ => report.events.clear(),
+                _ => {
+                    report.events.clear();
+                    ended.clear();
+                }
             }
             if gone {
                 return;

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, HubEvent, JobPlan};
+use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_kernels::Registry;
 use tracing::{info, warn};
 
 use crate::core::{CoreCommand, CoreEvent, CoreHandle, ShardPlan};
 use crate::directory::{Directory, Entry};
+use crate::link::News;
 use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
@@ -39,7 +40,7 @@ pub(crate) struct Steward {
     pub(crate) letters: Receiver<Letter>,
     pub(crate) cores: Vec<CoreHandle>,
     pub(crate) directory: Arc<Directory>,
-    pub(crate) events: SyncSender<HubEvent>,
+    pub(crate) news: SyncSender<News>,
     pub(crate) registry: Registry,
     pub(crate) shape: HubShape,
     pub(crate) memory_bytes: u64,
@@ -245,8 +246,10 @@ impl Steward {
     }
 
     fn end(&mut self, namespace: Namespace, failure: Option<Failure>, finished: bool, reason: String) {
-        self.directory.remove(namespace);
         let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
+        let message = failure.as_ref().map(|failure| failure.message.clone());
+        self.directory
+            .remove(namespace, message.unwrap_or_else(|| format!("job `{}` has finished", job.name)));
         job.state = State::Ending { routes: job.routes.len(), finished, reason };
         let (cores, empty): (Vec<u16>, bool) = (job.cores().collect(), job.routes.is_empty());
         for core in cores {
@@ -264,13 +267,20 @@ impl Steward {
             if finished {
                 info!("job `{}` finished", job.name);
             }
-            self.report(HubEvent::Ended { namespace, finished, reason });
+            let last_counters = Some(HubJobCounters { namespace, counters: job.counters });
+            self.tell(News { event: HubEvent::Ended { namespace, finished, reason }, last_counters });
         }
     }
 
     fn report(&self, event: HubEvent) {
-        // Fails only when the hub is shutting down and nobody is left to be told.
-        let _ = self.events.send(event);
+        self.tell(News { event, last_counters: None });
+    }
+
+    /// Never waits: a manager that does not listen must not keep the hub from deciding.
+    fn tell(&self, news: News) {
+        if let Err(error) = self.news.try_send(news) {
+            warn!("the connection manager will not hear of an event: {error}");
+        }
     }
 
     fn stop(mut self) {

@@ -422,7 +422,7 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
     let bounds = [
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),
         ("lease_s", options.lease_s, 0.1, 604_800.0),
-        ("dead_after_s", options.dead_after_s, 0.1, 86_400.0),
+        ("dead_after_s", options.dead_after_s, 1.0, 86_400.0),
     ];
     for (option, value, least, most) in bounds {
         // A NaN is in no range.

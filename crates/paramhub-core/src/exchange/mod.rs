@@ -3,7 +3,7 @@
 //! One [`Exchange`] keeps the books of the chunks that one core owns for one job on one route. It never sees a byte of
 //! data, a socket or a clock. The core tells it what has arrived, whole; it answers what to do with the payload, whether
 //! to run the optimizer, and which ranks may be answered. Synchronous, asynchronous and bounded-staleness jobs differ in
-//! three lines of [`Exchange::push`] and [`Exchange::may_answer`], not in machinery.
+//! a few lines of [`Exchange::push`] and [`Exchange::settle`], not in machinery.
 //!
 //! A chunk's *version* counts the updates its parameters have seen: a synchronous step, or one contribution. A worker's
 //! push of `step` t contributes to the update that makes version t + 1. Between a rank's request for a chunk and the

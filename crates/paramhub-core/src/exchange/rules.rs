@@ -30,8 +30,10 @@ pub struct Exchange {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct ChunkBook {
-    /// Updates since version 0; the low 32 bits travel.
+    /// Grows by one an update; the low 32 bits travel.
     version: u64,
+    /// Updates since the optimizer's state was zero, which need not be at version 0.
+    updates: u64,
     /// Contributions to the step under way.
     arrived: u32,
     /// Of those, how many are in the sum; fewer than `arrived` only while some are parked.
@@ -93,7 +95,7 @@ pub enum Fold {
 pub struct Update {
     /// The step it completes: hyperparameters are those that hold at it.
     pub step: u32,
-    /// Updates of this chunk including this one, Adam's t.
+    /// Updates since the optimizer's state was zero, this one included: Adam's t.
     pub number: u64,
     /// Contributions in the sum; the mean divides by it.
     pub contributions: u32,
@@ -208,9 +210,10 @@ impl Exchange {
         chunk.arrived += 1;
         let update = (chunk.arrived == contributions_due).then(|| {
             chunk.version += 1;
+            chunk.updates += 1;
             chunk.arrived = 0;
             chunk.folded = 0;
-            Update { step, number: chunk.version, contributions: contributions_due }
+            Update { step, number: chunk.updates, contributions: contributions_due }
         });
         Ok(Arrival { fold, update })
     }

@@ -277,7 +277,7 @@ fn any_rng() -> impl Strategy<Value = TestRng> {
 }
 
 #[test]
-fn resuming_starts_at_the_version_given() {
+fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     let rules = Rules {
         workers: 2,
         consistency: Consistency::Synchronous,
@@ -293,5 +293,5 @@ fn resuming_starts_at_the_version_given() {
     exchange.push(0, 1, 100, Answer::Applied).unwrap();
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
     let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().update.unwrap();
-    assert_eq!(update, Update { step: 100, number: 101, contributions: 2 });
+    assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
 }

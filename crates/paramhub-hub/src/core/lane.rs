@@ -19,8 +19,8 @@ use super::shard::Shard;
 const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
 /// Frames gathered into one write.
 const BATCH_FRAMES: usize = 32;
-/// A stream on which nothing left for this long carries a heartbeat.
-const HEARTBEAT: Duration = Duration::from_secs(1);
+/// A stream on which nothing left for this long carries a heartbeat, or sooner where the job calls silence dead sooner.
+const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
 /// A worker not heard for this long is named as silent; it sends a heartbeat a second.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// How long a stream of a job that is over may take to read the reason and close.
@@ -221,8 +221,8 @@ impl Lane {
     }
 
     /// Looks at the clock: whether a heartbeat is due.
-    pub(crate) fn wants_heartbeat(&self, now: Instant) -> bool {
-        self.draining.is_none() && now.duration_since(self.last_sent) >= HEARTBEAT
+    pub(crate) fn wants_heartbeat(&self, now: Instant, dead_after: Duration) -> bool {
+        self.draining.is_none() && now.duration_since(self.last_sent) >= HEARTBEAT_MAX.min(dead_after / 4)
     }
 
     /// Looks at the clock: what is to be said about the worker, once per change.

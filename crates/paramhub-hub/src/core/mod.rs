@@ -4,6 +4,7 @@
 //! optimised and answered before the next stream gets its turn.
 
 mod buffer;
+mod farewell;
 mod fault;
 mod lane;
 mod mailbox;
@@ -20,6 +21,7 @@ use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_transport::{Events, Interest, Poller, Scratch};
 
+use farewell::Farewells;
 use fault::Fault;
 use lane::{Lane, Pulse};
 use table::Table;
@@ -41,6 +43,7 @@ pub(crate) struct Core {
     shards: Table<Hosted>,
     shard_of: HashMap<(Namespace, RouteId), usize>,
     lanes: Table<Lane>,
+    farewells: Farewells,
     /// Lanes whose budget ran out before their bytes did, and those of the turn before.
     unread: Vec<u64>,
     unread_before: Vec<u64>,
@@ -68,6 +71,7 @@ impl Core {
             shards: Table::default(),
             shard_of: HashMap::new(),
             lanes: Table::default(),
+            farewells: Farewells::default(),
             unread: Vec::new(),
             unread_before: Vec::new(),
             busy: Duration::ZERO,
@@ -239,12 +243,14 @@ impl Core {
         socket: std::net::TcpStream,
         now: Instant,
     ) {
-        // The job may have ended while the stream's handshake was under way; its worker will see the stream close.
-        let Some(&shard) = self.shard_of.get(&(namespace, route)) else { return };
+        let living =
+            self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
+        let Some(shard) = living else {
+            // The job ended while the stream's handshake was under way.
+            return self.farewells.tell(namespace, socket, now);
+        };
         let hosted = self.shards.index_mut(shard);
-        if hosted.ending || hosted.lane_of[rank as usize].is_some() {
-            return;
-        }
+        debug_assert!(hosted.lane_of[rank as usize].is_none(), "the directory admits a rank once a route");
         let frame_bytes_max =
             hosted.shard.plan().settings.chunk_bytes.max(paramhub_core::limits::CONTROL_BYTES_MAX);
         let added = Lane::new(socket, shard, rank, frame_bytes_max as usize, now).and_then(|lane| {
@@ -277,6 +283,9 @@ impl Core {
     }
 
     fn end(&mut self, namespace: Namespace, failure: Option<&Failure>, now: Instant) {
+        if let Some(failure) = failure {
+            self.farewells.remember(namespace, failure.clone());
+        }
         let here: Vec<usize> =
             self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index).collect();
         for index in here {
@@ -324,7 +333,7 @@ impl Core {
             let namespace = hosted.shard.plan().namespace;
             let dead_after = Duration::from_secs_f64(hosted.shard.plan().dead_after_s);
             let pulse = if hosted.shard.has_left(rank) { None } else { lane.pulse(now, dead_after) };
-            if lane.wants_heartbeat(now) && hosted.shard.outboxes[rank as usize].is_empty() {
+            if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[rank as usize].is_empty() {
                 hosted.shard.outboxes[rank as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
                 self.flush(token, now);
             }
@@ -343,6 +352,7 @@ impl Core {
                 None => {}
             }
         }
+        self.farewells.let_go(now);
         self.mailbox.retry();
         self.publish();
     }
