@@ -17,7 +17,7 @@ use paramhub_core::wire::{
     stream_proofs,
 };
 use paramhub_hub::{HubConfig, RunningHub};
-use paramhub_worker::{Job, Member};
+use paramhub_worker::{Job, Member, WorkerError};
 
 use crate::cluster::{Cluster, PATIENCE, Ticket, keys};
 
@@ -145,9 +145,10 @@ fn beside_a_running_job(cluster: &Cluster, offend: impl FnOnce()) {
             })
         });
         cluster.await_state("bystander", JobState::Running);
-        offend();
+        let offended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(offend));
         over.store(true, Ordering::SeqCst);
         bystanders.join().unwrap();
+        offended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
     assert_eq!(cluster.await_end("bystander").state, JobState::Finished);
 }
@@ -378,12 +379,13 @@ fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked() {
                 .map(|rank| {
                     let (ticket, settings) = (&ticket, &settings);
                     scope.spawn(move || {
-                        let job = ticket.join(rank, settings.clone()).unwrap();
                         let mut gradient = vec![1.0f32; 20_000];
                         if rank == 1 {
                             gradient[12_345] = f32::NAN;
                         }
-                        job.push_pull(1, gradient, vec![0.0f32; 20_000]).unwrap().wait().map(|(_, mean)| mean)
+                        let job = ticket.join(rank, settings.clone())?;
+                        let (_, mean) = job.push_pull(1, gradient, vec![0.0f32; 20_000])?.wait()?;
+                        Ok::<_, WorkerError>(mean)
                     })
                 })
                 .collect();
