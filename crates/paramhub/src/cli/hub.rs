@@ -18,6 +18,7 @@ use crate::launch::Signals;
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
 #[derive(Args)]
+#[command(args_override_self = true)]
 pub(super) struct HubFlags {
     /// Addresses the hub listens on for data, one per interface; port 0 takes a free one [default: 127.0.0.1:7771]
     #[arg(long, value_name = "IP:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_LISTEN")]

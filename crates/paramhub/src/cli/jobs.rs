@@ -12,6 +12,7 @@ use super::{ManagerUrl, client};
 use crate::config::Config;
 
 #[derive(Args)]
+#[command(args_override_self = true)]
 pub(super) struct JobsFlags {
     #[command(subcommand)]
     what: Option<What>,

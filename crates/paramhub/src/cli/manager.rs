@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::launch::Signals;
 
 #[derive(Args)]
+#[command(args_override_self = true)]
 pub(super) struct ManagerFlags {
     /// Where it listens; port 0 takes a free one [default: 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_MANAGER_LISTEN")]

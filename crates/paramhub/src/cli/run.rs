@@ -25,7 +25,7 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 /// worker fails, the others get some seconds to say what they lost, and are then ended. The exit code is the highest of
 /// those workers that were not ended because of another; a worker killed by a signal counts as 128 and the signal.
 #[derive(Args)]
-#[command(verbatim_doc_comment)]
+#[command(args_override_self = true)]
 pub(super) struct RunFlags {
     /// Workers to start [default: 1]
     #[arg(short = 'n', long, value_name = "N", env = "PARAMHUB_RUN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -79,9 +79,9 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let started = commands(config, &client, &job, &command).and_then(Launch::start);
     let mut watch = Printer { embedded: embedded.as_ref(), checked: Instant::now() };
     let ended = started.map(|launch| launch.supervise(&signals, &mut watch));
-    end_job(&client, &job);
-    if let Some(hub) = embedded {
-        hub.stop();
+    match embedded {
+        Some(hub) => hub.stop(),
+        None => end_job(&client, &job),
     }
     Ok(ExitCode::from(conclude(&ended?)))
 }

@@ -11,6 +11,7 @@ use crate::cli::{ManagerUrl, overlay};
 use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
 
 #[derive(Args)]
+#[command(args_override_self = true)]
 pub(crate) struct TrainFlags {
     /// The network: mlp, lenet or cifar-quick [default: lenet]
     #[arg(long, env = "PARAMHUB_TRAIN_NET")]
@@ -21,7 +22,7 @@ pub(crate) struct TrainFlags {
     /// Worker processes [default: 4]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
-    /// Passes over the training set [default: 250]
+    /// Passes over the training set [default: 300]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_EPOCHS")]
     epochs: Option<usize>,
     /// Examples per worker and step [default: 16]

@@ -3,13 +3,14 @@
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::spec::StepsDone;
 use crate::config::{ExchangeKind, TrainSection};
 
 /// How often a plain line is due.
 const LINE_INTERVAL: Duration = Duration::from_secs(3);
+const REDRAWS_PER_SECOND: u8 = 10;
 
 /// On stderr, so that stdout holds the results alone.
 pub(super) struct Display {
@@ -31,8 +32,9 @@ impl Display {
         let is_terminal = std::io::stderr().is_terminal();
         eprintln!("{title}");
         let bar = is_terminal.then(|| {
-            let style = "{bar:32} {pos}/{len} steps  {msg}  {eta} left";
-            let bar = ProgressBar::new(0);
+            let style = "{wide_bar} {pos}/{len} steps  {msg}  {eta} left";
+            let target = ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND);
+            let bar = ProgressBar::with_draw_target(Some(0), target);
             bar.set_style(ProgressStyle::with_template(style).expect("a correct template"));
             bar
         });
@@ -45,8 +47,8 @@ impl Display {
         match &self.bar {
             Some(bar) => {
                 bar.set_length(done.of as u64);
-                bar.set_position(done.step as u64);
                 bar.set_message(state);
+                bar.set_position(done.step as u64);
             }
             None => {
                 let is_due = self.printed.is_none_or(|printed| printed.elapsed() >= LINE_INTERVAL);

@@ -1,0 +1,81 @@
+//! File, environment and flags: who wins, what is refused, what is shown.
+
+mod common;
+
+use common::{Finished, paramhub};
+
+const FILE: &str = "admin_token = 'very-secret'\n\n[train]\nworkers = 2\nepochs = 5\nbatch = 7\n";
+
+#[track_caller]
+fn has(finished: &Finished, line: &str) {
+    assert!(finished.stdout.lines().any(|found| found == line), "no `{line}` in\n{}", finished.stdout);
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let shown = paramhub(["train", "--workers", "8", "--print-config"])
+        .file("paramhub.toml", FILE)
+        .env("PARAMHUB_TRAIN_WORKERS", "6")
+        .env("PARAMHUB_TRAIN_EPOCHS", "9")
+        .finish()
+        .expect_code(0);
+    for line in ["workers = 8", "epochs = 9", "batch = 7", "net = \"lenet\"", "lr = 0.02"] {
+        has(&shown, line);
+    }
+    assert!(!shown.stdout.contains("very-secret") && shown.stdout.contains("admin_token is set"));
+    assert_eq!(shown.stderr, "");
+}
+
+#[test]
+fn what_is_printed_is_a_configuration_that_brings_it_about() {
+    let flags =
+        ["hub", "--cores", "3", "--listen", "127.0.0.1:0,127.0.0.2:0", "--memory", "2G", "--pin", "no"];
+    let first = paramhub(flags.into_iter().chain(["--print-config"])).finish().expect_code(0);
+    has(&first, "memory = \"2G\"");
+    has(&first, "cores = 3");
+    let second =
+        paramhub(["hub", "--config", "mine.toml", "--print-config"]).file("mine.toml", &first.stdout);
+    assert_eq!(second.finish().expect_code(0).stdout, first.stdout);
+}
+
+#[test]
+fn another_file_can_be_named_by_flag_and_by_environment() {
+    let by_environment = paramhub(["train", "--print-config"])
+        .file("other.toml", "[train]\nseed = 42\n")
+        .file("paramhub.toml", "[train]\nseed = 43\n")
+        .env("PARAMHUB_CONFIG", "other.toml");
+    has(&by_environment.finish().expect_code(0), "seed = 42");
+    let missing = paramhub(["train", "--config", "nowhere.toml"]).finish().expect_code(2);
+    missing.expect_error(&["nowhere.toml", "cannot be read"]);
+}
+
+#[test]
+fn an_unknown_key_names_file_line_and_nearest_key() {
+    let refused = paramhub(["train"]).file("paramhub.toml", "[train]\nworkers = 2\noptimiser = 'sgd'\n");
+    let error = refused.finish().expect_code(2);
+    error.expect_error(&["paramhub.toml, line 3", "`optimiser`", "did you mean `optimizer`?"]);
+}
+
+#[test]
+fn wrong_values_say_what_would_do() {
+    for (arguments, part) in [
+        (&["train", "--optimizer", "mean"][..], "updates no parameters"),
+        (&["train", "--net", "resnet"], "use `mlp`, `lenet` or `cifar-quick`"),
+        (&["train", "--codec", "f8"], "expected f32, f16 or bf16"),
+        (&["train", "--consistency", "eventual"], "staleness:STEPS"),
+        (&["train", "--chunk-bytes", "1000001"], "chunk size 1000001 is not a multiple of 4"),
+        (&["train", "--reproducible", "--consistency", "async"], "reproducible needs synchronous"),
+        (&["train", "--workers", "100"], "choose a --batch from 1 to 14"),
+        (&["train", "--exchange", "local", "--codec", "f16"], "needs --exchange hub"),
+        (&["train", "--optimizer", "nesterov", "--momentum", "0"], "momentum"),
+        (&["train", "--json", "no/such/folder/out.json"], "there is no folder"),
+        (&["run", "-n", "0", "--", "true"], "0 is not in 1..="),
+        (&["jobs", "--hub", "https://somewhere"], "plain http"),
+    ] {
+        let refused = paramhub(arguments.iter().copied()).finish().expect_code(2);
+        assert!(refused.stderr.contains(part), "{arguments:?}: {}", refused.stderr);
+        assert_eq!(refused.stdout, "", "{arguments:?}");
+    }
+    let missing = paramhub(["train", "--data", "idx:nowhere"]).finish().expect_code(1);
+    missing.expect_error(&["nowhere"]);
+}

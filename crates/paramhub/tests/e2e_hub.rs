@@ -1,0 +1,125 @@
+//! `paramhub hub`, `manager`, `jobs` and `doctor` as an operator meets them.
+
+mod common;
+
+use common::{hub, paramhub, wait_until};
+use paramhub::ManagerClient;
+use paramhub::service::{CreateService, JobStatus};
+use rustix::process::Signal;
+
+#[test]
+fn a_hub_ends_with_exit_0_on_sigterm_and_on_ctrl_c() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let (hub, url) = hub([]);
+        assert_eq!(ManagerClient::new(&url, None).unwrap().hubs().unwrap().len(), 1);
+        hub.signal(signal);
+        let ended = hub.finish().expect_code(0);
+        assert_eq!(ended.stdout.lines().count(), 1, "{}", ended.stdout);
+    }
+}
+
+#[test]
+fn a_hub_serves_several_addresses_and_cores() {
+    let arguments =
+        ["hub", "--listen", "127.0.0.1:0,127.0.0.2:0", "--cores", "2", "--manager", "127.0.0.1:0"];
+    let hub = paramhub(arguments).start();
+    let ready = hub.wait_for("hub ready: ");
+    assert!(ready.contains("data 127.0.0.1:") && ready.contains(",127.0.0.2:"), "{ready}");
+    assert!(ready.ends_with("cores 2"), "{ready}");
+}
+
+#[test]
+fn a_hub_joins_a_manager_that_stands_alone() {
+    let token = ["--admin-token", "let-me-in"];
+    let manager = paramhub(["manager", "--listen", "127.0.0.1:0"].into_iter().chain(token)).start();
+    let url = manager.wait_for("manager ready: ").split_whitespace().last().unwrap().to_owned();
+
+    let stranger = paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url]).finish().expect_code(1);
+    assert!(stranger.stderr.contains("token"), "{}", stranger.stderr);
+    let joined =
+        paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url].into_iter().chain(token)).start();
+    joined.wait_for(&url);
+    let client = ManagerClient::new(&url, Some("let-me-in".into())).unwrap();
+    assert_eq!(client.hubs().unwrap().len(), 1);
+    joined.signal(Signal::TERM);
+    joined.finish().expect_code(0);
+    manager.signal(Signal::TERM);
+    manager.finish().expect_code(0);
+}
+
+#[test]
+fn a_port_in_use_is_one_clear_line() {
+    let (_first, url) = hub([]);
+    let manager = url.strip_prefix("http://").unwrap();
+    let second = paramhub(["hub", "--listen", "127.0.0.1:0", "--manager", manager]).finish().expect_code(1);
+    second.expect_error(&[manager, "in use"]);
+
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let third = paramhub(["hub", "--log", "error", "--listen", &address, "--manager", "127.0.0.1:0"]);
+    third.finish().expect_code(1).expect_error(&[&address, "in use"]);
+}
+
+#[test]
+fn a_state_directory_that_cannot_be_written_is_one_clear_line() {
+    // Permissions do not stop root, so these fail for anyone: a file in the way, and a file system without files.
+    for state in ["in-the-way/state", "/proc/paramhub-state"] {
+        let arguments = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--state", state];
+        let refused = paramhub(arguments).file("in-the-way", "").finish().expect_code(1);
+        refused.expect_error(&[state]);
+    }
+}
+
+#[test]
+fn jobs_are_listed_shown_and_stopped() {
+    let (_hub, url) = hub([]);
+    let empty = paramhub(["jobs", "--hub", &url]).finish().expect_code(0);
+    assert_eq!(empty.stdout, "no jobs\n");
+
+    let client = ManagerClient::new(&url, None).unwrap();
+    let request = CreateService { name: "team/digits".into(), workers: 3, options: Default::default() };
+    let created = client.create_service(&request).unwrap();
+    let listed = paramhub(["jobs", "list"]).env("PARAMHUB_URL", &url).finish().expect_code(0);
+    let row = listed.stdout.lines().find(|line| line.contains("team/digits")).expect("the job is listed");
+    assert!(row.contains("connecting") && row.contains("0/3"), "{row}");
+
+    let shown = paramhub(["jobs", "show", "team/digits", "--hub", &url]).finish().expect_code(0);
+    assert!(shown.stdout.contains(&created.namespace.to_string()), "{}", shown.stdout);
+    assert!(!shown.stdout.contains(&String::from(created.nonce)));
+    let json = paramhub(["jobs", "list", "--json", "--hub", &url]).finish().expect_code(0);
+    let jobs: Vec<JobStatus> = serde_json::from_str(&json.stdout).unwrap();
+    assert_eq!((jobs.len(), jobs[0].workers), (1, 3));
+
+    let stopped = paramhub(["jobs", "stop", "team/digits", "--hub", &url]).finish().expect_code(0);
+    assert!(stopped.stdout.contains("team/digits"), "{}", stopped.stdout);
+    wait_until("the job has ended", || client.job("team/digits").unwrap().state.has_ended());
+    let unknown = paramhub(["jobs", "show", "nobody", "--hub", &url]).finish().expect_code(1);
+    unknown.expect_error(&["nobody"]);
+}
+
+#[test]
+fn an_unreachable_manager_is_one_clear_line() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let url = format!("http://{port}");
+    let refused = paramhub(["jobs", "--hub", &url]).finish().expect_code(1);
+    refused.expect_error(&[&url, "Is `paramhub hub`"]);
+}
+
+#[test]
+fn the_doctor_measures_and_judges() {
+    let findings = paramhub(["doctor", "--json"]).finish();
+    let findings: Vec<serde_json::Value> = serde_json::from_str(&findings.stdout).unwrap();
+    for what in
+        ["cores", "processor", "memory", "open files", "manager port", "data port", "clock", "loopback"]
+    {
+        assert!(findings.iter().any(|finding| finding["what"] == what), "nothing about {what}");
+    }
+    let loopback = findings.iter().find(|finding| finding["what"] == "loopback").unwrap();
+    assert!(loopback["text"].as_str().unwrap().contains(" GB/s "), "{loopback}");
+    let (_hub, url) = hub([]);
+    let with_hub = paramhub(["doctor", "--hub", &url]).finish();
+    assert!(with_hub.stdout.contains("answers: hubs 1"), "{}", with_hub.stdout);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let without = paramhub(["doctor", "--hub", &port]).finish().expect_code(1);
+    assert!(without.stdout.lines().any(|line| line.starts_with("fail") && line.contains(&port)));
+}

@@ -1,0 +1,150 @@
+//! `paramhub train`: the main job, with real worker processes, hub and data.
+
+mod common;
+
+use common::{hub, is_alive, paramhub, wait_until};
+use paramhub::ManagerClient;
+use paramhub::service::JobState;
+use rustix::process::{Pid, Signal, kill_process};
+
+const SMALL: [&str; 7] = ["train", "--net", "mlp", "--epochs", "12", "--workers", "4"];
+
+fn with<'a>(more: &'a [&'a str]) -> impl Iterator<Item = &'a str> {
+    SMALL.into_iter().chain(more.iter().copied())
+}
+
+#[test]
+fn four_workers_learn_through_a_hub_and_end_with_the_same_parameters() {
+    let arguments = ["train", "--net", "lenet", "--data", "digits", "--epochs", "8", "--json", "out.json"];
+    let ended = paramhub(arguments).finish().expect_code(0);
+    let text = String::from_utf8(ended.read("out.json")).unwrap();
+    let results: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let number = |name: &str| results[name].as_f64().unwrap_or_else(|| panic!("no {name} in {text}"));
+    assert!(number("accuracy") >= 0.95, "{text}");
+    assert_eq!(number("max_parameter_difference"), 0.0);
+    assert!(number("steps_per_second") > 0.0 && (0.0..=1.0).contains(&number("hidden_fraction")));
+    // Every gradient goes, every parameter comes, each with its headers.
+    let parameters = 114_880.0 * 4.0;
+    let bytes = number("bytes_per_worker_per_step");
+    assert!(bytes > 2.0 * parameters * 0.9 && bytes < 2.0 * parameters * 1.2, "{bytes}");
+    assert_eq!(results["workers"].as_array().unwrap().len(), 4);
+    assert_eq!(results["hub_busy"].as_array().unwrap().len(), 1);
+    assert_eq!(results["settings"]["epochs"], 8);
+
+    for row in [
+        "test accuracy",
+        "steps/s",
+        "bytes per worker and step",
+        "compute",
+        "waiting",
+        "hidden",
+        "core 0 busy",
+    ] {
+        assert!(ended.stdout.contains(row), "no {row} in\n{}", ended.stdout);
+    }
+    assert!(ended.stderr.contains("step 176/176") && ended.stderr.contains("examples/s"), "{}", ended.stderr);
+    let controls = |text: &str| text.chars().any(|c| c.is_control() && c != '\n');
+    assert!(!controls(&ended.stdout) && !controls(&ended.stderr), "control characters without a terminal");
+}
+
+#[test]
+fn reproducible_runs_end_at_the_bits_of_one_process() {
+    let saved = |more: &[&str]| {
+        let common = ["--epochs", "2", "--reproducible", "--save", "p.safetensors"];
+        let ended = paramhub(with(&common).chain(more.iter().copied())).finish().expect_code(0);
+        let file = ended.read("p.safetensors");
+        assert_eq!(safetensors::SafeTensors::deserialize(&file).unwrap().len(), 6);
+        file
+    };
+    let local = saved(&["--exchange", "local"]);
+    for more in
+        [&[][..], &["--cores", "2"], &["--chunk-bytes", "4K"], &["--optimizer", "sgd", "--chunk-bytes", "1M"]]
+    {
+        assert!(saved(more) == local, "{more:?} ended elsewhere than one process");
+    }
+    assert!(saved(&["--seed", "2"]) != local, "any run gives the same bits, so this test shows nothing");
+}
+
+#[test]
+fn one_process_trains_without_a_hub() {
+    let ended = paramhub(with(&["--exchange", "local", "--json", "out.json"])).finish().expect_code(0);
+    let json = String::from_utf8(ended.read("out.json")).unwrap();
+    let results: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert!(results["accuracy"].as_f64().unwrap() >= 0.9, "{json}");
+    assert!(results["bytes_per_worker_per_step"].is_null());
+    assert_eq!(results["max_parameter_difference"], 0.0);
+    assert!(!ended.stdout.contains("hub core"), "{}", ended.stdout);
+}
+
+#[test]
+fn every_consistency_codec_and_optimizer_learns() {
+    for more in [
+        &["--consistency", "async"][..],
+        &["--consistency", "staleness:2", "--codec", "bf16"],
+        &["--codec", "f16", "--optimizer", "nesterov"],
+        &["--optimizer", "adamw", "--cores", "2"],
+        &["--optimizer", "adam", "--workers", "1"],
+    ] {
+        let ended = paramhub(with(more)).finish().expect_code(0);
+        let row = ended.stdout.lines().find(|line| line.contains("test accuracy")).expect("an accuracy");
+        let accuracy: f64 = row.split_whitespace().find_map(|word| word.parse().ok()).expect("a number");
+        assert!(accuracy >= 0.85, "{more:?}: {accuracy}");
+    }
+}
+
+#[test]
+fn a_running_hub_serves_two_trainings_at_once_and_forgets_both() {
+    let (hub, url) = hub([]);
+    let first = paramhub(with(&["--hub", &url])).start();
+    let second = paramhub(with(&["--hub", &url, "--optimizer", "adam"])).start();
+    for train in [first, second] {
+        let ended = train.finish().expect_code(0);
+        assert!(ended.stdout.contains("hub core 0 busy"), "{}", ended.stdout);
+    }
+    let client = ManagerClient::new(&url, None).unwrap();
+    let finished = || client.jobs().unwrap().iter().filter(|job| job.state == JobState::Finished).count();
+    wait_until("both jobs are finished", || finished() == 2);
+    assert!(client.jobs().unwrap().iter().all(|job| job.name.starts_with("train-")));
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
+}
+
+/// The worker processes of a launcher: its children whose command line says so.
+fn workers_of(launcher: Pid) -> Vec<i32> {
+    let pid = launcher.as_raw_nonzero();
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let is_worker = |pid: &i32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&command).contains("train-worker")
+    };
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_worker).collect()
+}
+
+#[test]
+fn ctrl_c_ends_workers_and_hub_with_130() {
+    let train = paramhub(with(&["--epochs", "100000"])).start();
+    wait_until("training has begun", || train.stderr().contains("step 1/"));
+    let workers = workers_of(train.pid());
+    assert_eq!(workers.len(), 4);
+    train.signal(Signal::INT);
+    let ended = train.finish().expect_code(130);
+    assert!(ended.stderr.contains("interrupted"), "{}", ended.stderr);
+    assert!(!workers.into_iter().any(is_alive));
+}
+
+#[test]
+fn a_worker_that_dies_is_named_and_nothing_is_left() {
+    let train = paramhub(with(&["--epochs", "100000"])).start();
+    wait_until("training has begun", || train.stderr().contains("step 1/"));
+    let workers = workers_of(train.pid());
+    let victim = std::fs::read(format!("/proc/{}/environ", workers[2])).unwrap();
+    let rank = String::from_utf8_lossy(&victim)
+        .split('\0')
+        .find_map(|entry| entry.strip_prefix("RANK=").map(str::to_owned))
+        .unwrap();
+    kill_process(Pid::from_raw(workers[2]).unwrap(), Signal::KILL).unwrap();
+    let ended = train.finish().expect_code(1);
+    let last = ended.stderr.lines().last().unwrap();
+    assert!(last.starts_with("paramhub: ") && last.contains(&format!("worker {rank} was killed")), "{last}");
+    assert!(!workers.into_iter().any(is_alive));
+}
