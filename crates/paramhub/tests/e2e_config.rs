@@ -74,6 +74,7 @@ fn wrong_values_say_what_would_do() {
     ] {
         let refused = paramhub(arguments.iter().copied()).finish().expect_code(2);
         assert!(refused.stderr.contains(part), "{arguments:?}: {}", refused.stderr);
+        assert!(refused.stderr.starts_with("paramhub: "), "{arguments:?}: {}", refused.stderr);
         assert_eq!(refused.stdout, "", "{arguments:?}");
     }
     let missing = paramhub(["train", "--data", "idx:nowhere"]).finish().expect_code(1);

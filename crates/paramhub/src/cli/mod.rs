@@ -101,7 +101,16 @@ impl std::error::Error for Usage {}
 
 /// Runs the command that the arguments ask for.
 pub(crate) fn main() -> ExitCode {
-    match dispatch(Cli::parse()) {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(refused) if refused.use_stderr() => {
+            let text = refused.to_string();
+            eprint!("paramhub: {}", text.strip_prefix("error: ").unwrap_or(&text));
+            return ExitCode::from(2);
+        }
+        Err(help_or_version) => help_or_version.exit(),
+    };
+    match dispatch(cli) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("paramhub: {error:#}");

@@ -205,7 +205,7 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// Each core's busy share of the training.
+    /// Each core's busy share of the training; nothing where a running hub told nothing new meanwhile.
     fn hub_busy(&self) -> Vec<f64> {
         let (Some(before), Some(after)) = (&self.cores_before, &self.cores_after) else { return Vec::new() };
         before
@@ -214,9 +214,10 @@ impl<'a> Observer<'a> {
             .map(|(before, after)| {
                 let busy = after.busy_ns.saturating_sub(before.busy_ns) as f64;
                 let idle = after.idle_ns.saturating_sub(before.idle_ns) as f64;
-                if busy + idle > 0.0 { busy / (busy + idle) } else { 0.0 }
+                (busy + idle > 0.0).then(|| busy / (busy + idle))
             })
-            .collect()
+            .collect::<Option<_>>()
+            .unwrap_or_default()
     }
 }
 
