@@ -47,8 +47,19 @@ struct Pipe {
 
 /// `paramhub` with these arguments.
 pub fn paramhub<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Program {
+    program(Path::new(env!("CARGO_BIN_EXE_paramhub")), arguments)
+}
+
+/// One of this crate's examples with these arguments.
+pub fn example<'a>(name: &str, arguments: impl IntoIterator<Item = &'a str>) -> Program {
+    let example = Path::new(env!("CARGO_BIN_EXE_paramhub")).with_file_name("examples").join(name);
+    assert!(example.exists(), "{} is missing: build it with `cargo build --examples`", example.display());
+    program(&example, arguments)
+}
+
+fn program<'a>(path: &Path, arguments: impl IntoIterator<Item = &'a str>) -> Program {
     let folder = Arc::new(tempfile::tempdir().expect("a temporary folder"));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_paramhub"));
+    let mut command = Command::new(path);
     command.args(arguments).current_dir(folder.path());
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("PARAMHUB_") {

@@ -1,0 +1,102 @@
+//! The smallest useful worker: joins a job, exchanges made-up gradients and checks every number that comes back.
+//!
+//! ```text
+//! cargo build --release --bin paramhub --example exchange
+//! target/release/paramhub run -n 4 -- target/release/examples/exchange --steps 100 --elements 1000000
+//! ```
+//! Every rank contributes gradients of `step + 1`, and the optimizer is plain SGD with a learning rate of 2^-10, so a
+//! synchronous job's parameters are known at every step. In an asynchronous or bounded-staleness job each contribution
+//! counts by itself, so each lowers the parameters.
+
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+
+use paramhub::settings::{OptimizerChoice, Settings};
+use paramhub::{Consistency, Hyperparameters, Key, KeyTable, Member, Membership};
+
+const LEARNING_RATE: f32 = 1.0 / 1024.0;
+
+#[derive(Parser)]
+struct Arguments {
+    /// Steps to take.
+    #[arg(long, default_value_t = 100)]
+    steps: u32,
+    /// Elements of each of the job's keys.
+    #[arg(long, default_value = "100000,10,70001", value_delimiter = ',')]
+    elements: Vec<u64>,
+    /// sync, async or staleness:STEPS.
+    #[arg(long, default_value = "sync")]
+    consistency: Consistency,
+    /// Milliseconds of pretended computation a step.
+    #[arg(long, default_value_t = 0)]
+    compute_ms: u64,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments = Arguments::parse();
+    let keys =
+        arguments.elements.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect();
+    let hyperparameters = Hyperparameters { learning_rate: f64::from(LEARNING_RATE), ..Default::default() };
+    let settings = Settings {
+        optimizer: OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) },
+        consistency: arguments.consistency,
+        ..Settings::new(KeyTable::new(keys)?)
+    };
+
+    let member = Member::connect(Membership::from_env()?)?;
+    let job = member.init(settings)?;
+    job.on_notice(|notice| println!("notice: {}", notice.message));
+    let mut parameters: Vec<Vec<f32>> = arguments.elements.iter().map(|&n| vec![0.0; n as usize]).collect();
+    job.broadcast(&mut parameters, 0)?;
+    // Buffers travel into a request and come back from its handle, so each key needs but these two.
+    let mut gradients = parameters.clone();
+    println!("rank {} of {} exchanges {} keys", job.rank(), job.workers(), parameters.len());
+
+    let begun = Instant::now();
+    let mut expected = 0.0f32;
+    for step in 0..arguments.steps {
+        std::thread::sleep(Duration::from_millis(arguments.compute_ms));
+        // Backwards, as gradients come; the front layers still overtake.
+        let underway: Vec<_> = (0..parameters.len())
+            .rev()
+            .map(|key| {
+                let (mut gradient, out) =
+                    (std::mem::take(&mut gradients[key]), std::mem::take(&mut parameters[key]));
+                gradient.fill((step + 1) as f32);
+                job.push_pull(key as u32, gradient, out)
+            })
+            .collect::<Result<_, _>>()?;
+        for (key, handle) in (0..parameters.len()).rev().zip(underway) {
+            (gradients[key], parameters[key]) = handle.wait()?;
+        }
+        expected -= LEARNING_RATE * (step + 1) as f32;
+        check(&parameters, expected, arguments.consistency, step)?;
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    let statistics = job.statistics();
+    let rank = job.rank();
+    job.leave()?;
+    println!(
+        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received, all numbers right",
+        arguments.steps,
+        statistics.bytes_sent as f64 / 1e6,
+        statistics.bytes_received as f64 / 1e6,
+    );
+    Ok(())
+}
+
+/// Checks what came back: exactly, where all contribute to a step together; else, that at least the own contributions are in.
+fn check(parameters: &[Vec<f32>], own: f32, consistency: Consistency, step: u32) -> Result<(), String> {
+    let right = |value: f32| match consistency {
+        Consistency::Synchronous => value == own,
+        Consistency::Asynchronous | Consistency::BoundedStaleness(_) => value <= own,
+    };
+    for (key, values) in parameters.iter().enumerate() {
+        if let Some(position) = values.iter().position(|&value| !right(value)) {
+            let got = values[position];
+            return Err(format!("key {key}, element {position} is {got} after step {step}, expected {own}"));
+        }
+    }
+    Ok(())
+}
