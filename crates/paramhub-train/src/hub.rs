@@ -1,6 +1,8 @@
 //! Training through a hub: one rank among others.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use paramhub_worker::{Handle, Job, WorkerError};
 
@@ -13,6 +15,7 @@ use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 pub struct HubExchange {
     job: Job,
     keys: Vec<HubKey>,
+    under_way: Arc<UnderWay>,
 }
 
 enum HubKey {
@@ -28,7 +31,7 @@ impl HubExchange {
     /// An exchange through a job that all ranks have joined with the network's keys and an optimizer.
     pub fn new(job: Job) -> Self {
         let keys = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
-        HubExchange { job, keys }
+        HubExchange { job, keys, under_way: Arc::default() }
     }
 
     /// The job, for instance to change its hyperparameters.
@@ -71,13 +74,22 @@ impl Exchange for HubExchange {
             let reason = "a gradient without the parameters that it belongs to";
             return Err(ExchangeError::Sequence { key, reason });
         };
-        *slot = HubKey::Underway(self.job.push_pull(key as u32, gradient, memory).map_err(remote)?);
+        self.under_way.begin();
+        let handle = self.job.push_pull(key as u32, gradient, memory).map_err(remote)?;
+        let under_way = self.under_way.clone();
+        handle.on_complete(move |_| under_way.end());
+        *slot = HubKey::Underway(handle);
         Ok(())
     }
 
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
         let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
-            HubKey::Fresh => self.begin(key as u32, parameters).map_err(remote)?,
+            HubKey::Fresh => {
+                self.under_way.begin();
+                let memory = self.begin(key as u32, parameters).map_err(remote)?;
+                self.under_way.end();
+                memory
+            }
             HubKey::Idle(memory) => memory,
             HubKey::Underway(handle) => {
                 let (_gradient, arrived) = handle.wait().map_err(remote)?;
@@ -91,10 +103,46 @@ impl Exchange for HubExchange {
     fn statistics(&self) -> ExchangeStatistics {
         let statistics = self.job.statistics();
         ExchangeStatistics {
-            in_flight: statistics.in_flight,
+            in_flight: self.under_way.total(),
             bytes_sent: statistics.bytes_sent,
             bytes_received: statistics.bytes_received,
         }
+    }
+}
+
+/// Time with at least one key under way. The job's own clock starts when its I/O thread takes a request up, which on a
+/// busy machine is long after the push.
+#[derive(Default)]
+struct UnderWay {
+    state: Mutex<UnderWayState>,
+}
+
+#[derive(Default)]
+struct UnderWayState {
+    keys: usize,
+    since: Option<Instant>,
+    total: Duration,
+}
+
+impl UnderWay {
+    fn begin(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.keys += 1;
+        state.since.get_or_insert_with(Instant::now);
+    }
+
+    fn end(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.keys -= 1;
+        if state.keys == 0 {
+            let since = state.since.take().expect("set by the first key");
+            state.total += since.elapsed();
+        }
+    }
+
+    fn total(&self) -> Duration {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.total + state.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 

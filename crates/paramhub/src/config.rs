@@ -165,7 +165,7 @@ impl Default for TrainSection {
             net: NetKind::Lenet,
             data: DataSource::Digits,
             workers: 4,
-            epochs: 300,
+            epochs: 500,
             batch: 16,
             lr: None,
             momentum: 0.9,

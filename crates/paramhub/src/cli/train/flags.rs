@@ -22,7 +22,7 @@ pub(crate) struct TrainFlags {
     /// Worker processes [default: 4]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
-    /// Passes over the training set [default: 300]
+    /// Passes over the training set [default: 500]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_EPOCHS")]
     epochs: Option<usize>,
     /// Examples per worker and step [default: 16]
