@@ -1,11 +1,11 @@
 //! The hub server: pinned cores that own chunks, sum, optimise and answer them.
 //!
-//! Follow a gradient: the [`door`] lets a worker's stream in and hands it to the core of its route; the core's
-//! [`event loop`](core) receives frames into a buffer that stays in cache; a [`shard`](core::shard) adds each whole
-//! contribution to its chunk's sum and, with the last one, runs the optimizer; a [`lane`](core::lane) sends the new
-//! parameters straight from the model. No thread but that core ever touches the chunk.
+//! Follow a gradient: the `door` lets a worker's stream in and hands it to the core of its route; the `core`'s event loop
+//! receives frames into a buffer that stays in cache; a `shard` adds each whole contribution to its chunk's sum and, with
+//! the last one, runs the optimizer; a `lane` sends the new parameters straight from the model. No thread but that core
+//! ever touches the chunk.
 //!
-//! Everything else is slow and rare: the [`steward`] opens and ends jobs on all cores, and the [`link`] speaks with the
+//! Everything else is slow and rare: the `steward` opens and ends jobs on all cores, and the `link` speaks with the
 //! connection manager.
 #![forbid(unsafe_code)]
 

@@ -90,7 +90,7 @@ fn raw_memory_is_read_and_written_where_it_lies() {
 fn null_is_fine_for_nothing_and_nothing_else() {
     // SAFETY: no byte is ever read.
     let empty = unsafe { SendRegion::from_raw(std::ptr::null(), 0) };
-    assert_eq!(empty.bytes(), []);
+    assert!(empty.bytes().is_empty());
     // SAFETY: refused before anything is read.
     let refused = catch_unwind(|| unsafe { ReceiveRegion::from_raw(std::ptr::null_mut(), 4) });
     assert!(refused.is_err());

@@ -13,29 +13,29 @@ use paramhub_manager::{Manager, ManagerConfig, RunningManager};
 use paramhub_worker::{Job, Member, Membership, WorkerError};
 
 /// Longest any wait of these tests may take before it counts as a hang.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-pub struct Cluster {
-    pub client: ManagerClient,
-    pub hub: Option<RunningHub>,
+pub(crate) struct Cluster {
+    pub(crate) client: ManagerClient,
+    pub(crate) hub: Option<RunningHub>,
     manager: Option<RunningManager>,
 }
 
 /// A job and what its workers need to join it.
 #[derive(Clone)]
-pub struct Ticket {
-    pub url: String,
-    pub namespace: Namespace,
-    pub nonce: Nonce,
-    pub workers: u32,
+pub(crate) struct Ticket {
+    pub(crate) url: String,
+    pub(crate) namespace: Namespace,
+    pub(crate) nonce: Nonce,
+    pub(crate) workers: u32,
 }
 
 impl Cluster {
-    pub fn new(cores: usize) -> Cluster {
+    pub(crate) fn new(cores: usize) -> Cluster {
         Cluster::with(|config| config.cores = cores)
     }
 
-    pub fn with(change: impl FnOnce(&mut HubConfig)) -> Cluster {
+    pub(crate) fn with(change: impl FnOnce(&mut HubConfig)) -> Cluster {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
@@ -46,15 +46,15 @@ impl Cluster {
         Cluster { client, hub: Some(hub), manager: Some(manager) }
     }
 
-    pub fn hub(&self) -> &RunningHub {
+    pub(crate) fn hub(&self) -> &RunningHub {
         self.hub.as_ref().expect("the hub runs")
     }
 
-    pub fn job(&self, name: &str, workers: u32) -> Ticket {
+    pub(crate) fn job(&self, name: &str, workers: u32) -> Ticket {
         self.job_with(name, workers, JobOptions { rendezvous_timeout_s: 20.0, ..Default::default() })
     }
 
-    pub fn job_with(&self, name: &str, workers: u32, options: JobOptions) -> Ticket {
+    pub(crate) fn job_with(&self, name: &str, workers: u32, options: JobOptions) -> Ticket {
         let created =
             self.client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
         Ticket {
@@ -66,15 +66,15 @@ impl Cluster {
     }
 
     /// Waits until a job's state is as wanted, and returns it.
-    pub fn await_job(&self, name: &str, wanted: impl Fn(&JobStatus) -> bool) -> JobStatus {
+    pub(crate) fn await_job(&self, name: &str, wanted: impl Fn(&JobStatus) -> bool) -> JobStatus {
         await_true(&format!("job `{name}`"), || self.client.job(name).ok().filter(|status| wanted(status)))
     }
 
-    pub fn await_end(&self, name: &str) -> JobStatus {
+    pub(crate) fn await_end(&self, name: &str) -> JobStatus {
         self.await_job(name, |status| status.state.has_ended())
     }
 
-    pub fn await_state(&self, name: &str, state: JobState) -> JobStatus {
+    pub(crate) fn await_state(&self, name: &str, state: JobState) -> JobStatus {
         self.await_job(name, |status| status.state == state)
     }
 }
@@ -91,7 +91,7 @@ impl Drop for Cluster {
 }
 
 /// Polls until `ready` yields something; panics with `what` after [`PATIENCE`].
-pub fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
+pub(crate) fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
     let begun = std::time::Instant::now();
     loop {
         if let Some(value) = ready() {
@@ -103,16 +103,16 @@ pub fn await_true<T>(what: &str, ready: impl Fn() -> Option<T>) -> T {
 }
 
 impl Ticket {
-    pub fn membership(&self, rank: u32) -> Membership {
+    pub(crate) fn membership(&self, rank: u32) -> Membership {
         Membership { url: self.url.clone(), namespace: self.namespace, nonce: self.nonce, rank }
     }
 
-    pub fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
+    pub(crate) fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
         Member::connect(self.membership(rank))?.init(settings)
     }
 
     /// Runs `work` as every rank at once and returns what each made of it, by rank. A rank whose work returns leaves.
-    pub fn run<T: Send>(&self, settings: &Settings, work: impl Fn(&Job) -> T + Sync) -> Vec<T> {
+    pub(crate) fn run<T: Send>(&self, settings: &Settings, work: impl Fn(&Job) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..self.workers)
                 .map(|rank| {
@@ -130,18 +130,18 @@ impl Ticket {
     }
 }
 
-pub fn keys(sizes: &[u64]) -> KeyTable {
+pub(crate) fn keys(sizes: &[u64]) -> KeyTable {
     KeyTable::new(sizes.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect())
         .unwrap()
 }
 
-pub fn sgd(learning_rate: f64, momentum: f64) -> OptimizerChoice {
+pub(crate) fn sgd(learning_rate: f64, momentum: f64) -> OptimizerChoice {
     let hyperparameters = Hyperparameters { learning_rate, momentum, ..Default::default() };
     OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) }
 }
 
 /// Numbers that look random, whose sums depend on their order, and that anyone can compute again.
-pub fn gradient(rank: u32, key: u32, step: u32, elements: usize) -> Vec<f32> {
+pub(crate) fn gradient(rank: u32, key: u32, step: u32, elements: usize) -> Vec<f32> {
     let seed = u64::from(rank) << 40 ^ u64::from(key) << 20 ^ u64::from(step);
     (0..elements as u64)
         .map(|element| {

@@ -295,7 +295,7 @@ fn a_wrong_nonce_opens_neither_door() {
     let cluster = Cluster::new(1);
     let ticket = cluster.job("secret", 1);
     let guess = Ticket { nonce: Nonce([0; 32]), ..ticket.clone() };
-    let refused = Member::connect(guess.membership(0)).err().expect("the nonce is wrong").to_string();
+    let refused = Member::connect(guess.membership(0)).expect_err("the nonce is wrong").to_string();
     assert!(
         refused.contains("PARAMHUB_SECRET") || refused.contains("nonce") || refused.contains("secret"),
         "{refused}"
@@ -334,7 +334,7 @@ fn a_second_process_of_a_rank_is_refused_and_told_who_has_it() {
     std::thread::scope(|scope| {
         let first = scope.spawn(|| Member::connect(ticket.membership(0)));
         cluster.await_job("twins", |status| status.connected == [0]);
-        let second = Member::connect(ticket.membership(0)).err().expect("the rank is taken").to_string();
+        let second = Member::connect(ticket.membership(0)).expect_err("the rank is taken").to_string();
         assert!(second.contains("rank 0") && second.contains(&std::process::id().to_string()), "{second}");
         let other = Member::connect(ticket.membership(1)).unwrap();
         let job = first.join().unwrap().unwrap();
@@ -435,7 +435,7 @@ fn a_rank_that_never_comes_is_named() {
     let cluster = Cluster::new(1);
     let options = JobOptions { rendezvous_timeout_s: 0.4, ..Default::default() };
     let ticket = cluster.job_with("incomplete", 3, options);
-    let told = Member::connect(ticket.membership(1)).err().expect("two ranks are missing").to_string();
+    let told = Member::connect(ticket.membership(1)).expect_err("two ranks are missing").to_string();
     assert!(told.contains("ranks 0 and 2"), "{told}");
 }
 
@@ -506,7 +506,7 @@ fn a_port_in_use_is_named_with_what_to_do() {
     let cluster = Cluster::new(1);
     let mut config = HubConfig::new(cluster.client.clone());
     config.listen = cluster.hub().addresses().to_vec();
-    let refused = RunningHub::start(config).err().expect("the port is in use").to_string();
+    let refused = RunningHub::start(config).expect_err("the port is in use").to_string();
     let port = cluster.hub().addresses()[0].to_string();
     assert!(refused.contains(&port) && refused.contains("in use"), "{refused}");
 }

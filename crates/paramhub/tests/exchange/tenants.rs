@@ -52,7 +52,7 @@ fn jobs_beside_each_other_are_both_right() {
 fn a_job_larger_than_the_hub_is_refused_with_what_would_fit() {
     let cluster = Cluster::with(|config| config.memory_bytes = Some(10 << 20));
     let settings = Settings::new(keys(&[4 << 20]));
-    let refused = cluster.job("large", 1).join(0, settings).err().expect("it does not fit").to_string();
+    let refused = cluster.job("large", 1).join(0, settings).expect_err("it does not fit").to_string();
     assert!(refused.contains("needs 33 MiB") || refused.contains("needs 32 MiB"), "{refused}");
     assert!(refused.contains("10 of 10 MiB free"), "{refused}");
     mean_job(&cluster, "small", 1, 2);
