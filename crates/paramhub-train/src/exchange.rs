@@ -45,6 +45,8 @@ pub trait Exchange {
 pub struct ExchangeStatistics {
     /// Time during which at least one key was under way, from its push to the arrival of its parameters.
     pub in_flight: Duration,
+    /// The part of `in_flight` in which this process did nothing but wait for a key that was under way.
+    pub exposed: Duration,
     /// Bytes that left this process.
     pub bytes_sent: u64,
     /// Bytes that came back.

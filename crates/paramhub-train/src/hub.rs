@@ -1,7 +1,7 @@
 //! Training through a hub: one rank among others.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use paramhub_worker::{Handle, Job, WorkerError};
@@ -30,8 +30,9 @@ enum HubKey {
 impl HubExchange {
     /// An exchange through a job that all ranks have joined with the network's keys and an optimizer.
     pub fn new(job: Job) -> Self {
-        let keys = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
-        HubExchange { job, keys, under_way: Arc::default() }
+        let keys: Vec<HubKey> = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
+        let under_way = Arc::new(UnderWay::new(keys.len()));
+        HubExchange { job, keys, under_way }
     }
 
     /// The job, for instance to change its hyperparameters.
@@ -74,10 +75,10 @@ impl Exchange for HubExchange {
             let reason = "a gradient without the parameters that it belongs to";
             return Err(ExchangeError::Sequence { key, reason });
         };
-        self.under_way.begin();
+        self.under_way.begin(key);
         let handle = self.job.push_pull(key as u32, gradient, memory).map_err(remote)?;
         let under_way = self.under_way.clone();
-        handle.on_complete(move |_| under_way.end());
+        handle.on_complete(move |_| under_way.end(key));
         *slot = HubKey::Underway(handle);
         Ok(())
     }
@@ -85,13 +86,15 @@ impl Exchange for HubExchange {
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
         let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
             HubKey::Fresh => {
-                self.under_way.begin();
+                self.under_way.begin(key);
+                self.under_way.await_arrival(key);
                 let memory = self.begin(key as u32, parameters).map_err(remote)?;
-                self.under_way.end();
+                self.under_way.end(key);
                 memory
             }
             HubKey::Idle(memory) => memory,
             HubKey::Underway(handle) => {
+                self.under_way.await_arrival(key);
                 let (_gradient, arrived) = handle.wait().map_err(remote)?;
                 std::mem::replace(parameters, arrived)
             }
@@ -102,47 +105,81 @@ impl Exchange for HubExchange {
 
     fn statistics(&self) -> ExchangeStatistics {
         let statistics = self.job.statistics();
+        let (in_flight, exposed) = self.under_way.totals();
         ExchangeStatistics {
-            in_flight: self.under_way.total(),
+            in_flight,
+            exposed,
             bytes_sent: statistics.bytes_sent,
             bytes_received: statistics.bytes_received,
         }
     }
 }
 
-/// Time with at least one key under way. The job's own clock starts when its I/O thread takes a request up, which on a
-/// busy machine is long after the push.
-#[derive(Default)]
+/// Time with at least one key under way, and the part of it in which the trainer only waited. The job's own clock starts
+/// when its I/O thread takes a request up, which on a busy machine is long after the push.
 struct UnderWay {
     state: Mutex<UnderWayState>,
 }
 
-#[derive(Default)]
 struct UnderWayState {
-    keys: usize,
+    /// By key.
+    is_under_way: Vec<bool>,
+    count: usize,
     since: Option<Instant>,
     total: Duration,
+    /// The key that the trainer waits for.
+    awaited: Option<(usize, Instant)>,
+    exposed: Duration,
 }
 
 impl UnderWay {
-    fn begin(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.keys += 1;
+    fn new(keys: usize) -> Self {
+        let state = UnderWayState {
+            is_under_way: vec![false; keys],
+            count: 0,
+            since: None,
+            total: Duration::ZERO,
+            awaited: None,
+            exposed: Duration::ZERO,
+        };
+        UnderWay { state: Mutex::new(state) }
+    }
+
+    fn begin(&self, key: usize) {
+        let mut state = self.state();
+        state.is_under_way[key] = true;
+        state.count += 1;
         state.since.get_or_insert_with(Instant::now);
     }
 
-    fn end(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.keys -= 1;
-        if state.keys == 0 {
+    /// From here until the key arrives, if it has not, the trainer only waits.
+    fn await_arrival(&self, key: usize) {
+        let mut state = self.state();
+        if state.is_under_way[key] {
+            state.awaited = Some((key, Instant::now()));
+        }
+    }
+
+    fn end(&self, key: usize) {
+        let mut state = self.state();
+        state.is_under_way[key] = false;
+        state.count -= 1;
+        if let Some((_, waits_since)) = state.awaited.take_if(|(awaited, _)| *awaited == key) {
+            state.exposed += waits_since.elapsed();
+        }
+        if state.count == 0 {
             let since = state.since.take().expect("set by the first key");
             state.total += since.elapsed();
         }
     }
 
-    fn total(&self) -> Duration {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.total + state.since.map_or(Duration::ZERO, |since| since.elapsed())
+    fn totals(&self) -> (Duration, Duration) {
+        let state = self.state();
+        (state.total + state.since.map_or(Duration::ZERO, |since| since.elapsed()), state.exposed)
+    }
+
+    fn state(&self) -> MutexGuard<'_, UnderWayState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -152,4 +189,33 @@ fn find(keys: &mut [HubKey], key: usize) -> Result<&mut HubKey, ExchangeError> {
 
 fn remote(error: WorkerError) -> ExchangeError {
     ExchangeError::Remote(Box::new(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(30);
+
+    #[test]
+    fn what_passes_while_the_trainer_computes_is_hidden_and_what_it_waits_for_is_exposed() {
+        let under_way = UnderWay::new(2);
+        under_way.begin(1);
+        std::thread::sleep(PAUSE);
+        under_way.begin(0);
+        // Arrived before anybody waited for it.
+        under_way.end(1);
+        under_way.await_arrival(1);
+        assert_eq!(under_way.totals().1, Duration::ZERO);
+        under_way.await_arrival(0);
+        std::thread::sleep(PAUSE);
+        under_way.end(0);
+        let (in_flight, exposed) = under_way.totals();
+        assert!(
+            exposed >= PAUSE && in_flight >= exposed + PAUSE,
+            "{in_flight:?} in flight, {exposed:?} exposed"
+        );
+        std::thread::sleep(PAUSE);
+        assert_eq!(under_way.totals(), (in_flight, exposed), "nothing is under way any more");
+    }
 }

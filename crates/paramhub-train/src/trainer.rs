@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 use crate::data::{Data, DataError, EpochOrder};
-use crate::exchange::{Exchange, ExchangeError};
+use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 use crate::net::{NetError, Network};
 
 /// What one training run does. Network, data, optimizer and number of workers come with the other arguments of [`train`].
@@ -155,7 +155,7 @@ pub fn train(
         compute_seconds: elapsed.saturating_sub(waited).as_secs_f64(),
         wait_seconds: waited.as_secs_f64(),
         exchange_seconds: statistics.in_flight.as_secs_f64(),
-        hidden_fraction: hidden_fraction(statistics.in_flight, waited),
+        hidden_fraction: hidden_fraction(&statistics),
         bytes_sent: statistics.bytes_sent,
         bytes_received: statistics.bytes_received,
         parameters: network.all_parameters()?,
@@ -177,12 +177,14 @@ fn check(config: &TrainConfig, data: &Data, network: &Network, workers: usize) -
     Ok(found / needed)
 }
 
-/// The part of the time under way that did not keep this process waiting.
-fn hidden_fraction(in_flight: Duration, waited: Duration) -> f64 {
-    if in_flight.is_zero() {
+/// The part of the time under way in which this process computed. What it waits beyond the arrival, for a processor to
+/// run on, is no part of the exchange.
+fn hidden_fraction(statistics: &ExchangeStatistics) -> f64 {
+    if statistics.in_flight.is_zero() {
         return 0.0;
     }
-    in_flight.saturating_sub(waited).as_secs_f64() / in_flight.as_secs_f64()
+    let hidden = statistics.in_flight.saturating_sub(statistics.exposed);
+    hidden.as_secs_f64() / statistics.in_flight.as_secs_f64()
 }
 
 struct Run<'a> {

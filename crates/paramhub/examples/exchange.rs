@@ -8,6 +8,7 @@
 //! synchronous job's parameters are known at every step. In an asynchronous or bounded-staleness job each contribution
 //! counts by itself, so each lowers the parameters.
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -33,8 +34,17 @@ struct Arguments {
     compute_ms: u64,
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    match exchange(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let keys =
         arguments.elements.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect();
     let hyperparameters = Hyperparameters { learning_rate: f64::from(LEARNING_RATE), ..Default::default() };
