@@ -66,6 +66,40 @@ fn reproducible_runs_end_at_the_bits_of_one_process() {
 }
 
 #[test]
+fn data_comes_from_folders_as_well() {
+    let folder = concat!("idx:", env!("CARGO_MANIFEST_DIR"), "/../../data/digits");
+    let trained_on = |data: &str| {
+        let common = ["--exchange", "local", "--epochs", "1", "--save", "p.safetensors", "--data", data];
+        paramhub(with(&common)).finish().expect_code(0).read("p.safetensors")
+    };
+    assert_eq!(trained_on("digits"), trained_on(folder), "the bundled digits are IDX files like any other");
+
+    let arguments = [
+        "train",
+        "--net",
+        "cifar-quick",
+        "--data",
+        "cifar10:cifar",
+        "--epochs",
+        "1",
+        "--workers",
+        "2",
+        "--batch",
+        "8",
+    ];
+    let mut program = paramhub(arguments);
+    std::fs::create_dir(program.folder().join("cifar")).unwrap();
+    let record =
+        |number: usize| (0..3073).map(move |at| if at == 0 { number % 10 } else { number * at % 251 } as u8);
+    for name in (1..=5).map(|batch| format!("data_batch_{batch}.bin")).chain(["test_batch.bin".into()]) {
+        let records: Vec<u8> = (0..20).flat_map(record).collect();
+        program = program.file(&format!("cifar/{name}"), &records);
+    }
+    let ended = program.finish().expect_code(0);
+    assert!(ended.stderr.contains("step 6/6"), "{}", ended.stderr);
+}
+
+#[test]
 fn one_process_trains_without_a_hub() {
     let ended = paramhub(with(&["--exchange", "local", "--json", "out.json"])).finish().expect_code(0);
     let json = String::from_utf8(ended.read("out.json")).unwrap();

@@ -102,8 +102,8 @@ impl Program {
     }
 
     /// Puts a file into the program's folder.
-    pub fn file(self, name: &str, text: &str) -> Self {
-        std::fs::write(self.folder.path().join(name), text).unwrap();
+    pub fn file(self, name: &str, contents: impl AsRef<[u8]>) -> Self {
+        std::fs::write(self.folder.path().join(name), contents).unwrap();
         self
     }
 

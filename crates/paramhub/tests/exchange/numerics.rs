@@ -5,7 +5,7 @@ use std::sync::Arc;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
-use paramhub_kernels::{Hyperparameters, Optimizer, Registry, Step};
+use paramhub_kernels::{Aggregator, Hyperparameters, Optimizer, Registry, Step};
 
 use crate::cluster::{Cluster, gradient, keys, sgd};
 
@@ -258,6 +258,38 @@ fn an_optimizer_of_the_users_own_runs_by_its_name() {
             || refused.contains("adam, adamw"),
         "{refused}"
     );
+}
+
+/// A way to combine contributions of a user's own, from outside: the largest of each element.
+struct Largest;
+
+impl Aggregator for Largest {
+    fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        sum.iter_mut().zip(contribution).for_each(|(sum, &value)| *sum = sum.max(value));
+    }
+}
+
+#[test]
+fn an_aggregator_of_the_users_own_runs_by_its_name() {
+    let cluster = Cluster::with(|config| {
+        config.registry.register_aggregator("largest", Arc::new(Largest)).unwrap();
+    });
+    for reproducible in [false, true] {
+        let settings =
+            Settings { aggregator: "largest".into(), reproducible, ..Settings::new(keys(&[20_000])) };
+        cluster.job(&format!("largest-{reproducible}"), 3).run(&settings, |job| {
+            for step in 0..3 {
+                let all: Vec<Vec<f32>> = (0..3).map(|rank| gradient(rank, 0, step, 20_000)).collect();
+                let own = all[job.rank() as usize].clone();
+                let (_, out) = job.push_pull(0, own, vec![0.0f32; 20_000]).unwrap().wait().unwrap();
+                for (element, &value) in out.iter().enumerate() {
+                    let largest = all.iter().map(|gradient| gradient[element]).fold(f32::MIN, f32::max);
+                    // Without an optimizer the hub still divides by the number of contributions.
+                    assert_eq!(value, largest * (1.0 / 3.0f32), "step {step}, element {element}");
+                }
+            }
+        });
+    }
 }
 
 #[test]
