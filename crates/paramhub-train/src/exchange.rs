@@ -45,7 +45,7 @@ pub trait Exchange {
 pub struct ExchangeStatistics {
     /// Time during which at least one key was under way, from its push to the arrival of its parameters.
     pub in_flight: Duration,
-    /// The part of `in_flight` in which this process did nothing but wait for a key that was under way.
+    /// The part of `in_flight` that this process spent waiting for parameters; it computed in the rest.
     pub exposed: Duration,
     /// Bytes that left this process.
     pub bytes_sent: u64,

@@ -31,7 +31,7 @@ impl HubExchange {
     /// An exchange through a job that all ranks have joined with the network's keys and an optimizer.
     pub fn new(job: Job) -> Self {
         let keys: Vec<HubKey> = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
-        let under_way = Arc::new(UnderWay::new(keys.len()));
+        let under_way = Arc::<UnderWay>::default();
         HubExchange { job, keys, under_way }
     }
 
@@ -75,10 +75,10 @@ impl Exchange for HubExchange {
             let reason = "a gradient without the parameters that it belongs to";
             return Err(ExchangeError::Sequence { key, reason });
         };
-        self.under_way.begin(key);
+        self.under_way.begin();
         let handle = self.job.push_pull(key as u32, gradient, memory).map_err(remote)?;
         let under_way = self.under_way.clone();
-        handle.on_complete(move |_| under_way.end(key));
+        handle.on_complete(move |_| under_way.end());
         *slot = HubKey::Underway(handle);
         Ok(())
     }
@@ -86,16 +86,18 @@ impl Exchange for HubExchange {
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
         let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
             HubKey::Fresh => {
-                self.under_way.begin(key);
-                self.under_way.await_arrival(key);
+                self.under_way.begin();
+                self.under_way.wait();
                 let memory = self.begin(key as u32, parameters).map_err(remote)?;
-                self.under_way.end(key);
+                self.under_way.end();
+                self.under_way.go_on();
                 memory
             }
             HubKey::Idle(memory) => memory,
             HubKey::Underway(handle) => {
-                self.under_way.await_arrival(key);
+                self.under_way.wait();
                 let (_gradient, arrived) = handle.wait().map_err(remote)?;
+                self.under_way.go_on();
                 std::mem::replace(parameters, arrived)
             }
         };
@@ -115,61 +117,56 @@ impl Exchange for HubExchange {
     }
 }
 
-/// Time with at least one key under way, and the part of it in which the trainer only waited. The job's own clock starts
+/// Time with at least one key under way, and the part of it that the trainer spent waiting. The job's own clock starts
 /// when its I/O thread takes a request up, which on a busy machine is long after the push.
+#[derive(Default)]
 struct UnderWay {
     state: Mutex<UnderWayState>,
 }
 
+#[derive(Default)]
 struct UnderWayState {
-    /// By key.
-    is_under_way: Vec<bool>,
-    count: usize,
+    keys: usize,
+    /// When the first of `keys` left; none while nothing is under way.
     since: Option<Instant>,
+    /// When last nothing was under way any more.
+    ended: Option<Instant>,
     total: Duration,
-    /// The key that the trainer waits for.
-    awaited: Option<(usize, Instant)>,
+    waits_since: Option<Instant>,
     exposed: Duration,
 }
 
 impl UnderWay {
-    fn new(keys: usize) -> Self {
-        let state = UnderWayState {
-            is_under_way: vec![false; keys],
-            count: 0,
-            since: None,
-            total: Duration::ZERO,
-            awaited: None,
-            exposed: Duration::ZERO,
-        };
-        UnderWay { state: Mutex::new(state) }
-    }
-
-    fn begin(&self, key: usize) {
+    fn begin(&self) {
         let mut state = self.state();
-        state.is_under_way[key] = true;
-        state.count += 1;
+        state.keys += 1;
         state.since.get_or_insert_with(Instant::now);
     }
 
-    /// From here until the key arrives, if it has not, the trainer only waits.
-    fn await_arrival(&self, key: usize) {
+    fn end(&self) {
         let mut state = self.state();
-        if state.is_under_way[key] {
-            state.awaited = Some((key, Instant::now()));
+        state.keys -= 1;
+        if state.keys == 0 {
+            let since = state.since.take().expect("set by the first key");
+            let now = Instant::now();
+            state.total += now - since;
+            state.ended = Some(now);
         }
     }
 
-    fn end(&self, key: usize) {
+    /// The trainer waits from here on, if there is anything to wait for.
+    fn wait(&self) {
         let mut state = self.state();
-        state.is_under_way[key] = false;
-        state.count -= 1;
-        if let Some((_, waits_since)) = state.awaited.take_if(|(awaited, _)| *awaited == key) {
-            state.exposed += waits_since.elapsed();
-        }
-        if state.count == 0 {
-            let since = state.since.take().expect("set by the first key");
-            state.total += since.elapsed();
+        state.waits_since = state.since.map(|_| Instant::now());
+    }
+
+    /// The trainer goes on. What it waited after the last arrival, for a processor to run on, is no part of the exchange.
+    fn go_on(&self) {
+        let mut state = self.state();
+        if let Some(waits_since) = state.waits_since.take() {
+            let until = if state.since.is_some() { Some(Instant::now()) } else { state.ended };
+            state.exposed +=
+                until.map_or(Duration::ZERO, |until| until.saturating_duration_since(waits_since));
         }
     }
 
@@ -199,23 +196,28 @@ mod tests {
 
     #[test]
     fn what_passes_while_the_trainer_computes_is_hidden_and_what_it_waits_for_is_exposed() {
-        let under_way = UnderWay::new(2);
-        under_way.begin(1);
+        let under_way = UnderWay::default();
+        under_way.wait();
         std::thread::sleep(PAUSE);
-        under_way.begin(0);
-        // Arrived before anybody waited for it.
-        under_way.end(1);
-        under_way.await_arrival(1);
-        assert_eq!(under_way.totals().1, Duration::ZERO);
-        under_way.await_arrival(0);
+        under_way.go_on();
+        assert_eq!(under_way.totals(), (Duration::ZERO, Duration::ZERO), "nothing was under way");
+        under_way.begin();
+        under_way.begin();
+        // Computing.
         std::thread::sleep(PAUSE);
-        under_way.end(0);
-        let (in_flight, exposed) = under_way.totals();
+        under_way.end();
+        under_way.wait();
+        std::thread::sleep(PAUSE);
+        under_way.end();
+        let (in_flight, _) = under_way.totals();
+        // Arrived, but the waiter gets no processor.
+        std::thread::sleep(PAUSE);
+        under_way.go_on();
+        let (still, exposed) = under_way.totals();
+        assert_eq!(still, in_flight, "nothing is under way any more");
         assert!(
             exposed >= PAUSE && in_flight >= exposed + PAUSE,
             "{in_flight:?} in flight, {exposed:?} exposed"
         );
-        std::thread::sleep(PAUSE);
-        assert_eq!(under_way.totals(), (in_flight, exposed), "nothing is under way any more");
     }
 }
