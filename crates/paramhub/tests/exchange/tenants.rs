@@ -2,6 +2,7 @@
 
 use paramhub_core::service::JobState;
 use paramhub_core::settings::Settings;
+use paramhub_hub::{HubConfig, RunningHub};
 
 use crate::cluster::{Cluster, await_true, gradient, keys, sgd};
 
@@ -108,4 +109,49 @@ fn two_hundred_jobs_leave_nothing_behind() {
         resident_now < resident + 16 * 1024,
         "KiB resident: {resident} after 60 jobs, {resident_now} after 200"
     );
+}
+
+/// One job spread over two hubs, one of which has two interfaces and fewer cores than it could use.
+#[test]
+fn a_job_is_spread_over_hubs_interfaces_and_cores() {
+    let cluster = Cluster::with(|config| {
+        config.listen = vec!["127.0.0.1:0".parse().unwrap(), "127.0.0.2:0".parse().unwrap()];
+        config.cores = 3;
+    });
+    let mut second = HubConfig::new(cluster.client.clone());
+    second.cores = 2;
+    let second = RunningHub::start(second).unwrap();
+    let sizes = [400_000, 3, 90_001];
+    let settings = Settings { optimizer: sgd(0.5, 0.9), reproducible: true, ..Settings::new(keys(&sizes)) };
+    let train = |ticket: &crate::cluster::Ticket| {
+        ticket.run(&settings, |job| {
+            let imbalance = job.imbalance();
+            assert!(
+                imbalance.hubs < 4.0 / 3.0 && imbalance.interfaces < 4.0 / 3.0 && imbalance.cores < 4.0 / 3.0
+            );
+            let mut model: Vec<Vec<f32>> = sizes.iter().map(|&n| vec![0.0; n as usize]).collect();
+            job.broadcast(&mut model, 0).unwrap();
+            for step in 0..3 {
+                for key in 0..sizes.len() as u32 {
+                    let out = std::mem::take(&mut model[key as usize]);
+                    let gradient = gradient(job.rank(), key, step, out.len());
+                    model[key as usize] = job.push_pull(key, gradient, out).unwrap().wait().unwrap().1;
+                }
+            }
+            model
+        })
+    };
+    let spread = train(&cluster.job("spread", 2));
+    let lonely = Cluster::new(1);
+    let alone = train(&lonely.job("alone", 2));
+    assert_eq!(spread[0], alone[0], "where a chunk lives does not change it");
+    assert_eq!(spread[0], spread[1]);
+    let used = await_true("the job has finished", || {
+        let status = cluster.client.job("spread").ok()?;
+        (status.state == JobState::Finished).then_some(status.counters)
+    });
+    let bytes = sizes.iter().sum::<u64>() * 4;
+    // Three steps and the initial parameters from rank 0, by two ranks, with headers.
+    assert!(used.bytes_received > bytes * 7 && used.bytes_received < bytes * 8, "{used:?} for {bytes} bytes");
+    second.stop();
 }
