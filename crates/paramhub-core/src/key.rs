@@ -52,9 +52,7 @@ impl std::fmt::Display for Key {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(try_from = "Vec<Key>", into = "Vec<Key>")]
-pub struct KeyTable {
-    keys: Vec<Key>,
-}
+pub struct KeyTable(Vec<Key>);
 
 /// Why a list of keys is no table.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -116,41 +114,41 @@ impl KeyTable {
                 return Err(KeyTableError::Duplicate { name: key.name.clone(), first, second: index });
             }
         }
-        Ok(KeyTable { keys })
+        Ok(KeyTable(keys))
     }
 
     /// The keys in table order.
     pub fn keys(&self) -> &[Key] {
-        &self.keys
+        &self.0
     }
 
     /// Number of keys, at least one.
     #[allow(clippy::len_without_is_empty, reason = "a table is never empty")]
     pub fn len(&self) -> usize {
-        self.keys.len()
+        self.0.len()
     }
 
     /// Elements of all keys together.
     pub fn elements(&self) -> u64 {
-        self.keys.iter().map(elements_of).sum()
+        self.0.iter().map(elements_of).sum()
     }
 
     /// Bytes of one worker's gradients as they lie in its memory.
     pub fn bytes(&self) -> u64 {
-        self.keys.iter().map(|key| elements_of(key) * key.dtype.bytes() as u64).sum()
+        self.0.iter().map(|key| elements_of(key) * key.dtype.bytes() as u64).sum()
     }
 
     /// Positions of the keys from the most to the least urgent.
     pub fn by_urgency(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.keys.len()).collect();
-        order.sort_by_key(|&index| std::cmp::Reverse(self.keys[index].priority));
+        let mut order: Vec<usize> = (0..self.0.len()).collect();
+        order.sort_by_key(|&index| std::cmp::Reverse(self.0[index].priority));
         order
     }
 
     /// A digest that two tables share only if they are equal.
     pub fn digest(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_derive_key("paramhub key table v1");
-        for key in &self.keys {
+        for key in &self.0 {
             hasher.update(&(key.name.len() as u64).to_le_bytes()).update(key.name.as_bytes());
             hasher.update(&(key.shape.len() as u64).to_le_bytes());
             for extent in &key.shape {
@@ -167,7 +165,7 @@ impl KeyTable {
         other: &'a KeyTable,
     ) -> Option<(usize, Option<&'a Key>, Option<&'a Key>)> {
         (0..self.len().max(other.len()))
-            .map(|index| (index, self.keys.get(index), other.keys.get(index)))
+            .map(|index| (index, self.0.get(index), other.0.get(index)))
             .find(|(_, mine, theirs)| mine != theirs)
     }
 }
@@ -182,7 +180,7 @@ impl TryFrom<Vec<Key>> for KeyTable {
 
 impl From<KeyTable> for Vec<Key> {
     fn from(table: KeyTable) -> Self {
-        table.keys
+        table.0
     }
 }
 

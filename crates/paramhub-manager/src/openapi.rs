@@ -1,8 +1,7 @@
 //! The OpenAPI document, drawn from the routes and from the types in paramhub-core.
 
-use paramhub_core::key::Key;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
-use utoipa::openapi::{ArrayBuilder, ComponentsBuilder, OpenApi as Document, Ref, RefOr, Schema};
+use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
 use utoipa::{Modify, OpenApi};
 
 use crate::routes::{hubs, jobs, pages};
@@ -21,8 +20,7 @@ use crate::routes::{hubs, jobs, pages};
         hubs::register, hubs::list, hubs::poll, hubs::events,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),
-    components(schemas(Key)),
-    modifiers(&Tokens, &KeyTables),
+    modifiers(&Tokens),
     tags(
         (name = "jobs", description = "What workers and operators ask."),
         (name = "hubs", description = "What hubs ask."),
@@ -45,16 +43,5 @@ impl Modify for Tokens {
         components.add_security_scheme("admin_token", bearer(admin));
         components
             .add_security_scheme("hub_token", bearer("The token that the hub was given when it registered."));
-    }
-}
-
-/// A key table travels as a plain list of keys, which its derived schema cannot know.
-struct KeyTables;
-
-impl Modify for KeyTables {
-    fn modify(&self, document: &mut Document) {
-        let components = document.components.get_or_insert_with(|| ComponentsBuilder::new().build());
-        let keys = ArrayBuilder::new().items(RefOr::Ref(Ref::from_schema_name("Key"))).build();
-        components.schemas.insert("KeyTable".to_string(), RefOr::T(Schema::Array(keys)));
     }
 }

@@ -245,6 +245,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
     // Secrets and tables are written as they travel, not as they lie in memory.
     assert_eq!(schemas["Nonce"]["type"], "string");
     assert_eq!(schemas["KeyTable"]["type"], "array");
+    assert_eq!(schemas["KeyTable"]["items"]["$ref"], "#/components/schemas/Key");
 }
 
 fn references(value: &Value) -> Vec<String> {
