@@ -34,7 +34,7 @@ impl Extent {
 /// A table has more chunks than a frame can number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the key table makes {chunks} chunks of {chunk_bytes} bytes, more than the 2^32 - 1 a job may have: choose a larger chunk size"
+    "the key table makes {chunks} chunks of {chunk_bytes} bytes, more than the 2^32 - 2 a job may have: choose a larger chunk size"
 )]
 pub struct TooManyChunks {
     /// Chunks needed.
@@ -137,6 +137,12 @@ mod tests {
         let table = KeyTable::new(vec![Key::new("w", [1 << 40])]).unwrap();
         let refused = ChunkMap::new(&table, 1024).unwrap_err();
         assert_eq!(refused.chunks, 1 << 32);
+        let map_of = |chunks: u64| {
+            ChunkMap::new(&KeyTable::new(vec![Key::new("w", [chunks])]).unwrap(), 4).map(|map| map.len())
+        };
+        assert_eq!(map_of((1 << 32) - 2), Ok(u32::MAX - 1));
+        let refused = map_of((1 << 32) - 1).unwrap_err().to_string();
+        assert!(refused.contains("more than the 2^32 - 2"), "{refused}");
     }
 
     proptest! {
