@@ -27,6 +27,7 @@ mod body;
 mod clock;
 mod config;
 mod error;
+mod host;
 mod hubs;
 mod job;
 mod manager;

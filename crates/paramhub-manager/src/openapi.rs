@@ -12,7 +12,8 @@ use crate::routes::{hubs, jobs, pages};
     info(
         title = "paramhub connection manager",
         description = "Jobs, rendezvous and hubs. Every answer that is not a success carries a ServiceError; unknown \
-                       routes answer 404 and unknown methods 405 with one. A connection carries one request. What \
+                       routes answer 404 and unknown methods 405 with one. A manager on loopback without an admin token \
+                       answers 421 to a request whose Host is no name of loopback. A connection carries one request. What \
                        workers and hubs say to each other on their data connections is described in docs/protocol.md.",
     ),
     paths(

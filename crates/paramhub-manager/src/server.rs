@@ -16,6 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{sleep, timeout};
 
+use crate::host::guard;
 use crate::metrics::count;
 use crate::registry::Registry;
 use crate::routes::{hubs, jobs, pages, unknown_method, unknown_route};
@@ -46,6 +47,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/hubs/{hub}/events", post(hubs::events))
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
+        .layer(axum::middleware::from_fn_with_state(registry.clone(), guard))
         .layer(axum::middleware::from_fn_with_state(registry.clone(), count))
         .with_state(registry)
 }

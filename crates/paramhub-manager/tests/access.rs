@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use paramhub_control::ManagerClient;
-use paramhub_core::service::{CreateService, ErrorCode, JobOptions, RegisterHub};
+use paramhub_core::service::{CreateService, ErrorCode, JobOptions, JobState, RegisterHub};
 use paramhub_manager::{Manager, ManagerConfig};
 
 fn create(name: &str) -> CreateService {
@@ -64,4 +64,50 @@ fn secrets_stay_out_of_debug_output() {
     assert!(!format!("{config:?}").contains("s3cret"));
     let client = ManagerClient::new("127.0.0.1:1", Some("s3cret".into())).unwrap();
     assert!(!format!("{client:?}").contains("s3cret"));
+}
+
+/// DNS rebinding: a page has its own name point at 127.0.0.1, and its browser takes the manager for the page's site.
+#[test]
+fn a_web_page_that_rebinds_its_name_reaches_no_manager_without_a_token() {
+    let (manager, client) = start(config());
+    Job::create(&client, "mine", 1);
+    let port = manager.address().port();
+    let asked =
+        |line: &str, host: &str| raw(manager.address(), format!("{line} HTTP/1.1\r\n{host}\r\n").as_bytes());
+    let page = format!("host: evil.example:{port}\r\n");
+    for line in [
+        "GET /",
+        "GET /v1/jobs",
+        "DELETE /v1/jobs/mine",
+        "POST /v1/jobs",
+        "GET /metrics",
+        "GET /openapi.json",
+        "GET /no",
+    ] {
+        let answer = asked(line, &page);
+        assert!(answer.starts_with("HTTP/1.1 421 "), "{line}: {answer}");
+        assert!(answer.contains("evil.example") && answer.contains("--admin-token"), "{line}: {answer}");
+    }
+    let local = format!("host: localhost:{port}\r\n");
+    assert!(asked("GET /v1/jobs", "").starts_with("HTTP/1.1 421 "));
+    assert!(asked("GET /v1/jobs", &format!("{local}{page}")).starts_with("HTTP/1.1 421 "));
+    assert!(asked("GET http://evil.example/v1/jobs", &local).starts_with("HTTP/1.1 421 "));
+    assert!(asked("GET /health", &page).starts_with("HTTP/1.1 200 "));
+    for host in [local, format!("host: 127.0.0.1:{port}\r\n"), "host: [::1]\r\n".into()] {
+        let answer = asked("GET /v1/jobs", &host);
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains("mine"), "{host}: {answer}");
+    }
+    assert_eq!(client.job("mine").unwrap().state, JobState::Connecting);
+}
+
+#[test]
+fn a_manager_with_a_token_answers_under_any_name() {
+    let (manager, _client) = start(ManagerConfig { admin_token: Some("s3cret".into()), ..config() });
+    let asked = |token: &str| {
+        let head =
+            format!("GET /v1/jobs HTTP/1.1\r\nhost: node-7:7770\r\nauthorization: Bearer {token}\r\n\r\n");
+        raw(manager.address(), head.as_bytes())
+    };
+    assert!(asked("s3cret").starts_with("HTTP/1.1 200 "));
+    assert!(asked("guess").starts_with("HTTP/1.1 401 "));
 }

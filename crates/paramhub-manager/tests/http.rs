@@ -63,7 +63,7 @@ fn every_refusal_is_a_service_error_with_its_status() {
         assert_eq!((answered, error.code), (status, code), "{method} {path} {body}: {}", error.message);
         assert!(!error.message.is_empty());
     }
-    let untyped = b"POST /v1/jobs HTTP/1.1\r\nhost: m\r\ncontent-length: 2\r\n\r\n{}";
+    let untyped = b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}";
     assert_eq!(refused(address, untyped).0, 415);
 }
 
@@ -73,7 +73,7 @@ fn a_body_that_is_too_long_is_refused_before_it_is_read() {
     let job = Job::create(&client, "j", 1);
     let head = |path: &str, length: u64| {
         format!(
-            "POST {path} HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         )
     };
     let init = format!("/v1/jobs/{}/init", job.namespace);
@@ -85,7 +85,7 @@ fn a_body_that_is_too_long_is_refused_before_it_is_read() {
         assert!(error.message.contains("longer than"), "{}", error.message);
     }
     let mut chunked =
-        b"POST /v1/jobs HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
             .to_vec();
     for _ in 0..9 {
         chunked.extend_from_slice(b"2000\r\n");
@@ -150,7 +150,7 @@ fn clients_that_send_nothing_cannot_keep_others_out() {
         .map(|index| {
             let mut stream = TcpStream::connect(manager.address()).unwrap();
             if index % 2 == 0 {
-                stream.write_all(b"POST /v1/jobs HTTP/1.1\r\nhost: m\r\n").unwrap();
+                stream.write_all(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n").unwrap();
             }
             stream
         })

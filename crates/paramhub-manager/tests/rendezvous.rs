@@ -337,7 +337,7 @@ fn settings_that_cannot_be_used_are_refused_to_the_rank_alone() {
 /// One number of /metrics.
 fn metric(client: &paramhub_control::ManagerClient, name: &str) -> f64 {
     let address = client.url().strip_prefix("http://").unwrap().parse().unwrap();
-    let text = raw(address, b"GET /metrics HTTP/1.1\r\nhost: m\r\n\r\n");
+    let text = raw(address, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
     let line = text.lines().find(|line| line.starts_with(&format!("{name} "))).unwrap();
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }

@@ -276,7 +276,7 @@ pub(crate) fn raw(address: SocketAddr, bytes: &[u8]) -> String {
 pub(crate) fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
     let length = body.len();
     format!(
-        "{method} {path} HTTP/1.1\r\nhost: manager\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        "{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
     )
     .into_bytes()
 }
