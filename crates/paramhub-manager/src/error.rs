@@ -62,7 +62,7 @@ pub enum ManagerError {
 /// An answer that is not a success: a [`ServiceError`] with its status.
 #[derive(Debug)]
 pub(crate) struct Refusal {
-    status: StatusCode,
+    pub(crate) status: StatusCode,
     error: ServiceError,
 }
 
