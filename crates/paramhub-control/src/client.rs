@@ -106,9 +106,18 @@ impl ManagerClient {
         self.answer(self.admin("GET", &job_path(job)))
     }
 
-    /// Ends a job, by name or namespace, and waits until its hubs have freed it.
+    /// Ends a job, by name or namespace, and waits until its hubs have freed it. Its message then is that an operator
+    /// stopped it.
     pub fn stop_job(&self, job: &str) -> Result<JobStatus, ControlError> {
         self.answer(self.admin("DELETE", &job_path(job)))
+    }
+
+    /// [`stop_job`](Self::stop_job) for a reason, which the job's status, its workers and the logs then show instead: 1
+    /// to [`STOP_REASON_CHARS_MAX`](paramhub_core::service::STOP_REASON_CHARS_MAX) printable ASCII characters. A job
+    /// that has ended already keeps the reason it ended with.
+    pub fn stop_job_because(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
+        let path = format!("{}?reason={}", job_path(job), percent_encoded(reason));
+        self.answer(self.admin("DELETE", &path))
     }
 
     /// Every hub that has joined.
@@ -169,15 +178,20 @@ impl std::fmt::Debug for ManagerClient {
 }
 
 fn job_path(job: &str) -> String {
+    format!("/v1/jobs/{}", percent_encoded(job))
+}
+
+/// As one segment of a path, or one value of a query.
+fn percent_encoded(text: &str) -> String {
     use std::fmt::Write;
-    let mut path = "/v1/jobs/".to_string();
-    for byte in job.bytes() {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => path.push(byte as char),
-            _ => write!(path, "%{byte:02X}").expect("a String takes all"),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => encoded.push(byte as char),
+            _ => write!(encoded, "%{byte:02X}").expect("a String takes all"),
         }
     }
-    path
+    encoded
 }
 
 #[cfg(test)]

@@ -385,6 +385,19 @@ pub enum HubEvent {
     },
 }
 
+/// Most characters of a stop's reason.
+pub const STOP_REASON_CHARS_MAX: usize = 256;
+
+/// The query of `DELETE /v1/jobs/{job}`: StopService.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StopService {
+    /// Why the job is stopped, for its status, its workers and the logs: 1 to [`STOP_REASON_CHARS_MAX`] printable ASCII
+    /// characters. Left out, it was an operator who wished so.
+    #[serde(default)]
+    pub reason: Option<String>,
+}
+
 /// The body of every answer that is not a success.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
 use paramhub_core::limits::REQUEST_BYTES_MAX;
-use paramhub_core::service::{CreateService, ErrorCode, JobStatus, ServiceCreated, ServiceError};
+use paramhub_core::service::{
+    CreateService, ErrorCode, JobStatus, ServiceCreated, ServiceError, StopService,
+};
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, timeout};
 
@@ -15,7 +17,7 @@ use crate::error::{ManagerError, refusal};
 use crate::job::{Job, Stage};
 use crate::metrics::Requests;
 use crate::store::Store;
-use crate::world::{Caller, World, check_request};
+use crate::world::{Caller, World, check_reason, check_request};
 
 /// KiB of InitService bodies that are read and compared at a time, two of the largest; further ones wait.
 pub(crate) const BODY_BUDGET_KIB: usize = 2 * REQUEST_BYTES_MAX / 1024;
@@ -102,12 +104,15 @@ impl Registry {
         Ok(ServiceCreated { namespace, nonce })
     }
 
-    /// Ends a job and waits, within bounds, until its hubs have freed it.
-    pub(crate) async fn stop_job(&self, text: &str) -> Result<JobStatus, ServiceError> {
+    /// StopService: ends a job and waits, within bounds, until its hubs have freed it.
+    pub(crate) async fn stop_job(&self, text: &str, stop: StopService) -> Result<JobStatus, ServiceError> {
+        let reason = match stop.reason {
+            None => "stopped by an operator".to_string(),
+            Some(reason) => format!("stopped: {}", check_reason(reason)?),
+        };
         let now = Now::read();
         let (namespace, mut stage) = self.with(|world| {
             let namespace = world.find(text)?.namespace;
-            let reason = "stopped by an operator".to_string();
             let stage = world.change(namespace, |job| {
                 let transition = job.fail(ErrorCode::JobEnded, reason, now);
                 (job.subscribe(), transition)

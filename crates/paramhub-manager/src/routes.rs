@@ -4,7 +4,7 @@ pub(crate) mod hubs;
 pub(crate) mod jobs;
 pub(crate) mod pages;
 
-use axum::extract::{FromRequestParts, Path};
+use axum::extract::{FromRequestParts, Path, Query};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use paramhub_core::auth::Namespace;
@@ -22,6 +22,20 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segment
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
         match Path::<T>::from_request_parts(parts, state).await {
             Ok(Path(value)) => Ok(Segment(value)),
+            Err(wrong) => Err(refusal(ErrorCode::BadRequest, wrong.body_text()).into()),
+        }
+    }
+}
+
+/// What the query asks for.
+pub(crate) struct Asked<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Asked<T> {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Query::<T>::from_request_parts(parts, state).await {
+            Ok(Query(value)) => Ok(Asked(value)),
             Err(wrong) => Err(refusal(ErrorCode::BadRequest, wrong.body_text()).into()),
         }
     }

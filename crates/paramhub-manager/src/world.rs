@@ -10,7 +10,7 @@ use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
-    LeaveService, ServiceError, ServiceInitialised,
+    LeaveService, STOP_REASON_CHARS_MAX, ServiceError, ServiceInitialised,
 };
 use paramhub_core::settings::Settings;
 use tokio::sync::watch;
@@ -433,6 +433,19 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         }
     }
     Ok(())
+}
+
+/// Checks the reason of a stop, which appears in listings, in logs and on workers' terminals.
+pub(crate) fn check_reason(reason: String) -> Result<String, ServiceError> {
+    let printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
+    if (1..=STOP_REASON_CHARS_MAX).contains(&reason.len()) && reason.bytes().all(printable) {
+        return Ok(reason);
+    }
+    let message = format!(
+        "the reason of a stop must have 1 to {STOP_REASON_CHARS_MAX} printable ASCII characters: shorten it, or leave \
+         it out"
+    );
+    Err(refusal(ErrorCode::BadRequest, message))
 }
 
 fn stop_command(namespace: Namespace, reason: String) -> Bytes {

@@ -242,6 +242,9 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         let name = reference.strip_prefix("#/components/schemas/").unwrap();
         assert!(schemas.contains_key(name), "{reference} leads nowhere");
     }
+    let reason = &document["paths"]["/v1/jobs/{job}"]["delete"]["parameters"][1];
+    assert_eq!((&reason["name"], &reason["in"]), (&"reason".into(), &"query".into()));
+    assert_eq!(reason["schema"]["maxLength"], paramhub_core::service::STOP_REASON_CHARS_MAX);
     // Secrets and tables are written as they travel, not as they lie in memory.
     assert_eq!(schemas["Nonce"]["type"], "string");
     assert_eq!(schemas["KeyTable"]["type"], "array");

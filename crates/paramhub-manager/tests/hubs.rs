@@ -128,6 +128,30 @@ fn stopping_a_job_waits_until_its_hub_has_freed_it() {
 }
 
 #[test]
+fn a_job_that_is_stopped_for_a_reason_shows_it_and_its_hub_is_told() {
+    let (manager, client) = start(config());
+    let hub = Hub::join(&client, Manner::Serve);
+    run(&client, "team/long", 1);
+    let long = "x".repeat(257);
+    for reason in ["", "two\nlines", "\u{1b}[31mred", "\u{202e}backwards", long.as_str()] {
+        let refused = client.stop_job_because("team/long", reason);
+        assert_eq!(code(&refused), ErrorCode::BadRequest, "{reason:?}");
+        assert!(message(&refused).contains("256 printable"), "{refused:?}");
+    }
+    let mistyped = raw(manager.address(), &request("DELETE", "/v1/jobs/team%2Flong?raeson=x", ""));
+    assert!(mistyped.starts_with("HTTP/1.1 400 ") && mistyped.contains("raeson"), "{mistyped}");
+    assert_eq!(client.job("team/long").unwrap().state, JobState::Running);
+    let stopped = client.stop_job_because("team/long", "100 % of a+b & c=d?").unwrap();
+    let told = "stopped: 100 % of a+b & c=d?";
+    assert_eq!((stopped.state, stopped.message.as_str()), (JobState::Failed, told));
+    // Who comes second changes nothing.
+    assert_eq!(client.stop_job_because("team/long", "another").unwrap().message, told);
+    let commands = hub.die();
+    let Some(HubCommand::Stop { reason, .. }) = commands.last() else { panic!("{commands:?}") };
+    assert_eq!(reason, told);
+}
+
+#[test]
 fn stopping_a_job_names_a_hub_that_does_not_confirm() {
     let (_manager, client) = start(config());
     let hub = Hub::join(&client, Manner::Serve);

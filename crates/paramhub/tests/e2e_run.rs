@@ -4,6 +4,7 @@ mod common;
 
 use common::{Process, hub, is_alive, paramhub, wait_until};
 use paramhub::ManagerClient;
+use paramhub::service::JobState;
 use rustix::process::Signal;
 
 /// Starts a shell script as every worker.
@@ -153,5 +154,19 @@ fn a_running_hub_is_used_and_left_clean() {
     taken.finish().expect_code(1).expect_error(&["mine"]);
     launcher.signal(Signal::TERM);
     launcher.finish().expect_code(143);
-    assert!(client.job("mine").unwrap().state.has_ended());
+    let ended = client.job("mine").unwrap();
+    assert_eq!(
+        (ended.state, &*ended.message),
+        (JobState::Failed, "stopped: its launcher was interrupted by SIGTERM")
+    );
+    for (name, command, reason) in [
+        ("shy", "true", "its workers ended without joining"),
+        ("sick", "exit 3", "its worker 0 exited with 3"),
+    ] {
+        let launched = paramhub(["run", "--name", name, "--hub", &url, "--", "sh", "-c", command]);
+        launched.finish();
+        assert_eq!(client.job(name).unwrap().message, format!("stopped: {reason}"));
+    }
+    paramhub(["run", "--name", "lame", "--hub", &url, "--", "./no-such-program"]).finish().expect_code(1);
+    assert_eq!(client.job("lame").unwrap().message, "stopped: its launcher could not start its workers");
 }

@@ -8,10 +8,10 @@ use axum::http::StatusCode;
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
     ConnectService, CreateService, InitService, JobStatus, LeaveService, ServiceConnected, ServiceCreated,
-    ServiceError, ServiceInitialised,
+    ServiceError, ServiceInitialised, StopService,
 };
 
-use super::{Segment, namespace};
+use super::{Asked, Segment, namespace};
 use crate::auth::Admin;
 use crate::body::{HeavyBody, JsonBody, SMALL};
 use crate::clock::Now;
@@ -159,14 +159,18 @@ pub(crate) async fn show(
     Ok(Json(registry.with(|world| world.find(&job).map(crate::job::Job::status))?))
 }
 
-/// Ends a job; answered when its hubs have freed it.
+/// StopService: ends a job; answered when its hubs have freed it.
 #[utoipa::path(
     delete, path = "/v1/jobs/{job}", tag = "jobs", operation_id = "stop_job",
-    params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
+    params(
+        ("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace."),
+        ("reason" = Option<String>, Query, min_length = 1, max_length = 256, pattern = "^[ -~]+$",
+         description = "Why, for the job's status, its workers and the logs. Left out, they show `stopped by an operator`."),
+    ),
     security(("admin_token" = [])),
     responses(
         (status = 200, description = "The job is over and its memory free.", body = JobStatus),
-        (status = 400, description = "The path is malformed.", body = ServiceError),
+        (status = 400, description = "The path or the reason is malformed.", body = ServiceError),
         (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),
         (status = 408, description = "The job is over, but a hub, which is named, has not confirmed that its memory is free.", body = ServiceError),
@@ -177,6 +181,7 @@ pub(crate) async fn stop(
     _: Admin,
     State(registry): State<Arc<Registry>>,
     Segment(job): Segment<String>,
+    Asked(stop): Asked<StopService>,
 ) -> Answer<JobStatus> {
-    Ok(Json(registry.stop_job(&job).await?))
+    Ok(Json(registry.stop_job(&job, stop).await?))
 }

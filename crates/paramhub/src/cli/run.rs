@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use paramhub::ManagerClient;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::{CreateService, JobOptions, ServiceCreated};
+use paramhub::service::{CreateService, JobOptions, JobState, ServiceCreated};
 
 use super::{ManagerUrl, Usage, client, overlay};
 use crate::config::Config;
@@ -81,7 +81,7 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let ended = started.map(|launch| launch.supervise(&signals, &mut watch));
     match embedded {
         Some(hub) => hub.stop(),
-        None => end_job(&client, &job),
+        None => end_job(&client, &job, ended.as_ref().ok()),
     }
     Ok(ExitCode::from(conclude(&ended?)))
 }
@@ -118,12 +118,20 @@ fn commands(
     Ok(commands.collect())
 }
 
-/// Ends what workers that never joined, or did not leave, would keep alive until its lease runs out.
-fn end_job(client: &ManagerClient, job: &ServiceCreated) {
+/// Ends what workers that never joined, or did not leave, would keep alive until its lease runs out. `ended` is how they
+/// ended, where they could be started at all.
+pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Option<&Ended>) {
     let name = job.namespace.to_string();
-    if client.job(&name).is_ok_and(|status| !status.state.has_ended()) {
-        let _ = client.stop_job(&name);
+    let Ok(status) = client.job(&name) else { return };
+    if status.state.has_ended() {
+        return;
     }
+    let reason = match ended {
+        Some(ended) => ended.reason(status.state != JobState::Connecting),
+        None => "its launcher could not start its workers".into(),
+    };
+    // There is nobody left to tell.
+    let _ = client.stop_job_because(&name, &reason);
 }
 
 /// Puts the rank in front of each line.

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use super::lines::{Line, Post};
 use super::signals::Signals;
 use super::warden::Warden;
-use super::worker::{Worker, exit_code};
+use super::worker::{Worker, describe, exit_code};
 
 /// Lines that may wait to be printed.
 const LINES_MAX: usize = 256;
@@ -70,6 +70,19 @@ impl Ended {
     /// The highest exit code of those workers that were not made to end because of another.
     pub(crate) fn worst_exit_code(&self) -> u8 {
         self.failed.iter().map(|&rank| exit_code(self.exits[rank])).max().unwrap_or(0)
+    }
+
+    /// Why a job is over that these workers leave behind; `joined` says whether any of them had come to it.
+    pub(crate) fn reason(&self, joined: bool) -> String {
+        if let Some(signal) = self.signal {
+            let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+            return format!("its launcher was interrupted by {name}");
+        }
+        match (self.failed.first(), joined) {
+            (Some(&rank), _) => format!("its worker {rank} {}", describe(self.exits[rank])),
+            (None, true) => "its workers ended without leaving".into(),
+            (None, false) => "its workers ended without joining".into(),
+        }
     }
 }
 

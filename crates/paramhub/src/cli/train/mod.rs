@@ -17,6 +17,7 @@ use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::{CoreCounters, CreateService, ServiceCreated};
 use paramhub_train::THREADS_VARIABLE;
 
+use super::run::end_job;
 use super::{Usage, client};
 use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe};
@@ -44,9 +45,8 @@ pub(super) fn train(config: &Config) -> anyhow::Result<ExitCode> {
     let hub_busy = observer.hub_busy();
     let Observer { display, reports, .. } = observer;
     display.finish();
-    let verdict = judge(ended, reports);
-    venue.close();
-    let reports = match verdict {
+    venue.close(&ended);
+    let reports = match judge(ended, reports) {
         Verdict::Done(reports) => reports,
         Verdict::Interrupted(signal) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -144,17 +144,11 @@ impl Venue {
     }
 
     /// Leaves nothing of the job behind.
-    fn close(self) {
+    fn close(self, ended: &Ended) {
         match self {
             Venue::Local => {}
             Venue::Embedded(hub, _) => hub.stop(),
-            // Over already unless the workers came to no good end.
-            Venue::Running(client, job) => {
-                let name = job.namespace.to_string();
-                if client.job(&name).is_ok_and(|status| !status.state.has_ended()) {
-                    let _ = client.stop_job(&name);
-                }
-            }
+            Venue::Running(client, job) => end_job(&client, &job, Some(ended)),
         }
     }
 }
