@@ -63,11 +63,11 @@ pub(crate) enum Pulse {
 
 /// How a lane stands after it has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Taken {
-    /// There is more to read: come back without waiting.
-    pub(crate) more: bool,
+pub(crate) enum Taken {
+    /// More may come, or wait already.
+    Open,
     /// The peer has closed in order.
-    pub(crate) closed: bool,
+    Closed,
 }
 
 struct ShardSink<'a> {
@@ -140,12 +140,10 @@ impl Lane {
                 if received.closed && !shard.has_left(self.rank) {
                     return Err(Fault::Lost("its connection ended without a goodbye".to_string()));
                 }
-                Ok(Taken { more: received.more, closed: received.closed })
+                Ok(if received.closed { Taken::Closed } else { Taken::Open })
             }
             // Having left, it owes nobody an orderly close.
-            Err(ReceiveError::Stream(_)) if shard.has_left(self.rank) => {
-                Ok(Taken { more: false, closed: true })
-            }
+            Err(ReceiveError::Stream(_)) if shard.has_left(self.rank) => Ok(Taken::Closed),
             Err(ReceiveError::Stream(error)) => Err(Fault::Lost(error.to_string())),
             Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
             Err(ReceiveError::Sink(fault)) => Err(fault),
@@ -157,15 +155,13 @@ impl Lane {
         let mut sink = [0; 16 << 10];
         for _ in 0..16 {
             match rustix::io::read(&self.stream, &mut sink) {
-                Ok(0) => return Taken { more: false, closed: true },
+                Ok(0) => return Taken::Closed,
                 Ok(_) => {}
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
-                    return Taken { more: false, closed: false };
-                }
-                Err(_) => return Taken { more: false, closed: true },
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Taken::Open,
+                Err(_) => return Taken::Closed,
             }
         }
-        Taken { more: true, closed: false }
+        Taken::Open
     }
 
     /// Sends what the shard owes this rank until nothing is left or the peer takes no more; `true` in the latter case.

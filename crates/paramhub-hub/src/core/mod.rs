@@ -23,7 +23,7 @@ use paramhub_transport::{Events, Interest, Poller, Scratch};
 
 use farewell::Farewells;
 use fault::Fault;
-use lane::{Lane, Pulse};
+use lane::{Lane, Pulse, Taken};
 use table::Table;
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
@@ -44,9 +44,6 @@ pub(crate) struct Core {
     shard_of: HashMap<(Namespace, RouteId), usize>,
     lanes: Table<Lane>,
     farewells: Farewells,
-    /// Lanes whose budget ran out before their bytes did, and those of the turn before.
-    unread: Vec<u64>,
-    unread_before: Vec<u64>,
     busy: Duration,
     idle: Duration,
     last_tick: Instant,
@@ -72,8 +69,6 @@ impl Core {
             shard_of: HashMap::new(),
             lanes: Table::default(),
             farewells: Farewells::default(),
-            unread: Vec::new(),
-            unread_before: Vec::new(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             last_tick: Instant::now(),
@@ -85,10 +80,8 @@ impl Core {
         let mut events = Events::with_capacity(EVENTS);
         let mut turn_ended = Instant::now();
         loop {
-            let timeout = match self.unread_before.is_empty() {
-                true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
-                false => Duration::ZERO,
-            };
+            // A lane whose budget ran out before its bytes did is reported again, behind the others.
+            let timeout = (self.last_tick + TICK).saturating_duration_since(turn_ended);
             self.poller.wait(&mut events, Some(timeout))?;
             let now = Instant::now();
             self.idle += now - turn_ended;
@@ -107,11 +100,6 @@ impl Core {
                     self.receive(event.token, now);
                 }
             }
-            // Those left from the turn before; what this turn leaves is for the next.
-            while let Some(token) = self.unread_before.pop() {
-                self.receive(token, now);
-            }
-            std::mem::swap(&mut self.unread, &mut self.unread_before);
             if now - self.last_tick >= TICK {
                 self.tick(now);
             }
@@ -134,9 +122,8 @@ impl Core {
         }
         self.answer(shard, now);
         match taken {
-            Ok(taken) if taken.closed => self.drop_lane(token),
-            Ok(taken) if taken.more => self.unread.push(token),
-            Ok(_) => {}
+            Ok(Taken::Closed) => self.drop_lane(token),
+            Ok(Taken::Open) => {}
             Err(fault) => self.fault(token, &fault, now),
         }
     }
