@@ -203,8 +203,12 @@ impl Guest {
     /// Reads and answers as far as it goes without waiting.
     fn attend(&mut self, directory: &Directory) -> io::Result<Next> {
         loop {
-            if !self.speak()? {
-                return Ok(Next::Wait);
+            match self.speak() {
+                Ok(true) => {}
+                Ok(false) => return Ok(Next::Wait),
+                // It has its place, and the others count on it: its core finds the stream broken and says whose it was.
+                Err(_) if matches!(self.stage, Stage::Welcome(..)) => {}
+                Err(error) => return Err(error),
             }
             match &mut self.stage {
                 Stage::Welcome(hello, route) => return Ok(Next::Admit(*hello, *route)),

@@ -56,6 +56,15 @@ impl Raw {
 
     /// Joins as any worker does: ConnectService, InitService, handshake.
     fn join(cluster: &Cluster, ticket: &Ticket, rank: u32) -> Raw {
+        let (mut raw, hello) = Raw::join_but_for_streams(cluster, ticket, rank);
+        match raw.shake_hands(&hello, &ticket.nonce) {
+            Verdict::Welcome { .. } => raw,
+            Verdict::Refused { message, .. } => panic!("refused: {message}"),
+        }
+    }
+
+    /// As far as a connection that has said nothing yet, and what it is to say first.
+    fn join_but_for_streams(cluster: &Cluster, ticket: &Ticket, rank: u32) -> (Raw, Hello) {
         let hello = hello(ticket, rank, &settings(), cluster);
         let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, rank, hello.incarnation);
         let incarnation = hello.incarnation;
@@ -69,11 +78,7 @@ impl Raw {
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
         cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();
-        let mut raw = Raw::dial(cluster.hub().addresses()[0]);
-        match raw.shake_hands(&hello, &ticket.nonce) {
-            Verdict::Welcome { .. } => raw,
-            Verdict::Refused { message, .. } => panic!("refused: {message}"),
-        }
+        (Raw::dial(cluster.hub().addresses()[0]), hello)
     }
 
     fn shake_hands(&mut self, hello: &Hello, nonce: &Nonce) -> Verdict {
@@ -84,6 +89,11 @@ impl Raw {
         let mut verdict = [0; VERDICT_BYTES];
         self.socket.read_exact(&mut verdict).unwrap();
         Verdict::decode(&verdict).unwrap()
+    }
+
+    /// Closes with a reset, as a process does that ends with answers unread.
+    fn reset(self) {
+        rustix::net::sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO)).unwrap();
     }
 
     fn send(&mut self, bytes: &[u8]) {
@@ -531,4 +541,29 @@ fn a_hub_that_shuts_down_says_so_to_its_workers() {
         let told = worker.join().unwrap();
         assert!(told.contains("the hub is shutting down"), "{told}");
     });
+}
+
+#[test]
+fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others() {
+    let cluster = Cluster::new(1);
+    for round in 0..8 {
+        let name = format!("gone{round}");
+        let ticket = cluster.job(&name, 2);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                let exchange =
+                    |job: Job| job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4])?.wait().map(drop);
+                ticket.join(0, settings()).and_then(exchange).unwrap_err().to_string()
+            });
+            let (mut raw, hello) = Raw::join_but_for_streams(&cluster, &ticket, 1);
+            raw.send(&hello.encode());
+            let mut challenge = [0; CHALLENGE_BYTES];
+            raw.socket.read_exact(&mut challenge).unwrap();
+            // The proof has arrived when the hub learns that there is nobody to welcome.
+            raw.send(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0);
+            raw.reset();
+            let told = waits.join().unwrap();
+            assert!(told.contains("rank 1 was lost"), "{told}");
+        });
+    }
 }
