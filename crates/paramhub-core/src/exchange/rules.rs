@@ -275,7 +275,10 @@ impl Exchange {
         self.left[rank as usize] = true;
         self.departures += 1;
         for slot in 0..self.chunks.len() as u32 {
-            self.rank_mut(slot, rank).request = Request::None;
+            // What is owed to it may still be sent.
+            if let Request::Waiting(_) = self.rank(slot, rank).request {
+                self.rank_mut(slot, rank).request = Request::None;
+            }
             self.settle(slot, |waiting, answer| owed(slot, waiting, answer));
             self.stranded_at(slot)?;
         }

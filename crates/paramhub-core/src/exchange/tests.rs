@@ -295,3 +295,14 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().update.unwrap();
     assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
 }
+
+#[test]
+fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
+    let consistency = Consistency::Asynchronous;
+    let rules = Rules { workers: 1, consistency, reproducible: false, has_parameters: false };
+    let mut exchange = Exchange::new(rules, 1);
+    exchange.push(0, 0, 0, Answer::Parameters).unwrap();
+    exchange.settle(0, |_, _| {});
+    exchange.leave(0, |_, _, _| {}).unwrap();
+    exchange.answer_begun(0, 0);
+}

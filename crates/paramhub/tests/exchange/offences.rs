@@ -567,3 +567,15 @@ fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others() {
         });
     }
 }
+
+#[test]
+fn a_worker_may_leave_without_waiting_for_what_it_asked_for() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("hasty", 1);
+    let mut raw = Raw::join(&cluster, &ticket, 0);
+    raw.send(&[push(0), Header::bare(Operation::Leave).encode().to_vec()].concat());
+    assert_eq!(raw.await_frame(Operation::Parameters).0.step, 1);
+    assert_eq!(cluster.await_end("hasty").state, JobState::Finished);
+    // The hub goes on.
+    cluster.job("next", 1).run(&settings(), |_| ());
+}
