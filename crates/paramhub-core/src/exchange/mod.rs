@@ -11,7 +11,7 @@
 
 mod rules;
 
-pub use rules::{Answer, Arrival, Exchange, Fold, Offence, Rules, Stranded, Update};
+pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Rules, Stranded, Update};
 
 #[cfg(test)]
 mod tests;

@@ -131,14 +131,25 @@ pub enum Offence {
     Initialised,
 }
 
-/// Ranks wait for a step that another rank will never contribute to.
+/// Ranks wait for what another rank will never send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("rank {rank} left the job, but other ranks wait for its contribution to step {step}")]
+#[error("rank {rank} left the job, but other ranks wait for {awaited}")]
 pub struct Stranded {
     /// Who left.
     pub rank: u32,
-    /// The step that cannot end.
-    pub step: u32,
+    /// What will not come.
+    pub awaited: Awaited,
+}
+
+/// What ranks wait for in vain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Awaited {
+    /// Rank 0's parameters.
+    #[error("the parameters to start from")]
+    Parameters,
+    /// A contribution to this step.
+    #[error("its contribution to step {0}")]
+    Contribution(u32),
 }
 
 impl Exchange {
@@ -285,27 +296,32 @@ impl Exchange {
         Ok(())
     }
 
-    /// Fails if a rank waits on this chunk for a rank that has left. Called after every push that brought no update.
+    /// Fails if a rank waits on this chunk for a rank that has left. Called after every pull, and after every push that
+    /// brought no update.
     pub fn stranded_at(&self, slot: u32) -> Result<(), Stranded> {
-        if self.rules.consistency != Consistency::Synchronous || self.departures == 0 {
+        if self.departures == 0 {
             return Ok(());
         }
         let chunk = self.chunks[slot as usize];
+        let missing = if !chunk.initialised {
+            self.left[0].then_some((0, Awaited::Parameters))
+        } else if self.rules.consistency == Consistency::Synchronous {
+            self.missing(slot)
+                .find(|&rank| self.left[rank as usize])
+                .map(|rank| (rank, Awaited::Contribution(chunk.version as u32)))
+        } else {
+            None
+        };
         let waits = |rank: u32| {
             matches!(self.rank(slot, rank).request, Request::Waiting(_)) && !self.left[rank as usize]
         };
-        let missing = (0..self.rules.workers).find(|&rank| {
-            self.left[rank as usize] && u64::from(self.rank(slot, rank).next_step) <= chunk.version
-        });
         match missing {
-            Some(rank) if (0..self.rules.workers).any(waits) => {
-                Err(Stranded { rank, step: chunk.version as u32 })
-            }
+            Some((rank, awaited)) if (0..self.rules.workers).any(waits) => Err(Stranded { rank, awaited }),
             _ => Ok(()),
         }
     }
 
-    /// Ranks whose contribution to this chunk's step under way is missing, ascending; what a stalled job is named by.
+    /// Ranks whose contribution to this chunk's step under way is missing, ascending.
     pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let version = self.chunks[slot as usize].version;
         (0..self.rules.workers).filter(move |&rank| u64::from(self.rank(slot, rank).next_step) <= version)

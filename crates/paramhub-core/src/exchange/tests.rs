@@ -306,3 +306,19 @@ fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
     exchange.leave(0, |_, _, _| {}).unwrap();
     exchange.answer_begun(0, 0);
 }
+
+#[test]
+fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
+    for consistency in [Consistency::Synchronous, Consistency::Asynchronous, Consistency::BoundedStaleness(1)]
+    {
+        let rules = Rules { workers: 3, consistency, reproducible: false, has_parameters: true };
+        let mut exchange = Exchange::new(rules, 1);
+        exchange.pull(0, 1, 0).unwrap();
+        assert_eq!(exchange.leave(2, |_, _, _| {}), Ok(()), "{consistency}: rank 0 may still send them");
+        assert_eq!(
+            exchange.leave(0, |_, _, _| {}).unwrap_err().rank,
+            0,
+            "{consistency}: nobody will send them"
+        );
+    }
+}

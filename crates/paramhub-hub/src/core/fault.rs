@@ -35,6 +35,14 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
+    /// The rank at fault where it showed on the stream of `rank`.
+    pub(crate) fn culprit(&self, rank: u32) -> u32 {
+        match self {
+            Fault::Stranded(stranded) => stranded.rank,
+            _ => rank,
+        }
+    }
+
     /// The message for everybody, which names the rank at fault.
     pub(crate) fn message(&self, rank: u32) -> String {
         match self {

@@ -164,7 +164,8 @@ impl Core {
         let namespace = hosted.shard.plan().namespace;
         lane.mute(now);
         if !told_before && !leaves_quietly && !hosted.ending {
-            self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message: fault.message(rank) });
+            let (message, rank) = (fault.message(rank), fault.culprit(rank));
+            self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message });
         }
         if matches!(fault, Fault::Lost(_)) {
             self.drop_lane(token);

@@ -212,7 +212,9 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
     assert!(fault(&mut shard, header(Operation::Push, 2, 1, &five), &five).contains("after it had left"));
     push_pull(&mut shard, 0, 2, 0, &[1.0; 5]).unwrap();
     answer(&mut shard, 0);
-    let stranded = push_pull(&mut shard, 0, 2, 1, &[1.0; 5]).unwrap_err().message(0);
+    let stranded = push_pull(&mut shard, 0, 2, 1, &[1.0; 5]).unwrap_err();
+    assert_eq!(stranded.culprit(0), 1, "not the one that found out");
+    let stranded = stranded.message(0);
     assert_eq!(stranded, "rank 1 left the job, but other ranks wait for its contribution to step 1");
 }
 

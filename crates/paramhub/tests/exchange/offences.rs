@@ -9,6 +9,7 @@ use std::time::Duration;
 use paramhub_core::auth::{Incarnation, Nonce, Purpose};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
+use paramhub_core::consistency::Consistency;
 use paramhub_core::placement::Placement;
 use paramhub_core::service::{ConnectService, CreateService, InitService, JobOptions, JobState};
 use paramhub_core::settings::Settings;
@@ -19,7 +20,7 @@ use paramhub_core::wire::{
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_worker::{Job, Member, WorkerError};
 
-use crate::cluster::{Cluster, PATIENCE, Ticket, keys};
+use crate::cluster::{Cluster, PATIENCE, Ticket, keys, sgd};
 
 /// A job of one key and one chunk, for peers that speak the protocol by hand.
 fn settings() -> Settings {
@@ -578,4 +579,22 @@ fn a_worker_may_leave_without_waiting_for_what_it_asked_for() {
     assert_eq!(cluster.await_end("hasty").state, JobState::Finished);
     // The hub goes on.
     cluster.job("next", 1).run(&settings(), |_| ());
+}
+
+#[test]
+fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence() {
+    let cluster = Cluster::new(1);
+    let settings =
+        Settings { optimizer: sgd(0.1, 0.0), consistency: Consistency::Asynchronous, ..settings() };
+    let ticket = cluster.job("headless", 2);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            let job = ticket.join(1, settings.clone()).unwrap();
+            job.pull(0, vec![0.0f32; 4]).unwrap().wait().unwrap_err()
+        });
+        ticket.join(0, settings.clone()).unwrap().leave().unwrap();
+        let told = waits.join().unwrap();
+        assert!(told.to_string().contains("rank 0 left the job"), "{told}");
+        assert!(matches!(told, WorkerError::Failed { culprit: Some(0), .. }), "{told:?}");
+    });
 }
