@@ -1,5 +1,7 @@
 //! What a worker can do wrong on a stream, in the words its owner will read.
 
+use std::time::Duration;
+
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Offence, Stranded};
 use paramhub_core::wire::Operation;
@@ -30,6 +32,9 @@ pub(crate) enum Fault {
     Frame(String),
     #[error("was lost: {0}")]
     Lost(String),
+    /// Its connection stands, as far as anyone can tell: it may yet hear why.
+    #[error("was lost: it has not been heard for {:.0} s", .0.as_secs_f64())]
+    Silent(Duration),
     #[error("{0}")]
     Stranded(Stranded),
 }

@@ -333,10 +333,7 @@ impl Core {
                 Some(Pulse::HeardAgain) => {
                     self.mailbox.tell(CoreEvent::Silence { namespace, rank, seconds: None });
                 }
-                Some(Pulse::Dead(silence)) => {
-                    let reason = format!("it has not been heard for {:.0} s", silence.as_secs_f64());
-                    self.fault(token, &Fault::Lost(reason), now);
-                }
+                Some(Pulse::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
                 None => {}
             }
         }

@@ -598,3 +598,15 @@ fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence() {
         assert!(matches!(told, WorkerError::Failed { culprit: Some(0), .. }), "{told:?}");
     });
 }
+
+#[test]
+fn a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over() {
+    let cluster = Cluster::new(1);
+    let options = JobOptions { rendezvous_timeout_s: 20.0, dead_after_s: 1.0, ..Default::default() };
+    let ticket = cluster.job_with("frozen", 1, options);
+    let mut raw = Raw::join(&cluster, &ticket, 0);
+    let failure = raw.await_failure();
+    assert_eq!(failure.rank, Some(0));
+    assert!(failure.message.contains("rank 0 was lost: it has not been heard for"), "{failure:?}");
+    assert!(raw.is_closed());
+}
