@@ -17,6 +17,8 @@ use super::shard::Shard;
 /// Bytes taken from one stream before the others get their turn: about one read of the scratch buffer, so that what a
 /// chunk's last contribution sets free leaves while it is in cache.
 const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
+/// Bytes sent to one stream before the others get their turn, unless a single write takes more.
+const SEND_BUDGET_BYTES: usize = 1 << 20;
 /// Frames gathered into one write.
 const BATCH_FRAMES: usize = 32;
 /// A stream on which nothing left for this long carries a heartbeat, or sooner where the job calls silence dead sooner.
@@ -164,8 +166,10 @@ impl Lane {
         Taken::Open
     }
 
-    /// Sends what the shard owes this rank until nothing is left or the peer takes no more; `true` in the latter case.
+    /// Sends what the shard owes this rank until nothing is left, the peer takes no more or the budget is spent; `true` if
+    /// it is to be called again when the stream is writable.
     pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<bool, StreamError> {
+        let mut bytes = 0;
         loop {
             let mut picks = [Pick::Message; BATCH_FRAMES];
             let count = pick(shard, self.rank, &mut picks);
@@ -185,7 +189,8 @@ impl Lane {
             let begun = sent.frames + usize::from(self.stream.unfinished() > 0);
             settle(shard, self.rank, picks, &headers, sent.frames, begun);
             shard.count_bytes(0, sent.bytes);
-            if sent.blocked {
+            bytes += sent.bytes;
+            if sent.blocked || bytes >= SEND_BUDGET_BYTES {
                 return Ok(true);
             }
         }
@@ -332,5 +337,42 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
             }
             _ => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paramhub_core::key::Key;
+
+    use super::*;
+    use crate::core::shard::tests::shard;
+
+    #[test]
+    fn a_rank_that_is_owed_much_lets_the_others_have_their_turn() {
+        const CHUNKS: u32 = 1024;
+        let mut shard = shard(1, vec![Key::new("w", [u64::from(CHUNKS) * 4096])], |settings| {
+            settings.chunk_bytes = 16 << 10;
+        });
+        for slot in 0..CHUNKS {
+            let header = Header { chunk: slot, ..Header::bare(Operation::Pull) };
+            shard.frame(0, &header, &[]).unwrap();
+        }
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut worker = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let socket = listener.accept().unwrap().0;
+        // It takes whatever comes, so that nothing but the budget ends a turn before all has left.
+        let reader = std::thread::spawn(move || std::io::copy(&mut worker, &mut io::sink()).unwrap());
+        let now = Instant::now();
+        let mut lane = Lane::new(socket, 0, 0, 16 << 10, now).unwrap();
+        let (mut turns, mut sent_before) = (0, 0);
+        while lane.flush(&mut shard, now).unwrap() {
+            let sent = shard.counters().bytes_sent;
+            let most = (SEND_BUDGET_BYTES + BATCH_FRAMES * ((16 << 10) + 16)) as u64;
+            assert!(sent - sent_before <= most, "{} bytes in one turn", sent - sent_before);
+            (turns, sent_before) = (turns + 1, sent);
+        }
+        assert!(turns >= 8, "{turns} turns");
+        drop(lane);
+        assert_eq!(reader.join().unwrap(), u64::from(CHUNKS) * ((16 << 10) + 16));
     }
 }

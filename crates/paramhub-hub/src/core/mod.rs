@@ -141,10 +141,10 @@ impl Core {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
-            Ok(blocked) => {
-                if blocked != lane.waits_writable {
-                    lane.waits_writable = blocked;
-                    let interest = if blocked { Interest::BOTH } else { Interest::READABLE };
+            Ok(unfinished) => {
+                if unfinished != lane.waits_writable {
+                    lane.waits_writable = unfinished;
+                    let interest = if unfinished { Interest::BOTH } else { Interest::READABLE };
                     if let Err(error) = self.poller.modify(&*lane, token, interest) {
                         self.fault(token, &Fault::Lost(error.to_string()), now);
                     }

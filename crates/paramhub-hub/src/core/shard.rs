@@ -466,4 +466,4 @@ impl Shard {
 
 #[cfg(test)]
 #[path = "shard_tests.rs"]
-mod tests;
+pub(super) mod tests;

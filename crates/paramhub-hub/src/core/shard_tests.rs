@@ -9,7 +9,7 @@ use super::*;
 use crate::core::outbox::Begun;
 
 /// A shard of all chunks of `keys`, on one core.
-fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
+pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
     let mut settings = Settings::new(KeyTable::new(keys).unwrap());
     settings.chunk_bytes = 1024;
     change(&mut settings);
