@@ -93,11 +93,12 @@ impl Core {
                     }
                     continue;
                 }
-                if event.writable {
-                    self.flush(event.token, now);
-                }
+                // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
                 if event.readable {
                     self.receive(event.token, now);
+                }
+                if event.writable {
+                    self.flush(event.token, now);
                 }
             }
             if now - self.last_tick >= TICK {
