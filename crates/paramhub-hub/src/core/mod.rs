@@ -245,7 +245,11 @@ impl Core {
         let added = Lane::new(socket, shard, rank, frame_bytes_max as usize, now).and_then(|lane| {
             let token = self.lanes.insert(lane);
             let lane = self.lanes.at_mut(token).expect("it was just put in");
-            self.poller.add(&*lane, token, Interest::READABLE).map(|()| token)
+            let added = self.poller.add(&*lane, token, Interest::READABLE);
+            if added.is_err() {
+                self.lanes.remove(token);
+            }
+            added.map(|()| token)
         });
         match added {
             Ok(token) => {
