@@ -116,17 +116,20 @@ impl Steward {
         match event {
             CoreEvent::Opened { namespace, missing_bytes } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                if let State::Opening { routes } = &mut job.state {
-                    *routes -= 1;
-                    let all = *routes == 0;
-                    match missing_bytes {
-                        Some(bytes) => job.missing_bytes = Some(bytes),
-                        None if all && job.missing_bytes.is_none() => return self.opened(namespace),
-                        None => {}
+                match &mut job.state {
+                    State::Opening { routes } => {
+                        *routes -= 1;
+                        let all = *routes == 0;
+                        job.missing_bytes = job.missing_bytes.or(missing_bytes);
+                        match job.missing_bytes {
+                            None if all => self.opened(namespace),
+                            Some(_) if all => self.refuse_opened(namespace),
+                            _ => {}
+                        }
                     }
-                    if all {
-                        self.refuse_opened(namespace);
-                    }
+                    // It was stopped before it was open, and here there is nothing to close.
+                    State::Ending { .. } if missing_bytes.is_some() => self.route_closed(namespace),
+                    _ => {}
                 }
             }
             CoreEvent::Faulted { namespace, rank, message } => self.fail(namespace, Some(rank), message),
@@ -141,12 +144,18 @@ impl Steward {
             CoreEvent::Closed { namespace, counters } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;
-                if let State::Ending { routes, .. } = &mut job.state {
-                    *routes -= 1;
-                    if *routes == 0 {
-                        self.closed(namespace);
-                    }
-                }
+                self.route_closed(namespace);
+            }
+        }
+    }
+
+    /// One route of an ending job holds nothing any more.
+    fn route_closed(&mut self, namespace: Namespace) {
+        let job = self.jobs.get_mut(&namespace).expect("a closing job is here");
+        if let State::Ending { routes, .. } = &mut job.state {
+            *routes -= 1;
+            if *routes == 0 {
+                self.closed(namespace);
             }
         }
     }
