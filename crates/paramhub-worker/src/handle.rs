@@ -168,8 +168,11 @@ impl Ticket {
     }
 
     fn end(&mut self, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
-        let buffers = std::mem::take(&mut self.buffers);
-        let buffers = if self.keep { buffers } else { Buffers::default() };
+        let mut buffers = std::mem::take(&mut self.buffers);
+        if !self.keep {
+            // Lets them go here and now; a second variable of this name would keep the first alive to the end.
+            buffers = Buffers::default();
+        }
         let mut state = self.completion.lock();
         let State::Pending { callbacks } = &mut *state else { return Ok(()) };
         let callbacks = std::mem::take(callbacks);
@@ -296,5 +299,25 @@ mod tests {
         let (handle, out) = hear.recv_timeout(Duration::from_secs(30)).expect("the region was let go");
         handle.wait().unwrap();
         assert_eq!(out, [f32::from_bits(0x0101_0101); 2]);
+    }
+
+    #[test]
+    fn a_borrowed_buffer_is_let_go_before_a_callback_hears_of_the_end() {
+        let (give, take) = mpsc::channel();
+        let (returned, has_returned) = mpsc::channel();
+        let lender = std::thread::spawn(move || {
+            let out = [0.0_f32; 2];
+            paramhub_transport::lend(|lending| {
+                let buffers = Buffers { send: Some(lending.send(&out)), receive: None };
+                give.send(Ticket::new(buffers, false, lost())).unwrap();
+            });
+            returned.send(()).unwrap();
+        });
+        let (ticket, completion) = take.recv().unwrap();
+        let handle: Handle<(), ()> = Handle::new(completion, |_| ((), ()));
+        // `lend` returns once the region is gone, so a callback that came first would wait in vain.
+        handle.on_complete(move |_| has_returned.recv_timeout(Duration::from_secs(30)).unwrap());
+        ticket.finish(Ok(())).unwrap();
+        lender.join().unwrap();
     }
 }
