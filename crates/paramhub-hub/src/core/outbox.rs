@@ -81,8 +81,10 @@ impl Outbox {
             && self.parameters.is_empty()
     }
 
-    /// Forgets every answer but what has begun; the job is over.
-    pub(crate) fn forget_answers(&mut self) {
+    /// Forgets all but what has begun: the job is over, and its last word finds room.
+    pub(crate) fn forget(&mut self) {
+        let begun = matches!(self.begun, Some(Begun { source: Source::Message, .. }));
+        self.messages.truncate(usize::from(begun));
         while self.parameters.pop_first().is_some() {}
         while self.applied.pop_first().is_some() {}
     }

@@ -449,11 +449,11 @@ impl Shard {
         Fault::Rules { chunk, key: self.key_name(key), offence }
     }
 
-    /// Frees the arrays of a job that is over; messages and begun frames stay.
+    /// Frees the arrays of a job that is over; begun frames stay.
     pub(crate) fn free(&mut self) {
         self.spill_all();
         for outbox in &mut self.outboxes {
-            outbox.forget_answers();
+            outbox.forget();
         }
         self.model = Buffer::default();
         self.merge = Buffer::default();

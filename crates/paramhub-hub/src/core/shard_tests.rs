@@ -235,3 +235,17 @@ fn memory_is_what_was_announced() {
         "{announced} for {floats}"
     );
 }
+
+#[test]
+fn the_last_word_finds_room_among_messages_nobody_reads() {
+    let mut shard = shard(1, vec![Key::new("w", [1])], |_| {});
+    for _ in 0..1000 {
+        shard.outboxes[0].message(Header::bare(Operation::Heartbeat), Vec::new());
+    }
+    let begun = Begun { header: Header::bare(Operation::Heartbeat), source: Source::Message };
+    shard.outboxes[0].begun = Some(begun);
+    shard.free();
+    shard.outboxes[0].message(Header::bare(Operation::Failure), Vec::new());
+    let operations = shard.outboxes[0].messages.iter().map(|(header, _)| header.operation);
+    assert_eq!(operations.collect::<Vec<_>>(), [Operation::Heartbeat, Operation::Failure]);
+}
