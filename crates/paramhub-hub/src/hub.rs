@@ -56,6 +56,9 @@ impl RunningHub {
             .collect::<Result<_, _>>()
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
         let shape = shape(&config, &addresses)?;
+        // Before any thread starts, so that a manager that refuses leaves none behind.
+        let registered = config.manager.register_hub(&RegisterHub { shape: shape.clone() })?;
+        info!("joined {} as hub {}", config.manager.url(), registered.hub);
 
         let (letters, letterbox) = sync_channel(LETTERS);
         let (news, newsbox) = sync_channel(NEWS);
@@ -76,12 +79,10 @@ impl RunningHub {
             directory,
             news,
             registry: config.registry,
-            shape: shape.clone(),
+            shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
             jobs: HashMap::new(),
         };
-        let registered = config.manager.register_hub(&RegisterHub { shape })?;
-        info!("joined {} as hub {}", config.manager.url(), registered.hub);
         let stop = Arc::new(AtomicBool::new(false));
         let link = Link {
             client: config.manager,
@@ -91,7 +92,14 @@ impl RunningHub {
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
-        threads.push(spawn("hub-steward", move || steward.run())?);
+        let fail = failure.clone();
+        let decide = move || {
+            watch(&fail, "steward", || {
+                steward.run();
+                Ok(())
+            });
+        };
+        threads.push(spawn("hub-steward", decide)?);
         let (reporter, cores_to_report) = (link.clone(), cores.clone());
         let (told, all_told) = sync_channel(1);
         // Neither of the link's threads is joined: each may be waiting for the manager, and holds nothing.
