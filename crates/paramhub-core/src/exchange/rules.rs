@@ -120,6 +120,9 @@ pub enum Offence {
         /// The step asked for.
         got: u32,
     },
+    /// The step after which versions could not be counted any more.
+    #[error("step {} was pushed, but a run ends before it: start a new one from these parameters", u32::MAX)]
+    StepsExhausted,
     /// The rank has a request for this chunk that is not answered.
     #[error("a second request came before the first was answered")]
     Unanswered,
@@ -205,13 +208,13 @@ impl Exchange {
         match step {
             got if got < expected => return Err(Offence::StepBehind { expected, got }),
             got if got > expected => return Err(Offence::StepAhead { expected, got }),
+            u32::MAX => return Err(Offence::StepsExhausted),
             _ => {}
         }
         if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
             return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
         }
-        *self.rank_mut(slot, rank) =
-            RankBook { next_step: step.wrapping_add(1), request: Request::Waiting(answer) };
+        *self.rank_mut(slot, rank) = RankBook { next_step: step + 1, request: Request::Waiting(answer) };
         let contributions_due = match self.rules.consistency {
             Consistency::Synchronous => self.rules.workers,
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => 1,

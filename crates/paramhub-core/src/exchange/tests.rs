@@ -322,3 +322,18 @@ fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
         );
     }
 }
+
+#[test]
+fn steps_end_where_versions_could_not_be_counted_any_more() {
+    let consistency = Consistency::BoundedStaleness(0);
+    let rules = Rules { workers: 2, consistency, reproducible: false, has_parameters: true };
+    let mut exchange = Exchange::new(rules, 1);
+    exchange.initialise(0, 0, u32::MAX - 1).unwrap();
+    exchange.push(0, 1, u32::MAX - 1, Answer::Applied).unwrap();
+    exchange.settle(0, |_, _| {});
+    exchange.answer_begun(0, 0);
+    exchange.push(0, 0, u32::MAX - 1, Answer::Applied).unwrap();
+    exchange.settle(0, |_, _| {});
+    exchange.answer_begun(0, 0);
+    assert_eq!(exchange.push(0, 0, u32::MAX, Answer::Applied), Err(Offence::StepsExhausted));
+}
