@@ -240,9 +240,8 @@ impl Core {
         };
         let hosted = self.shards.index_mut(shard);
         debug_assert!(hosted.lane_of[rank as usize].is_none(), "the directory admits a rank once a route");
-        let frame_bytes_max =
-            hosted.shard.plan().settings.chunk_bytes.max(paramhub_core::limits::CONTROL_BYTES_MAX);
-        let added = Lane::new(socket, shard, rank, frame_bytes_max as usize, now).and_then(|lane| {
+        let frame_bytes_max = hosted.shard.plan().frame_bytes_max();
+        let added = Lane::new(socket, shard, rank, frame_bytes_max, now).and_then(|lane| {
             let token = self.lanes.insert(lane);
             let lane = self.lanes.at_mut(token).expect("it was just put in");
             let added = self.poller.add(&*lane, token, Interest::READABLE);

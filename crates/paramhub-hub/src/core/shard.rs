@@ -8,6 +8,7 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Rules, Update};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
@@ -33,6 +34,13 @@ pub(crate) struct ShardPlan {
     pub(crate) aggregator: Arc<dyn Aggregator>,
     pub(crate) optimizer: Arc<dyn Optimizer>,
     pub(crate) hyperparameters: Hyperparameters,
+}
+
+impl ShardPlan {
+    /// Bytes of the largest payload a worker may send.
+    pub(crate) fn frame_bytes_max(&self) -> usize {
+        self.settings.chunk_bytes.max(CONTROL_BYTES_MAX) as usize
+    }
 }
 
 impl std::fmt::Debug for ShardPlan {
@@ -101,8 +109,9 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let arrays = 2 + layout.state_slots + layout.parked_ranks;
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let slots = layout.slots.len() as u64 * size_of::<Slot>() as u64;
-    let spill = u64::from(plan.workers) * layout.payload_bytes_max as u64;
-    layout.elements as u64 * 4 * arrays as u64 + layout.encoded_bytes as u64 + books + slots + spill
+    // Of each stream: the frame it is about to spill, and the one a read cut off.
+    let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
+    layout.elements as u64 * 4 * arrays as u64 + layout.encoded_bytes as u64 + books + slots + streams
 }
 
 /// How a plan turns into arrays.
