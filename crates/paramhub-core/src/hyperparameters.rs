@@ -246,6 +246,17 @@ pub enum HyperparameterError {
         /// The name given.
         name: String,
     },
+    /// Too many changes are waiting for their steps.
+    #[error(
+        "step {first_step} is too far ahead of step {step}, for {} changes wait already: announce each nearer to its step",
+        Schedule::CHANGES_MAX - 1
+    )]
+    TooEarly {
+        /// The step the change was for.
+        first_step: u32,
+        /// The newest step under way.
+        step: u32,
+    },
     /// There is no room for one more.
     #[error("no room for the hyperparameter {name:?}: there are {EXTRA_VALUES_MAX} extra ones already")]
     TooMany {
@@ -273,16 +284,30 @@ impl Schedule {
         Schedule { changes }
     }
 
-    /// Lets `hyperparameters` hold from `first_step` on, replacing what was said for that very step.
-    pub fn change(&mut self, first_step: u32, hyperparameters: Hyperparameters) {
-        let at = self.changes.partition_point(|&(step, _)| step < first_step);
+    /// Lets `hyperparameters` hold from `first_step` on, replacing what was said for that very step. `step` is the newest
+    /// that is under way: what was superseded by then makes room.
+    ///
+    /// # Errors
+    /// [`HyperparameterError::TooEarly`] if there is no room because the changes before it are all still to come.
+    pub fn change(
+        &mut self,
+        step: u32,
+        first_step: u32,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), HyperparameterError> {
+        let at = self.changes.partition_point(|&(first, _)| first < first_step);
         match self.changes.get_mut(at) {
             Some(change) if change.0 == first_step => change.1 = hyperparameters,
             _ => self.changes.insert(at, (first_step, hyperparameters)),
         }
         if self.changes.len() > Self::CHANGES_MAX {
+            if self.changes[1].0 > step {
+                self.changes.remove(at);
+                return Err(HyperparameterError::TooEarly { first_step, step });
+            }
             self.changes.remove(0);
         }
+        Ok(())
     }
 
     /// The numbers that hold at `step`.
@@ -303,9 +328,9 @@ mod tests {
     #[test]
     fn a_change_holds_from_its_step_in_whatever_order_changes_arrive() {
         let mut schedule = Schedule::new(rate(1.0));
-        schedule.change(20, rate(0.2));
-        schedule.change(10, rate(0.1));
-        schedule.change(20, rate(0.3));
+        schedule.change(0, 20, rate(0.2)).unwrap();
+        schedule.change(0, 10, rate(0.1)).unwrap();
+        schedule.change(0, 20, rate(0.3)).unwrap();
         let rates: Vec<f64> = [0, 9, 10, 19, 20, 21].map(|step| schedule.at(step).learning_rate).into();
         assert_eq!(rates, [1.0, 1.0, 0.1, 0.1, 0.3, 0.3]);
     }
@@ -315,11 +340,27 @@ mod tests {
         let mut schedule = Schedule::new(rate(0.0));
         let capacity = schedule.changes.capacity();
         for step in 0..1000 {
-            schedule.change(step, rate(f64::from(step)));
+            schedule.change(step, step, rate(f64::from(step))).unwrap();
         }
         assert_eq!(schedule.at(999).learning_rate, 999.0);
         assert_eq!(schedule.at(980).learning_rate, 980.0);
         assert_eq!(schedule.changes.capacity(), capacity);
+    }
+
+    #[test]
+    fn what_still_holds_is_never_dropped_for_what_is_still_to_come() {
+        let mut schedule = Schedule::new(rate(1.0));
+        for first_step in 1..Schedule::CHANGES_MAX as u32 {
+            schedule.change(0, 100 * first_step, rate(0.5)).unwrap();
+        }
+        for first_step in [50, 10_000] {
+            let refused = schedule.change(0, first_step, rate(0.1)).unwrap_err();
+            assert_eq!(refused, HyperparameterError::TooEarly { first_step, step: 0 });
+        }
+        schedule.change(0, 100, rate(0.4)).unwrap();
+        assert_eq!([0, 99, 100].map(|step| schedule.at(step).learning_rate), [1.0, 1.0, 0.4]);
+        schedule.change(100, 10_000, rate(0.1)).unwrap();
+        assert_eq!(schedule.at(100).learning_rate, 0.4);
     }
 
     #[test]

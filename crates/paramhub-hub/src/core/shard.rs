@@ -58,6 +58,8 @@ pub(crate) struct Shard {
     slots: Vec<Slot>,
     exchange: Exchange,
     schedule: Schedule,
+    /// The newest step of which an update was made.
+    newest_step: u32,
     state_slots: usize,
     model: Buffer,
     /// Apart from `model`, so that a fast worker's next step never meets a slow worker's unsent parameters.
@@ -177,6 +179,7 @@ impl Shard {
         let mut shard = Shard {
             exchange: Exchange::new(layout.rules, slots),
             schedule: Schedule::new(plan.hyperparameters),
+            newest_step: 0,
             state_slots: layout.state_slots,
             model: Buffer::zeroed(layout.elements, 0)?,
             merge: Buffer::zeroed(layout.elements, 1)?,
@@ -314,6 +317,7 @@ impl Shard {
     /// Runs the optimizer on a chunk while its sum is in cache.
     fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
         self.spill(index, slot);
+        self.newest_step = self.newest_step.max(update.step);
         let step = Step {
             hyperparameters: self.schedule.at(update.step),
             number: update.number,
@@ -344,8 +348,8 @@ impl Shard {
             .optimizer
             .check_change(&self.plan.hyperparameters, &next)
             .map_err(|error| refused(error.to_string()))?;
-        self.schedule.change(first_step, next);
-        Ok(())
+        let changed = self.schedule.change(self.newest_step, first_step, next);
+        changed.map_err(|error| refused(error.to_string()))
     }
 
     fn leave(&mut self, rank: u32) -> Result<(), Fault> {
