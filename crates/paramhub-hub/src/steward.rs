@@ -206,7 +206,8 @@ impl Steward {
         let message = match seconds {
             Some(seconds) => format!(
                 "rank {rank} of job `{}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
-                job.name, job.dead_after_s
+                job.name,
+                job.dead_after.as_secs_f64()
             ),
             None => format!("rank {rank} of job `{}` is heard again", job.name),
         };

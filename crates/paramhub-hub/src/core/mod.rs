@@ -323,7 +323,7 @@ impl Core {
             let (rank, index) = (lane.rank, lane.shard);
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
-            let dead_after = Duration::from_secs_f64(hosted.shard.plan().dead_after_s);
+            let dead_after = hosted.shard.plan().dead_after;
             let pulse = if hosted.shard.has_left(rank) { None } else { lane.pulse(now, dead_after) };
             if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[rank as usize].is_empty() {
                 hosted.shard.outboxes[rank as usize].message(Header::bare(Operation::Heartbeat), Vec::new());

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
@@ -26,7 +27,7 @@ pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) workers: u32,
-    pub(crate) dead_after_s: f64,
+    pub(crate) dead_after: Duration,
     pub(crate) settings: Arc<Settings>,
     pub(crate) map: Arc<ChunkMap>,
     pub(crate) placement: Arc<Placement>,

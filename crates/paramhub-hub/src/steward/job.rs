@@ -17,7 +17,7 @@ pub(crate) struct Job {
     pub(super) nonce: Nonce,
     pub(super) workers: u32,
     pub(super) rendezvous: Duration,
-    pub(super) dead_after_s: f64,
+    pub(super) dead_after: Duration,
     pub(super) placement: Arc<Placement>,
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
@@ -49,6 +49,8 @@ impl Job {
         shape: &HubShape,
         registry: &Registry,
     ) -> Result<(Job, Vec<(u16, ShardPlan)>), String> {
+        let rendezvous = seconds("rendezvous_timeout_s", plan.options.rendezvous_timeout_s)?;
+        let dead_after = seconds("dead_after_s", plan.options.dead_after_s)?;
         let settings = &plan.settings;
         settings.check().map_err(|error| error.to_string())?;
         if plan.hubs.get(plan.hub as usize) != Some(shape) {
@@ -77,7 +79,7 @@ impl Job {
                     name: plan.name.clone(),
                     namespace: plan.namespace,
                     workers: plan.workers,
-                    dead_after_s: plan.options.dead_after_s,
+                    dead_after,
                     settings: settings.clone(),
                     map: map.clone(),
                     placement: placement.clone(),
@@ -94,8 +96,8 @@ impl Job {
             namespace: plan.namespace,
             nonce: plan.nonce,
             workers: plan.workers,
-            rendezvous: Duration::from_secs_f64(plan.options.rendezvous_timeout_s),
-            dead_after_s: plan.options.dead_after_s,
+            rendezvous,
+            dead_after,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             state: State::Opening { routes: routes.len() },
             placement,
@@ -120,4 +122,11 @@ impl Job {
     pub(super) fn everybody_left(&self) -> bool {
         self.left.len() == self.routes.len() * self.workers as usize
     }
+}
+
+/// A wait as the manager gives it, which has checked it.
+fn seconds(option: &str, value: f64) -> Result<Duration, String> {
+    let wait =
+        Duration::try_from_secs_f64(value).ok().filter(|&wait| Instant::now().checked_add(wait).is_some());
+    wait.ok_or_else(|| format!("{option} is {value}, which is no time to wait"))
 }
