@@ -21,7 +21,7 @@ use crate::inbox::Inbox;
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
 use crate::notices::Notices;
-use crate::options::Options;
+use crate::options::{Options, deadline};
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::Steps;
@@ -135,7 +135,7 @@ impl Admission {
         placement: &Placement,
         options: &Options,
     ) -> Result<Vec<(RouteId, Arc<str>, std::net::TcpStream)>, WorkerError> {
-        let dialler = Dialler { who, nonce: &self.nonce, deadline: Instant::now() + options.dial_timeout };
+        let dialler = Dialler { who, nonce: &self.nonce, deadline: deadline(options.dial_timeout) };
         let mut sockets = Vec::new();
         for (id, route) in placement.routes().iter().enumerate() {
             if placement.chunks(id as RouteId).is_empty() {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytemuck::Pod;
 use paramhub_core::hyperparameters::Hyperparameters;
@@ -18,7 +18,7 @@ use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
 use crate::inbox::{Command, Inbox};
 use crate::notices::{HubNotice, Notices};
-use crate::options::Options;
+use crate::options::{Options, deadline};
 use crate::scope::Scope;
 use crate::statistics::{Counters, Statistics};
 use crate::steps::Steps;
@@ -239,7 +239,7 @@ impl Job {
 
     fn end(&mut self, patience: Duration) -> Result<(), WorkerError> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
-        let deadline = Instant::now() + patience;
+        let deadline = deadline(patience);
         // Refused by a job that has failed, whose thread tells the same.
         let _ = self.shared.inbox.put(Command::Leave { deadline });
         if on_io_thread() {

@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 
@@ -42,5 +42,22 @@ impl Default for Options {
             socket_receive_bytes: None,
             scratch_bytes: SCRATCH_BYTES_DEFAULT,
         }
+    }
+}
+
+/// When `wait` is over; a wait without end, such as [`Duration::MAX`], is over in a century.
+pub(crate) fn deadline(wait: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+    Instant::now() + wait.min(CENTURY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_without_end_has_a_deadline_all_the_same() {
+        assert!(deadline(Duration::MAX) > Instant::now() + Duration::from_secs(1 << 30));
+        assert!(deadline(Duration::ZERO) <= Instant::now());
     }
 }
