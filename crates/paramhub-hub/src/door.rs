@@ -128,8 +128,9 @@ impl Door {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
                     // Out of descriptors, for example: the connection stays queued, and a moment's rest keeps the
-                    // level-triggered poller from spinning on it.
+                    // level-triggered poller from spinning on it. Strangers must not hold the last descriptors.
                     warn!("cannot accept a connection: {error}");
+                    self.dismiss_oldest();
                     std::thread::sleep(Duration::from_millis(20));
                     return;
                 }
@@ -138,10 +139,8 @@ impl Door {
     }
 
     fn welcome(&mut self, socket: TcpStream, from: SocketAddr, interface: u16) {
-        if self.guests.len() >= GUESTS_MAX
-            && let Some(&oldest) = self.guests.keys().min()
-        {
-            self.dismiss(oldest);
+        if self.guests.len() >= GUESTS_MAX {
+            self.dismiss_oldest();
         }
         let token = self.next_token;
         self.next_token += 1;
@@ -185,6 +184,12 @@ impl Door {
         // Fails only if the descriptor is not in the set, and then there is nothing to take out.
         let _ = self.poller.remove(&guest.socket);
         Some(guest)
+    }
+
+    fn dismiss_oldest(&mut self) {
+        if let Some(&oldest) = self.guests.keys().min() {
+            self.dismiss(oldest);
+        }
     }
 
     fn show_out_the_late(&mut self) {
