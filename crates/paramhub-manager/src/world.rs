@@ -1,6 +1,9 @@
 //! All jobs and hubs, and what an event at one means for the others. No clock, no sockets, no store: time is handed in,
 //! commands and records are handed out.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
@@ -293,6 +296,8 @@ impl World {
     }
 
     fn apply(&mut self, hub: u32, event: HubEvent, now: Now) {
+        // The hub has warned of these itself, in a process with an embedded manager in the very same log.
+        let was_logged = matches!(event, HubEvent::Refused { .. } | HubEvent::Ended { finished: false, .. });
         let (namespace, transition) = match event {
             HubEvent::Allocated { namespace, placement_hash } => {
                 let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
@@ -314,7 +319,7 @@ impl World {
                 (namespace, job.hub_ended(hub, finished, bounded(&reason), now))
             }
         };
-        self.follow(namespace, transition);
+        self.follow_with(namespace, transition, !was_logged);
     }
 
     /// A hub serves a job that is none of its business, since this manager lost it or the job: it should stop.
@@ -339,6 +344,11 @@ impl World {
 
     /// Draws the consequences of what happened to a job.
     fn follow(&mut self, namespace: Namespace, transition: Transition) {
+        self.follow_with(namespace, transition, true);
+    }
+
+    /// [`follow`](Self::follow), where a failure is news to the logs or, having been told by a hub that logged it, is not.
+    fn follow_with(&mut self, namespace: Namespace, transition: Transition, is_news: bool) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         match transition {
             Transition::None => {}
@@ -349,8 +359,11 @@ impl World {
             Transition::Ended { stop } => {
                 let status = job.status();
                 match status.state {
-                    JobState::Failed => {
+                    JobState::Failed if is_news => {
                         tracing::warn!(job = job.name, namespace = %namespace, "job failed: {}", status.message);
+                    }
+                    JobState::Failed => {
+                        tracing::info!(job = job.name, namespace = %namespace, "job failed: {}", status.message);
                     }
                     _ => tracing::info!(job = job.name, namespace = %namespace, "job finished"),
                 }
