@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -228,7 +228,12 @@ fn start_core(
     failure: Arc<Mutex<Option<String>>>,
 ) -> Result<(CoreHandle, JoinHandle<()>), HubError> {
     let system = |cause| HubError::System { what: "start a core", cause };
-    let (handle, mailbox) = mailbox(letters).map_err(system)?;
+    let tell = Box::new(move |event| match letters.try_send(Letter::Core(event)) {
+        Err(TrySendError::Full(Letter::Core(event))) => Some(event),
+        // Told, or nobody is left to be told.
+        _ => None,
+    });
+    let (handle, mailbox) = mailbox(tell).map_err(system)?;
     let core = Core::new(mailbox).map_err(system)?;
     let thread = spawn(&format!("hub-core-{index}"), move || {
         if pin {

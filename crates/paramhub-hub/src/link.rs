@@ -8,27 +8,21 @@ use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::{
-    CoreCounters, ErrorCode, HubEvent, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
+    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
 };
 use tracing::warn;
 
 use crate::core::CoreHandle;
-use crate::steward::Letter;
+use crate::steward::{Letter, News};
 
 /// How long one poll for commands may take; it bounds how late a stopping hub's thread notices.
 const POLL_S: f64 = 1.0;
 /// How often counters are reported.
 const REPORT: Duration = Duration::from_secs(1);
+/// Events kept for a manager that cannot be reached; older ones are forgotten.
+const UNDELIVERED_MAX: usize = 1024;
 /// Pause after the manager could not be reached.
 const RETRY: Duration = Duration::from_millis(500);
-
-/// Told to the manager.
-#[derive(Debug)]
-pub(crate) struct News {
-    pub(crate) event: HubEvent,
-    /// What a job that is over has counted; its core has forgotten it.
-    pub(crate) last_counters: Option<HubJobCounters>,
-}
 
 /// What both conversations share.
 #[derive(Clone)]
@@ -79,6 +73,8 @@ impl Link {
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => true,
             };
+            forget_oldest(&mut report.events);
+            forget_oldest(&mut ended);
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
             report.jobs.extend(&ended);
@@ -108,6 +104,14 @@ impl Link {
             self.failure.lock().expect("no panic while holding it").get_or_insert(reason);
         }
         std::thread::sleep(RETRY);
+    }
+}
+
+fn forget_oldest<T>(undelivered: &mut Vec<T>) {
+    let surplus = undelivered.len().saturating_sub(UNDELIVERED_MAX);
+    if surplus > 0 {
+        warn!("the connection manager will not hear of {surplus} events: it has not answered for too long");
+        undelivered.drain(..surplus);
     }
 }
 

@@ -16,7 +16,6 @@ use tracing::{info, warn};
 
 use crate::core::{CoreCommand, CoreEvent, CoreHandle, ShardPlan};
 use crate::directory::{Directory, Entry};
-use crate::link::News;
 use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
@@ -33,6 +32,14 @@ pub(crate) enum Letter {
     Core(CoreEvent),
     /// The hub shuts down.
     Stop,
+}
+
+/// Told to the manager.
+#[derive(Debug)]
+pub(crate) struct News {
+    pub(crate) event: HubEvent,
+    /// What a job that is over has counted; its core has forgotten it.
+    pub(crate) last_counters: Option<HubJobCounters>,
 }
 
 /// The hub's jobs, and whom they concern.
@@ -94,7 +101,17 @@ impl Steward {
             ));
         }
         let needed = mebibytes(job.memory_bytes);
-        info!("job `{}`: {} workers, {} routes, {needed} MiB", job.name, job.workers, shards.len());
+        let uneven = job.placement.imbalance();
+        info!(
+            "job `{}`: {} workers, {} routes, {needed} MiB; largest over mean load {:.3} between hubs, {:.3} between \
+             interfaces, {:.3} between cores",
+            job.name,
+            job.workers,
+            shards.len(),
+            uneven.hubs,
+            uneven.interfaces,
+            uneven.cores
+        );
         let (namespace, none) = (job.namespace, shards.is_empty());
         self.jobs.insert(namespace, job);
         for (core, shard) in shards {
@@ -230,8 +247,9 @@ impl Steward {
                 } else if now >= until {
                     let ranks: Vec<String> = missing.iter().take(8).map(ToString::to_string).collect();
                     let dots = if missing.len() > ranks.len() { ", ..." } else { "" };
+                    let noun = if missing.len() == 1 { "rank" } else { "ranks" };
                     let message = format!(
-                        "rank {}{dots} did not open all streams to the hub within {:.0} s",
+                        "{noun} {}{dots} did not open all streams to the hub within {:.0} s",
                         ranks.join(", "),
                         job.rendezvous.as_secs_f64()
                     );

@@ -23,7 +23,8 @@ const SEND_BUDGET_BYTES: usize = 1 << 20;
 const BATCH_FRAMES: usize = 32;
 /// A stream on which nothing left for this long carries a heartbeat, or sooner where the job calls silence dead sooner.
 const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
-/// A worker not heard for this long is named as silent; it sends a heartbeat a second.
+/// A worker not heard for this long is named as silent, or sooner where the job calls silence dead sooner. It sends a
+/// heartbeat a second.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// How long a stream of a job that is over may take to read the reason and close.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -235,7 +236,7 @@ impl Lane {
         if silence >= dead_after {
             return Some(Pulse::Dead(silence));
         }
-        let silent = silence >= SILENT_AFTER;
+        let silent = silence >= SILENT_AFTER.min(dead_after / 2);
         let changed = silent != self.reported_silent;
         self.reported_silent = silent;
         changed.then_some(if silent { Pulse::Silent(silence) } else { Pulse::HeardAgain })

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use paramhub_core::auth::Namespace;
@@ -13,7 +13,6 @@ use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
 use super::shard::ShardPlan;
-use crate::steward::Letter;
 
 /// Commands a core may have waiting; who sends more waits.
 const MAILBOX_COMMANDS: usize = 1024;
@@ -63,23 +62,26 @@ pub(crate) struct CoreReport {
     pub(crate) jobs: Vec<(Namespace, JobCounters)>,
 }
 
+/// Takes a core's event to whoever decides, without waiting; gives it back where there is no room for now.
+pub(crate) type Tell = Box<dyn FnMut(CoreEvent) -> Option<CoreEvent> + Send>;
+
 /// The core's end of its mailbox.
 pub(crate) struct Mailbox {
     pub(crate) commands: Receiver<CoreCommand>,
     pub(crate) waker: Waker,
     pub(crate) report: Arc<Mutex<CoreReport>>,
-    letters: SyncSender<Letter>,
-    /// What the steward had no room for; as long as there are streams and shards at most, since each is told of once.
+    tell: Tell,
+    /// What there was no room for; as long as there are streams and shards at most, since each is told of once.
     unsent: VecDeque<CoreEvent>,
 }
 
 /// A core's mailbox, both ends.
-pub(crate) fn mailbox(letters: SyncSender<Letter>) -> io::Result<(CoreHandle, Mailbox)> {
+pub(crate) fn mailbox(tell: Tell) -> io::Result<(CoreHandle, Mailbox)> {
     let (sender, commands) = sync_channel(MAILBOX_COMMANDS);
     let waker = Waker::new()?;
     let report = Arc::new(Mutex::new(CoreReport::default()));
     let handle = CoreHandle { commands: sender, waker: waker.clone(), report: report.clone() };
-    Ok((handle, Mailbox { commands, waker, report, letters, unsent: VecDeque::new() }))
+    Ok((handle, Mailbox { commands, waker, report, tell, unsent: VecDeque::new() }))
 }
 
 impl CoreHandle {
@@ -92,7 +94,7 @@ impl CoreHandle {
 }
 
 impl Mailbox {
-    /// Tells the steward, without ever waiting for it.
+    /// Tells who decides, without ever waiting.
     pub(crate) fn tell(&mut self, event: CoreEvent) {
         self.unsent.push_back(event);
         self.retry();
@@ -101,14 +103,9 @@ impl Mailbox {
     /// Sends what could not be sent before.
     pub(crate) fn retry(&mut self) {
         while let Some(event) = self.unsent.pop_front() {
-            match self.letters.try_send(Letter::Core(event)) {
-                Ok(()) => {}
-                Err(TrySendError::Full(Letter::Core(event))) => {
-                    self.unsent.push_front(event);
-                    return;
-                }
-                // Nobody is left to be told.
-                Err(_) => self.unsent.clear(),
+            if let Some(event) = (self.tell)(event) {
+                self.unsent.push_front(event);
+                return;
             }
         }
     }

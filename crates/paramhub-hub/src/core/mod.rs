@@ -191,6 +191,8 @@ impl Core {
         let counters = hosted.shard.counters();
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));
+        // So that a job shorter than a tick has been counted when it is over.
+        self.publish();
         self.mailbox.tell(CoreEvent::Closed { namespace, counters });
     }
 

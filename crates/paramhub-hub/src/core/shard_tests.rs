@@ -249,3 +249,30 @@ fn the_last_word_finds_room_among_messages_nobody_reads() {
     let operations = shard.outboxes[0].messages.iter().map(|(header, _)| header.operation);
     assert_eq!(operations.collect::<Vec<_>>(), [Operation::Heartbeat, Operation::Failure]);
 }
+
+#[test]
+fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
+    let settings = Settings::new(
+        KeyTable::new(vec![Key::new("large", [1_500_000_000]), Key::new("small", [3])]).unwrap(),
+    );
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    let placement =
+        Placement::new(&settings.keys, &map, &[HubShape { interfaces: vec![interface] }]).unwrap();
+    let registry = Registry::with_builtins();
+    let plan = ShardPlan {
+        optimizer: registry.optimizer("adam").unwrap(),
+        map: Arc::new(map),
+        placement: Arc::new(placement),
+        settings: Arc::new(settings),
+        ..shard(2, vec![Key::new("w", [1])], |_| {}).plan().clone()
+    };
+    let layout = Layout::new(&plan);
+    let last = layout.slots.iter().max_by_key(|slot| slot.offset).unwrap();
+    assert!(last.offset >= 1_500_000_000, "{last:?}");
+    assert!(
+        last.state_range(2).start > u32::MAX as usize / 2 && last.state_range(2).end <= layout.elements * 2
+    );
+    // Model, merge and Adam's two slots: 24 GB.
+    assert!(memory_bytes(&plan) > 24_000_000_000);
+}
