@@ -12,6 +12,10 @@ fn a_hub_ends_with_exit_0_on_sigterm_and_on_ctrl_c() {
     for signal in [Signal::TERM, Signal::INT] {
         let (hub, url) = hub([]);
         assert_eq!(ManagerClient::new(&url, None).unwrap().hubs().unwrap().len(), 1);
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", hub.pid().as_raw_nonzero())).unwrap();
+        let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+        let [soft, hard] = [0, 1].map(|column| files.split_whitespace().nth(column).unwrap());
+        assert_eq!(soft, hard, "a hub may hold as many streams as the system lets it");
         hub.signal(signal);
         let ended = hub.finish().expect_code(0);
         assert_eq!(ended.stdout.lines().count(), 1, "{}", ended.stdout);
