@@ -293,12 +293,12 @@ fn an_aggregator_of_the_users_own_runs_by_its_name() {
 }
 
 #[test]
-fn ten_thousand_keys_are_exchanged() {
+fn twelve_thousand_keys_are_exchanged() {
     let cluster = Cluster::new(2);
-    let settings = Settings::new(keys(&vec![5; 10_000]));
+    let settings = Settings::new(keys(&vec![5; 12_000]));
     cluster.job("many", 2).run(&settings, |job| {
         for step in 0..2 {
-            let handles: Vec<_> = (0..10_000)
+            let handles: Vec<_> = (0..12_000)
                 .map(|key| job.push_pull(key, vec![(key + step) as f32; 5], vec![0.0f32; 5]).unwrap())
                 .collect();
             for (handle, key) in handles.into_iter().zip(0u32..) {
