@@ -1,0 +1,185 @@
+//! Bytes that are no frames, and frames that break the rules: their own job fails with the reason, and no other.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use paramhub_core::codec::Codec;
+use paramhub_core::service::JobState;
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::{CHALLENGE_BYTES, Operation, VERDICT_BYTES, Verdict};
+use paramhub_worker::Job;
+
+use crate::cluster::{Cluster, keys};
+use crate::raw::{Raw, push, settings};
+
+/// A job that goes on while something else goes wrong, and is right to the end.
+fn beside_a_running_job(cluster: &Cluster, offend: impl FnOnce()) {
+    let ticket = cluster.job("bystander", 2);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let bystanders = scope.spawn(|| {
+            let settings = Settings::new(keys(&[30_000, 4]));
+            ticket.run(&settings, |job| {
+                let mut steps = 0;
+                // Both ranks must agree on when to end: the sum tells whether either has seen that it is over.
+                loop {
+                    let end = if over.load(Ordering::SeqCst) { 1.0f32 } else { 0.0 };
+                    let gradient = vec![end; 4];
+                    let (_, votes) = job.push_pull(1, gradient, vec![0.0f32; 4]).unwrap().wait().unwrap();
+                    let ones = vec![1.0f32; 30_000];
+                    let (_, mean) = job.push_pull(0, ones, vec![0.0f32; 30_000]).unwrap().wait().unwrap();
+                    assert!(mean.iter().all(|&value| value == 1.0));
+                    steps += 1;
+                    if votes[0] > 0.0 && steps > 20 {
+                        return steps;
+                    }
+                }
+            })
+        });
+        cluster.await_state("bystander", JobState::Running);
+        let offended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(offend));
+        over.store(true, Ordering::SeqCst);
+        bystanders.join().unwrap();
+        offended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+    assert_eq!(cluster.await_end("bystander").state, JobState::Finished);
+}
+
+#[test]
+fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
+    let cluster = Cluster::new(1);
+    let mut wrong_length = push(0);
+    wrong_length[12..16].copy_from_slice(&12u32.to_le_bytes());
+    let mut oversized = push(0);
+    oversized[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
+    let mut unknown_chunk = push(0);
+    unknown_chunk[4] = 9;
+    let mut bad_operation = push(0);
+    bad_operation[0] = 200;
+    let mut hubs_operation = push(0);
+    hubs_operation[0] = Operation::Parameters as u8;
+    let mut wrong_codec = push(0);
+    wrong_codec[1] = Codec::F16 as u8;
+    let offences = [
+        ("bad operation", bad_operation, "operation 200 does not exist"),
+        ("the hub's operation", hubs_operation, "does not go this way"),
+        ("unknown chunk", unknown_chunk, "chunk 9, which is not on this stream"),
+        ("wrong length", wrong_length, "12 bytes of f32 for chunk 0 of key `layer0`, which has 16 bytes"),
+        ("oversized length", oversized, "announces 4294967295 bytes"),
+        ("wrong codec", wrong_codec, "16 bytes of f16"),
+        ("future step", push(5), "step 5 was asked for, but step 0 is under way"),
+        ("old step", [push(0), push(0)].concat(), "before the first was answered"),
+    ];
+    beside_a_running_job(&cluster, || {
+        for (number, (what, bytes, reason)) in offences.into_iter().enumerate() {
+            let name = format!("offence{number}");
+            let ticket = cluster.job(&name, 2);
+            std::thread::scope(|scope| {
+                let honest = scope.spawn(|| {
+                    let exchange =
+                        |job: Job| job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4])?.wait().map(drop);
+                    ticket.join(0, settings()).and_then(exchange)
+                });
+                let mut raw = Raw::join(&cluster, &ticket, 1);
+                raw.send(&bytes);
+                let failure = raw.await_failure();
+                assert_eq!(failure.rank, Some(1), "{what}: {failure:?}");
+                assert!(failure.message.contains(reason), "{what}: {}", failure.message);
+                assert!(
+                    failure.message.contains(&format!("job `{name}` failed: rank 1")),
+                    "{what}: {}",
+                    failure.message
+                );
+                assert!(raw.is_closed(), "{what}");
+                if let Err(told) = honest.join().unwrap() {
+                    let told = told.to_string();
+                    assert!(told.contains(reason) && told.contains("rank 1"), "{what}: {told}");
+                } else {
+                    assert_eq!(
+                        what, "old step",
+                        "only there the honest rank's step can end before the offence"
+                    );
+                }
+            });
+            let status = cluster.await_end(&name);
+            assert_eq!(status.state, JobState::Failed, "{what}");
+            assert!(status.message.contains(reason), "{what}: {}", status.message);
+        }
+    });
+}
+
+#[test]
+fn a_step_that_is_over_is_refused() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("late", 1);
+    let mut raw = Raw::join(&cluster, &ticket, 0);
+    for step in 0..2 {
+        raw.send(&push(step));
+        assert_eq!(raw.await_frame(Operation::Parameters).0.step, step + 1);
+    }
+    raw.send(&push(0));
+    let message = raw.await_failure().message;
+    assert!(message.contains("step 0 was pushed, but step 2 is due"), "{message}");
+}
+
+#[test]
+fn frames_before_the_handshake_reach_nobody() {
+    let cluster = Cluster::new(1);
+    beside_a_running_job(&cluster, || {
+        for _ in 0..20 {
+            let mut stranger = Raw::dial(cluster.hub().addresses()[0]);
+            stranger.send(&push(0).repeat(20));
+            let mut answer = Vec::new();
+            let _ = stranger.socket.read_to_end(&mut answer);
+            let verdict = answer
+                .get(CHALLENGE_BYTES..CHALLENGE_BYTES + VERDICT_BYTES)
+                .map(|wire| Verdict::decode(wire.try_into().unwrap()).unwrap());
+            match verdict {
+                Some(Verdict::Refused { message, .. }) => {
+                    assert!(message.contains("not paramhub's"), "{message}")
+                }
+                // Reset before it was read: also closed.
+                None => {}
+                Some(Verdict::Welcome { .. }) => panic!("a stranger was let in"),
+            }
+        }
+    });
+}
+
+#[test]
+fn random_bytes_on_both_ports_harm_nobody() {
+    let cluster = Cluster::new(1);
+    let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
+    println!("PARAMHUB_TEST_SEED={seed}");
+    let manager: SocketAddr = cluster.client.url().trim_start_matches("http://").parse().unwrap();
+    let mut state = seed | 1;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    beside_a_running_job(&cluster, || {
+        for round in 0..60 {
+            let address = if round % 2 == 0 { manager } else { cluster.hub().addresses()[0] };
+            let mut bytes: Vec<u8> = (0..random() % 5000).map(|_| random() as u8).collect();
+            match round % 3 {
+                // As far as the hub's first check, then noise.
+                0 if bytes.len() > 6 => bytes[..6].copy_from_slice(b"PHUB\x01\x00"),
+                1 => bytes
+                    .splice(0..0, *b"POST /v1/jobs HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n")
+                    .for_each(drop),
+                _ => {}
+            }
+            let mut stranger = TcpStream::connect(address).unwrap();
+            stranger.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+            let _ = stranger.write_all(&bytes);
+            let _ = stranger.read(&mut [0; 64]);
+        }
+    });
+}

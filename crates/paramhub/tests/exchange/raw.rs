@@ -1,0 +1,127 @@
+//! A worker that speaks the protocol by hand, and so can break it.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use paramhub_core::auth::{Incarnation, Nonce, Purpose};
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::codec::Codec;
+use paramhub_core::placement::Placement;
+use paramhub_core::service::{ConnectService, InitService};
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::{
+    CHALLENGE_BYTES, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES, Verdict,
+    stream_proofs,
+};
+
+use crate::cluster::{Cluster, PATIENCE, Ticket, keys};
+
+/// A job of one key and one chunk, for peers that speak the protocol by hand.
+pub(crate) fn settings() -> Settings {
+    Settings::new(keys(&[4]))
+}
+
+/// A worker that speaks the protocol by hand.
+pub(crate) struct Raw {
+    pub(crate) socket: TcpStream,
+}
+
+pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &Cluster) -> Hello {
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let shape = cluster.client.hubs().unwrap().remove(0).shape;
+    let placement = Placement::new(&settings.keys, &map, &[shape]).unwrap();
+    Hello {
+        rank,
+        interface: 0,
+        core: 0,
+        namespace: ticket.namespace,
+        incarnation: Incarnation([rank as u8 + 1; 16]),
+        placement: *placement.hash().as_bytes(),
+        challenge: [7; CHALLENGE_BYTES],
+    }
+}
+
+impl Raw {
+    pub(crate) fn dial(address: SocketAddr) -> Raw {
+        let socket = TcpStream::connect(address).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_nodelay(true).unwrap();
+        Raw { socket }
+    }
+
+    /// Joins as any worker does: ConnectService, InitService, handshake.
+    pub(crate) fn join(cluster: &Cluster, ticket: &Ticket, rank: u32) -> Raw {
+        let (mut raw, hello) = Raw::join_but_for_streams(cluster, ticket, rank);
+        match raw.shake_hands(&hello, &ticket.nonce) {
+            Verdict::Welcome { .. } => raw,
+            Verdict::Refused { message, .. } => panic!("refused: {message}"),
+        }
+    }
+
+    /// As far as a connection that has said nothing yet, and what it is to say first.
+    pub(crate) fn join_but_for_streams(cluster: &Cluster, ticket: &Ticket, rank: u32) -> (Raw, Hello) {
+        let hello = hello(ticket, rank, &settings(), cluster);
+        let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, rank, hello.incarnation);
+        let incarnation = hello.incarnation;
+        let connect = ConnectService {
+            rank,
+            incarnation,
+            proof: prove(Purpose::Connect),
+            host: "by hand".into(),
+            process: 0,
+        };
+        cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
+        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
+        cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();
+        (Raw::dial(cluster.hub().addresses()[0]), hello)
+    }
+
+    pub(crate) fn shake_hands(&mut self, hello: &Hello, nonce: &Nonce) -> Verdict {
+        self.socket.write_all(&hello.encode()).unwrap();
+        let mut challenge = [0; CHALLENGE_BYTES];
+        self.socket.read_exact(&mut challenge).unwrap();
+        self.socket.write_all(&stream_proofs(nonce, hello, &challenge).0.0).unwrap();
+        let mut verdict = [0; VERDICT_BYTES];
+        self.socket.read_exact(&mut verdict).unwrap();
+        Verdict::decode(&verdict).unwrap()
+    }
+
+    /// Closes with a reset, as a process does that ends with answers unread.
+    pub(crate) fn reset(self) {
+        rustix::net::sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO)).unwrap();
+    }
+
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        self.socket.write_all(bytes).unwrap();
+    }
+
+    /// Reads frames until one of this kind; its header and payload.
+    pub(crate) fn await_frame(&mut self, operation: Operation) -> (Header, Vec<u8>) {
+        loop {
+            let mut wire = [0; HEADER_BYTES];
+            self.socket.read_exact(&mut wire).unwrap();
+            let header = Header::decode(&wire, Direction::ToWorker).unwrap();
+            let mut payload = vec![0; header.length as usize];
+            self.socket.read_exact(&mut payload).unwrap();
+            if header.operation == operation {
+                return (header, payload);
+            }
+        }
+    }
+
+    pub(crate) fn await_failure(&mut self) -> Failure {
+        Failure::decode(&self.await_frame(Operation::Failure).1).unwrap()
+    }
+
+    /// Whether the other side closes without another frame.
+    pub(crate) fn is_closed(&mut self) -> bool {
+        let mut byte = [0];
+        matches!(self.socket.read(&mut byte), Ok(0) | Err(_))
+    }
+}
+
+pub(crate) fn push(step: u32) -> Vec<u8> {
+    let header = Header { operation: Operation::PushPull, codec: Codec::F32, chunk: 0, step, length: 16 };
+    [&header.encode()[..], &[0; 16]].concat()
+}
