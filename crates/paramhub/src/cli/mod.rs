@@ -1,5 +1,6 @@
 //! The command line: one file per verb.
 
+mod bench;
 mod doctor;
 mod hub;
 mod jobs;
@@ -36,7 +37,7 @@ First steps:
   paramhub hub                        start a hub for jobs to come
   paramhub run -n 4 -- python x.py    start 4 workers of a job of yours
 
-Every option can also stand in a file (paramhub.toml, or --config FILE) or in the environment (PARAMHUB_*).
+Every option but `bench`'s can also stand in a file (paramhub.toml, or --config FILE) or in the environment (PARAMHUB_*).
 A flag wins over the environment, and the environment over the file; --print-config shows what holds.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; `run` passes on its workers' code.";
@@ -79,6 +80,11 @@ enum Verb {
     Run(run::RunFlags),
     /// Say what this machine offers and what is missing
     Doctor(doctor::DoctorFlags),
+    /// Measure exchanges and kernels on this machine
+    Bench(bench::BenchFlags),
+    /// One process of `bench`.
+    #[command(hide = true)]
+    BenchPeer(bench::PeerFlags),
     /// One worker of `train`.
     #[command(hide = true)]
     TrainWorker(train::WorkerFlags),
@@ -123,7 +129,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     let common = cli.common;
     let mut config = match &cli.verb {
         // Started by us, with all they need.
-        Verb::Warden | Verb::TrainWorker(_) => Config::default(),
+        Verb::Warden | Verb::TrainWorker(_) | Verb::BenchPeer(_) => Config::default(),
         _ => config::load(common.config.as_deref())?,
     };
     config.log = common.log.or(config.log);
@@ -141,6 +147,8 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Jobs(todo) => jobs::jobs(&config, todo),
         Todo::Run(command) => run::run(&config, command),
         Todo::Doctor(todo) => doctor::doctor(&config, todo),
+        Todo::Bench(flags) => bench::bench(flags),
+        Todo::BenchPeer(flags) => bench::take_part(&flags),
         Todo::TrainWorker(flags) => train::work(&flags),
         Todo::Warden => {
             crate::launch::watch_over(std::io::stdin().lock());
@@ -157,6 +165,8 @@ enum Todo {
     Jobs(jobs::Todo),
     Run(Vec<std::ffi::OsString>),
     Doctor(doctor::Todo),
+    Bench(bench::BenchFlags),
+    BenchPeer(bench::PeerFlags),
     TrainWorker(train::WorkerFlags),
     Warden,
 }
@@ -179,6 +189,8 @@ impl Verb {
             Verb::Jobs(flags) => Todo::Jobs(flags.apply(config)),
             Verb::Run(flags) => Todo::Run(flags.apply(config)),
             Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
+            Verb::Bench(flags) => Todo::Bench(flags),
+            Verb::BenchPeer(flags) => Todo::BenchPeer(flags),
             Verb::TrainWorker(flags) => Todo::TrainWorker(flags),
             Verb::Warden => Todo::Warden,
         }

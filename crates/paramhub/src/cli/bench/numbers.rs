@@ -1,0 +1,244 @@
+//! Gradients whose sums are known, and what the hub must make of them.
+//!
+//! Gradients and the parameters to start from are eighths between -1 and 7/8: exact in every dtype, and so is the sum of
+//! any number of ranks in any order. What the optimizer makes of that sum is repeated with its own kernel.
+
+use std::ops::Range;
+
+use paramhub::{Codec, Dtype, Key, Registry};
+use paramhub_kernels::{Step, convert};
+use serde::{Deserialize, Serialize};
+
+use super::spec::Spec;
+
+/// Tensors begin at multiples of this in a buffer, as an allocator would place them.
+const ALIGNMENT: usize = 64;
+const BLOCK_ELEMENTS: usize = 8192;
+/// The parameters to start from are the contribution of nobody.
+pub(super) const START: u32 = u32::MAX;
+
+/// Where the tensors lie in a buffer that holds them all.
+pub(super) struct Layout {
+    tensors: Vec<Range<usize>>,
+    pub(super) bytes: usize,
+}
+
+impl Layout {
+    pub(super) fn new(keys: &[Key]) -> Layout {
+        let mut end = 0_usize;
+        let tensors = keys.iter().map(|key| {
+            let start = end.next_multiple_of(ALIGNMENT);
+            end = start + elements(key) * key.dtype.bytes();
+            start..end
+        });
+        let tensors = tensors.collect();
+        Layout { tensors, bytes: end }
+    }
+
+    pub(super) fn slices<'a>(&self, buffer: &'a [u8]) -> Vec<&'a [u8]> {
+        self.tensors.iter().map(|tensor| &buffer[tensor.clone()]).collect()
+    }
+
+    pub(super) fn slices_mut<'a>(&self, buffer: &'a mut [u8]) -> Vec<&'a mut [u8]> {
+        let (mut rest, mut at) = (buffer, 0);
+        let tensors = self.tensors.iter().map(|tensor| {
+            let (slice, tail) = std::mem::take(&mut rest)[tensor.start - at..].split_at_mut(tensor.len());
+            (rest, at) = (tail, tensor.end);
+            slice
+        });
+        tensors.collect()
+    }
+}
+
+/// What the comparison of all parameters came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Verdict {
+    /// The largest difference; [`f64::MAX`] where a number is none.
+    pub(super) max_abs_error: f64,
+    /// Elements whose bits are not those expected.
+    pub(super) wrong: u64,
+}
+
+impl Verdict {
+    pub(super) fn and(self, other: Verdict) -> Verdict {
+        Verdict {
+            max_abs_error: self.max_abs_error.max(other.max_abs_error),
+            wrong: self.wrong + other.wrong,
+        }
+    }
+}
+
+/// Writes every tensor's gradient of a rank, or the parameters to [`START`] from.
+pub(super) fn fill(rank: u32, keys: &[Key], tensors: Vec<&mut [u8]>) {
+    let mut values = vec![0.0; BLOCK_ELEMENTS];
+    for ((number, key), tensor) in (0..).zip(keys).zip(tensors) {
+        let codec = key.dtype.codec();
+        for (first, wire) in blocks(tensor.chunks_mut(BLOCK_ELEMENTS * codec.bytes())) {
+            let values = &mut values[..wire.len() / codec.bytes()];
+            contribute(rank, number, first, values);
+            convert::encode(values, wire, codec);
+        }
+    }
+}
+
+/// Compares parameters with what `exchanges` exchanges of the same gradients must have made of them.
+pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::Result<Verdict> {
+    let registry = Registry::with_builtins();
+    let settings = spec.settings()?;
+    let (aggregator, optimizer) =
+        (registry.aggregator(&settings.aggregator)?, registry.optimizer(&settings.optimizer.name)?);
+    let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
+    let mut state = vec![0.0; optimizer.state_slots(&hyperparameters) * BLOCK_ELEMENTS];
+    let state_slots = state.len() / BLOCK_ELEMENTS;
+    let [mut values, mut sum, mut model] = [(); 3].map(|()| vec![0.0_f32; BLOCK_ELEMENTS]);
+    let mut wire = vec![0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+    let mut verdict = Verdict::default();
+    for ((number, key), tensor) in (0..).zip(spec.keys.keys()).zip(tensors) {
+        let codec = key.dtype.codec();
+        for (first, received) in blocks(tensor.chunks(BLOCK_ELEMENTS * codec.bytes())) {
+            let length = received.len() / codec.bytes();
+            let (values, sum, model) = (&mut values[..length], &mut sum[..length], &mut model[..length]);
+            let (wire, state) = (&mut wire[..received.len()], &mut state[..state_slots * length]);
+            for rank in 0..spec.workers {
+                contribute(rank, number, first, values);
+                convert::encode(values, wire, codec);
+                match rank {
+                    0 => aggregator.assign(sum, wire, codec),
+                    _ => aggregator.add(sum, wire, codec),
+                }
+            }
+            contribute(START, number, first, model);
+            state.fill(0.0);
+            for number in 1..=exchanges {
+                let step = Step { hyperparameters: &hyperparameters, number, contributions: spec.workers };
+                optimizer.apply(&step, model, sum, state);
+            }
+            convert::encode(model, wire, codec);
+            verdict = verdict.and(compare(wire, received, key.dtype));
+        }
+    }
+    Ok(verdict)
+}
+
+fn compare(expected: &[u8], received: &[u8], dtype: Dtype) -> Verdict {
+    let mut verdict = Verdict::default();
+    if expected == received {
+        return verdict;
+    }
+    let bytes = dtype.bytes();
+    for (expected, received) in expected.chunks(bytes).zip(received.chunks(bytes)) {
+        if expected == received {
+            continue;
+        }
+        let number = |wire: &[u8]| {
+            let mut value = [0.0_f32];
+            convert::decode(wire, &mut value, dtype.codec());
+            f64::from(value[0])
+        };
+        let error = (number(expected) - number(received)).abs();
+        let max_abs_error = if error.is_finite() { error } else { f64::MAX };
+        verdict = verdict.and(Verdict { max_abs_error, wrong: 1 });
+    }
+    verdict
+}
+
+/// Blocks of a tensor, each with the number of its first element.
+fn blocks<B>(blocks: impl Iterator<Item = B>) -> impl Iterator<Item = (u64, B)> {
+    (0..).step_by(BLOCK_ELEMENTS).zip(blocks)
+}
+
+/// Elements `first` on of a rank's gradient: different for every rank, key and place, so that none can be mistaken.
+fn contribute(rank: u32, key: u32, first: u64, values: &mut [f32]) {
+    const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+    let mut mixed = (u64::from(rank) << 32 | u64::from(key)).wrapping_add(GOLDEN);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    for (value, element) in values.iter_mut().zip(first..) {
+        let sixteenth = mixed.wrapping_add(element.wrapping_mul(GOLDEN)) >> 60;
+        *value = (sixteenth as i32 - 8) as f32 / 8.0;
+    }
+}
+
+/// A key's elements, which its table has bounded.
+fn elements(key: &Key) -> usize {
+    key.elements().expect("a table bounds its keys") as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::bench::spec::Optimizer;
+    use paramhub::KeyTable;
+
+    fn spec(optimizer: Optimizer, dtype: Dtype) -> Spec {
+        let keys = [7, 8200, 1].iter().enumerate();
+        let keys = keys.map(|(i, &n)| Key { dtype, ..Key::new(format!("k{i}"), [n]) }).collect();
+        Spec {
+            keys: KeyTable::new(keys).unwrap(),
+            workers: 3,
+            optimizer,
+            cores: 1,
+            chunk_bytes: 1024,
+            is_raw: false,
+        }
+    }
+
+    #[test]
+    fn slices_are_the_tensors_whichever_way_they_are_cut() {
+        let spec = spec(Optimizer::Mean, Dtype::F32);
+        let layout = Layout::new(spec.keys.keys());
+        let mut buffer = vec![0; layout.bytes];
+        fill(1, spec.keys.keys(), layout.slices_mut(&mut buffer));
+        let lengths: Vec<_> = layout.slices(&buffer).iter().map(|slice| slice.len()).collect();
+        assert_eq!(lengths, [28, 32_800, 4]);
+        let mut value = [0.0];
+        contribute(1, 1, 8199, &mut value);
+        assert_eq!(layout.slices(&buffer)[1][4 * 8199..], value[0].to_le_bytes());
+    }
+
+    #[test]
+    fn the_mean_of_three_ranks_is_found_right_and_a_flipped_bit_wrong() {
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            let spec = spec(Optimizer::Mean, dtype);
+            let layout = Layout::new(spec.keys.keys());
+            let mut buffer = vec![0; layout.bytes];
+            for ((number, key), tensor) in (0..).zip(spec.keys.keys()).zip(layout.slices_mut(&mut buffer)) {
+                for element in 0..elements(key) {
+                    let of = |rank| {
+                        let mut value = [0.0];
+                        contribute(rank, number, element as u64, &mut value);
+                        value[0]
+                    };
+                    let mean = [(of(0) + of(1) + of(2)) * (1.0 / 3.0_f32)];
+                    let at = element * dtype.bytes();
+                    convert::encode(&mean, &mut tensor[at..at + dtype.bytes()], dtype.codec());
+                }
+            }
+            assert_eq!(check(&spec, 5, &layout.slices(&buffer)).unwrap(), Verdict::default(), "{dtype}");
+            *layout.slices_mut(&mut buffer)[1].last_mut().unwrap() ^= 0x80;
+            let wrong = check(&spec, 5, &layout.slices(&buffer)).unwrap();
+            assert_eq!(wrong.wrong, 1);
+            assert!(wrong.max_abs_error > 0.0 && wrong.max_abs_error < 2.0, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn every_optimizer_moves_on_with_every_exchange() {
+        for optimizer in [Optimizer::Sgd, Optimizer::Nesterov, Optimizer::Adam] {
+            let spec = spec(optimizer, Dtype::F32);
+            let layout = Layout::new(spec.keys.keys());
+            let mut start = vec![0; layout.bytes];
+            fill(START, spec.keys.keys(), layout.slices_mut(&mut start));
+            let verdict = |exchanges| check(&spec, exchanges, &layout.slices(&start)).unwrap();
+            assert_eq!(verdict(0).wrong, 0);
+            let (one, five) = (verdict(1), verdict(5));
+            assert!(one.wrong > 7000 && five.max_abs_error > one.max_abs_error, "{one:?} {five:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_as_wrong_as_can_be() {
+        let verdict = compare(&1.0_f32.to_le_bytes(), &f32::NAN.to_le_bytes(), Dtype::F32);
+        assert_eq!(verdict, Verdict { max_abs_error: f64::MAX, wrong: 1 });
+    }
+}

@@ -1,0 +1,162 @@
+//! The processes of a benchmark: workers, and the hub.
+
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use clap::Args;
+use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
+use paramhub::service::CreateService;
+use paramhub::{Job, Member, Membership, WorkerError};
+
+use super::numbers::{self, Layout, START, Verdict};
+use super::raw::{self, RawStreams};
+use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
+use super::usage;
+
+/// Fills parameters nobody has written: no number in any dtype.
+const POISON: u8 = 0xff;
+
+#[derive(Args)]
+pub(crate) struct PeerFlags {
+    /// The launcher's socket.
+    socket: PathBuf,
+    /// Which of its processes this is.
+    seat: usize,
+}
+
+pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
+    let socket = UnixStream::connect(&flags.socket).context("cannot reach the launcher")?;
+    let mut line = Line::new(socket);
+    line.say(&Report::Here { seat: flags.seat })?;
+    match line.hear()? {
+        Some(Order::Host { spec }) => host(&spec, &mut line)?,
+        Some(Order::Join { spec, rank, url, job, raw }) => {
+            let raw = (!raw.is_empty()).then(|| RawStreams::connect(&raw, spec.raw_bytes())).transpose()?;
+            let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+            Worker::join(spec, membership, raw)?.work(&mut line)?;
+        }
+        Some(_) => bail!("the launcher gave an order out of turn"),
+        None => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A hub, its manager and the raw server.
+fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
+    let hub = EmbeddedHub::start(EmbeddedConfig { cores: spec.cores, ..EmbeddedConfig::default() })?;
+    let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
+    let job = hub.client().create_service(&request)?;
+    let raw = if spec.is_raw { raw::serve(spec.workers, &spec.raw_bytes())? } else { Vec::new() };
+    line.say(&Report::Hosting { url: hub.url().into(), job, raw })?;
+    while let Some(order) = line.hear()? {
+        let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
+        if let Some(reason) = hub.has_failed() {
+            bail!("the hub has failed: {reason}");
+        }
+        line.say(&Report::Used(HubUse {
+            cpu_seconds: usage::cpu_seconds(),
+            core_seconds: usage::core_seconds(),
+            peak_bytes: usage::peak_bytes(),
+        }))?;
+    }
+    hub.stop();
+    Ok(())
+}
+
+/// One rank, its gradients always ready.
+struct Worker {
+    spec: Spec,
+    job: Job,
+    raw: Option<RawStreams>,
+    layout: Layout,
+    gradients: Vec<u8>,
+    parameters: Vec<u8>,
+}
+
+impl Worker {
+    fn join(spec: Spec, membership: Membership, raw: Option<RawStreams>) -> anyhow::Result<Worker> {
+        let rank = membership.rank;
+        let layout = Layout::new(spec.keys.keys());
+        let mut gradients = vec![0; layout.bytes];
+        numbers::fill(rank, spec.keys.keys(), layout.slices_mut(&mut gradients));
+        // Written once, so that no exchange pays for memory the kernel has only promised.
+        let mut parameters = vec![POISON; layout.bytes];
+        let job = Member::connect(membership)?.init(spec.settings()?)?;
+        if job.settings().has_parameters() {
+            if rank == 0 {
+                numbers::fill(START, spec.keys.keys(), layout.slices_mut(&mut parameters));
+            }
+            job.broadcast(&mut layout.slices_mut(&mut parameters), 0)?;
+        }
+        Ok(Worker { spec, job, raw, layout, gradients, parameters })
+    }
+
+    fn work(mut self, line: &mut Line) -> anyhow::Result<()> {
+        line.say(&Report::Joined)?;
+        while let Some(order) = line.hear()? {
+            let report = match order {
+                Order::Turn { turn, start } => self.turn(turn, start)?,
+                Order::Check { exchanges } => Report::Checked(self.check(exchanges)?),
+                _ => bail!("the launcher gave a worker a hub's order"),
+            };
+            line.say(&report)?;
+        }
+        Ok(self.job.leave()?)
+    }
+
+    fn turn(&mut self, turn: Turn, start: Duration) -> anyhow::Result<Report> {
+        let (seconds, cpu_seconds) = match turn {
+            Turn::Exchange => self.exchange(start)?,
+            Turn::Raw => {
+                let raw = self.raw.as_mut().context("this run has no raw server")?;
+                let clock = Clock::start_at(start);
+                raw.exchange(&self.gradients, &mut self.parameters)?;
+                clock.read()
+            }
+        };
+        Ok(Report::Done { seconds, cpu_seconds, peak_bytes: usage::peak_bytes() })
+    }
+
+    /// All keys, pushed back to front as a backward pass would; wall and processor seconds.
+    fn exchange(&mut self, start: Duration) -> Result<(f64, f64), WorkerError> {
+        let gradients = self.layout.slices(&self.gradients);
+        let parameters = self.layout.slices_mut(&mut self.parameters);
+        let mut handles = Vec::with_capacity(gradients.len());
+        let clock = Clock::start_at(start);
+        self.job.scope(|scope| {
+            for (key, (gradient, parameters)) in gradients.into_iter().zip(parameters).enumerate().rev() {
+                handles.push(scope.push_pull(key as u32, gradient, parameters)?);
+            }
+            // The back is the least urgent and arrives last: this thread sleeps once, not once a key.
+            handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+        })?;
+        Ok(clock.read())
+    }
+
+    fn check(&mut self, exchanges: u64) -> anyhow::Result<Verdict> {
+        self.parameters.fill(POISON);
+        self.exchange(Duration::ZERO)?;
+        numbers::check(&self.spec, exchanges + 1, &self.layout.slices(&self.parameters))
+    }
+}
+
+/// Wall and processor time of one turn.
+struct Clock {
+    started: Instant,
+    cpu_seconds: f64,
+}
+
+impl Clock {
+    /// Sleeps until the instant that all workers were told, so that no order is under way while anyone is timed.
+    fn start_at(start: Duration) -> Clock {
+        std::thread::sleep(start.saturating_sub(usage::monotonic()));
+        Clock { cpu_seconds: usage::cpu_seconds(), started: Instant::now() }
+    }
+
+    fn read(self) -> (f64, f64) {
+        (self.started.elapsed().as_secs_f64(), usage::cpu_seconds() - self.cpu_seconds)
+    }
+}

@@ -1,0 +1,183 @@
+//! What a benchmark found, as a table and as JSON.
+
+use std::path::Path;
+
+use anyhow::Context;
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use super::conductor::{Measured, Timed};
+use super::statistics::{bandwidths, mean, quantile, sorted};
+use super::{Settings, Transport};
+
+/// Written with `--json`. Seconds and bytes are of one exchange, bandwidths are GB/s; what was not measured is null.
+#[derive(Serialize)]
+pub(super) struct Summary {
+    model: String,
+    workers: u32,
+    transport: Transport,
+    /// Gradients one way; as many parameters come back.
+    bytes_per_worker: u64,
+    seconds_median: f64,
+    p10: f64,
+    p90: f64,
+    exchanges_per_second: f64,
+    algbw: f64,
+    busbw: f64,
+    raw_seconds_median: Option<f64>,
+    /// 1 would be as fast as bare streams.
+    raw_ratio: Option<f64>,
+    /// Mean over workers and iterations.
+    cpu_seconds_worker: f64,
+    /// Mean over iterations, of the hub's whole process.
+    cpu_seconds_hub: f64,
+    raw_cpu_seconds_worker: Option<f64>,
+    raw_cpu_seconds_hub: Option<f64>,
+    /// Each core's processor time by wall time, during exchanges.
+    hub_busy: Vec<f64>,
+    hub_peak_bytes: u64,
+    /// The largest worker's.
+    worker_peak_bytes: u64,
+    max_abs_error: f64,
+    settings: Settings,
+    version: &'static str,
+}
+
+/// What is shown of exchanges and of raw turns alike.
+struct Column {
+    median: f64,
+    p10: f64,
+    p90: f64,
+    cpu_seconds_worker: f64,
+    cpu_seconds_hub: f64,
+}
+
+impl Column {
+    /// None of nothing.
+    fn of(turns: &[Timed]) -> Option<Column> {
+        let seconds = sorted(turns.iter().map(|turn| turn.seconds));
+        (!seconds.is_empty()).then(|| Column {
+            median: quantile(&seconds, 0.5),
+            p10: quantile(&seconds, 0.1),
+            p90: quantile(&seconds, 0.9),
+            cpu_seconds_worker: mean(turns.iter().map(|turn| turn.cpu_seconds_worker)),
+            cpu_seconds_hub: mean(turns.iter().map(|turn| turn.cpu_seconds_hub)),
+        })
+    }
+}
+
+impl Summary {
+    pub(super) fn new(
+        model: String,
+        transport: Transport,
+        bytes_per_worker: u64,
+        settings: Settings,
+        measured: &Measured,
+    ) -> Summary {
+        let ours = Column::of(&measured.exchanges).expect("at least one iteration");
+        let raw = Column::of(&measured.raw);
+        let (algbw, busbw) = bandwidths(bytes_per_worker, ours.median, settings.workers);
+        Summary {
+            model,
+            workers: settings.workers,
+            transport,
+            bytes_per_worker,
+            seconds_median: ours.median,
+            p10: ours.p10,
+            p90: ours.p90,
+            exchanges_per_second: 1.0 / ours.median,
+            algbw,
+            busbw,
+            raw_seconds_median: raw.as_ref().map(|raw| raw.median),
+            raw_ratio: raw.as_ref().map(|raw| raw.median / ours.median),
+            cpu_seconds_worker: ours.cpu_seconds_worker,
+            cpu_seconds_hub: ours.cpu_seconds_hub,
+            raw_cpu_seconds_worker: raw.as_ref().map(|raw| raw.cpu_seconds_worker),
+            raw_cpu_seconds_hub: raw.as_ref().map(|raw| raw.cpu_seconds_hub),
+            hub_busy: hub_busy(&measured.exchanges),
+            hub_peak_bytes: measured.hub_peak_bytes,
+            worker_peak_bytes: measured.worker_peak_bytes,
+            max_abs_error: measured.verdict.max_abs_error,
+            settings,
+            version: env!("CARGO_PKG_VERSION"),
+        }
+    }
+
+    pub(super) fn write(&self, path: &Path) -> anyhow::Result<()> {
+        let mut text = serde_json::to_string_pretty(self)?;
+        text.push('\n');
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    pub(super) fn table(&self, measured: &Measured) -> String {
+        let columns: Vec<Column> =
+            [&measured.exchanges, &measured.raw].into_iter().filter_map(|turns| Column::of(turns)).collect();
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_BORDERS_ONLY);
+        let titles = ["", "exchange", "raw streams"];
+        table.set_header(&titles[..columns.len() + 1]);
+        let mut row = |what: &str, value: &dyn Fn(&Column) -> String| {
+            table.add_row([what.to_owned()].into_iter().chain(columns.iter().map(value)));
+        };
+        row("median", &|column| milliseconds(column.median));
+        row("10 % are faster than", &|column| milliseconds(column.p10));
+        row("10 % are slower than", &|column| milliseconds(column.p90));
+        row("a second", &|column| format!("{:.2}", 1.0 / column.median));
+        let bandwidths = |column: &Column| bandwidths(self.bytes_per_worker, column.median, self.workers);
+        row("algbw", &|column| format!("{:.2} GB/s", bandwidths(column).0));
+        row("busbw", &|column| format!("{:.2} GB/s", bandwidths(column).1));
+        row("CPU time of a worker", &|column| milliseconds(column.cpu_seconds_worker));
+        row("CPU time of the hub", &|column| milliseconds(column.cpu_seconds_hub));
+        let mut row = |what: String, value: String| {
+            table.add_row([what, value]);
+        };
+        for (core, busy) in self.hub_busy.iter().enumerate() {
+            row(format!("hub core {core} busy"), format!("{:.0} %", 100.0 * busy));
+        }
+        row("peak memory of a worker".into(), megabytes(self.worker_peak_bytes));
+        row("peak memory of the hub".into(), megabytes(self.hub_peak_bytes));
+        if let Some(ratio) = self.raw_ratio {
+            row("raw time by exchange time".into(), format!("{ratio:.3}"));
+        }
+        let numbers = match measured.verdict.wrong {
+            0 => "all exact".into(),
+            wrong => format!("{wrong} WRONG, by up to {}", self.max_abs_error),
+        };
+        row("parameters of all workers".into(), numbers);
+        table.to_string()
+    }
+}
+
+/// Each core's share of the time of all exchanges.
+fn hub_busy(exchanges: &[Timed]) -> Vec<f64> {
+    let seconds: f64 = exchanges.iter().map(|exchange| exchange.seconds).sum();
+    let cores = exchanges.iter().map(|exchange| exchange.core_seconds.len()).min().unwrap_or(0);
+    let of_core = |core: usize| exchanges.iter().map(|exchange| exchange.core_seconds[core]).sum::<f64>();
+    (0..cores).map(|core| of_core(core) / seconds).collect()
+}
+
+fn milliseconds(seconds: f64) -> String {
+    format!("{:.2} ms", 1e3 * seconds)
+}
+
+pub(super) fn megabytes(bytes: u64) -> String {
+    format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_core_is_busy_for_its_share_of_all_exchanges() {
+        let exchange = |seconds, core_seconds: &[f64]| Timed {
+            seconds,
+            cpu_seconds_worker: 0.0,
+            cpu_seconds_hub: 0.0,
+            core_seconds: core_seconds.into(),
+        };
+        let exchanges = [exchange(1.0, &[0.5, 0.25]), exchange(3.0, &[0.5, 2.75])];
+        assert_eq!(hub_busy(&exchanges), [0.25, 0.75]);
+        assert!(hub_busy(&[exchange(1.0, &[])]).is_empty());
+    }
+}

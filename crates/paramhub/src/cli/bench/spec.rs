@@ -1,0 +1,174 @@
+//! What is exchanged, and what launcher and processes say to one another: a line of JSON each.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{Shutdown, SocketAddr};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use anyhow::Context;
+use paramhub::service::ServiceCreated;
+use paramhub::settings::{OptimizerChoice, Settings};
+use paramhub::{Hyperparameters, KeyTable, Registry};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::numbers::Verdict;
+
+/// What the hub does with the gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Optimizer {
+    /// Nothing but their mean
+    Mean,
+    /// SGD without momentum
+    Sgd,
+    /// SGD with Nesterov's momentum
+    Nesterov,
+    /// Adam
+    Adam,
+}
+
+/// One exchange, as all processes must know it.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct Spec {
+    pub(super) keys: KeyTable,
+    pub(super) workers: u32,
+    pub(super) optimizer: Optimizer,
+    pub(super) cores: usize,
+    pub(super) chunk_bytes: u32,
+    pub(super) is_raw: bool,
+}
+
+impl Spec {
+    pub(super) fn settings(&self) -> anyhow::Result<Settings> {
+        let name = match self.optimizer {
+            Optimizer::Mean => "mean",
+            Optimizer::Sgd | Optimizer::Nesterov => "sgd",
+            Optimizer::Adam => "adam",
+        };
+        let is_nesterov = self.optimizer == Optimizer::Nesterov;
+        let defaults = Registry::with_builtins().optimizer(name)?.defaults();
+        let hyperparameters = Hyperparameters {
+            learning_rate: 0.01,
+            momentum: if is_nesterov { 0.9 } else { 0.0 },
+            nesterov: is_nesterov,
+            ..defaults
+        };
+        let optimizer = OptimizerChoice { name: name.into(), hyperparameters: Some(hyperparameters) };
+        Ok(Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) })
+    }
+
+    /// Raw bytes of each stream, one way: a worker's gradients, spread evenly over as many streams as the hub has cores.
+    pub(super) fn raw_bytes(&self) -> Vec<usize> {
+        let (bytes, streams) = (self.keys.bytes() as usize, self.cores);
+        (0..streams).map(|stream| bytes * (stream + 1) / streams - bytes * stream / streams).collect()
+    }
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Turn {
+    /// All keys through the hub.
+    Exchange,
+    /// As many bytes through the raw server.
+    Raw,
+}
+
+/// From the launcher.
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "order", rename_all = "snake_case")]
+pub(super) enum Order {
+    /// Be the hub. Answered by [`Report::Hosting`].
+    Host { spec: Spec },
+    /// Be this rank of the job. Answered by [`Report::Joined`].
+    Join { spec: Spec, rank: u32, url: String, job: ServiceCreated, raw: Vec<SocketAddr> },
+    /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
+    Turn { turn: Turn, start: Duration },
+    /// Say what the hub has used. Answered by [`Report::Used`].
+    Tell,
+    /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
+    /// [`Report::Checked`].
+    Check { exchanges: u64 },
+}
+
+/// To the launcher.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "report", rename_all = "snake_case")]
+pub(super) enum Report {
+    /// The first word of a process.
+    Here {
+        seat: usize,
+    },
+    Hosting {
+        url: String,
+        job: ServiceCreated,
+        raw: Vec<SocketAddr>,
+    },
+    Joined,
+    Done {
+        seconds: f64,
+        cpu_seconds: f64,
+        peak_bytes: u64,
+    },
+    Used(HubUse),
+    Checked(Verdict),
+}
+
+/// What the hub's process has used since its start.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct HubUse {
+    /// All its threads.
+    pub(super) cpu_seconds: f64,
+    /// Each of its cores.
+    pub(super) core_seconds: Vec<f64>,
+    pub(super) peak_bytes: u64,
+}
+
+/// One end of the conversation.
+pub(super) struct Line {
+    socket: BufReader<UnixStream>,
+}
+
+impl Line {
+    pub(super) fn new(socket: UnixStream) -> Line {
+        Line { socket: BufReader::new(socket) }
+    }
+
+    pub(super) fn say(&mut self, message: &impl Serialize) -> anyhow::Result<()> {
+        let mut line = serde_json::to_vec(message)?;
+        line.push(b'\n');
+        self.socket.get_mut().write_all(&line).context("the other side is gone")
+    }
+
+    /// Says that no more will be said.
+    pub(super) fn hang_up(&mut self) {
+        // It may be gone already.
+        let _ = self.socket.get_ref().shutdown(Shutdown::Write);
+    }
+
+    /// `None` once the other side has hung up.
+    pub(super) fn hear<M: DeserializeOwned>(&mut self) -> anyhow::Result<Option<M>> {
+        let mut line = String::new();
+        self.socket.read_line(&mut line).context("the other side does not answer")?;
+        // A line without its end was cut off.
+        if !line.ends_with('\n') {
+            return Ok(None);
+        }
+        Ok(Some(serde_json::from_str(&line).context("the other side is of another version")?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paramhub::Key;
+
+    #[test]
+    fn raw_streams_share_all_bytes_evenly() {
+        let keys = KeyTable::new(vec![Key::new("k", [1001])]).unwrap();
+        let spec =
+            Spec { keys, workers: 2, optimizer: Optimizer::Mean, cores: 3, chunk_bytes: 4096, is_raw: true };
+        assert_eq!(spec.raw_bytes(), [1334, 1335, 1335]);
+    }
+}

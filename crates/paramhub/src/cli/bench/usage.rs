@@ -1,0 +1,68 @@
+//! What this process has used, and what the machine has left.
+
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Processor time of all threads of this process, user and system.
+pub(super) fn cpu_seconds() -> f64 {
+    read(ClockId::ProcessCPUTime).as_secs_f64()
+}
+
+/// The clock that all processes of this machine share.
+pub(super) fn monotonic() -> Duration {
+    read(ClockId::Monotonic)
+}
+
+fn read(clock: ClockId) -> Duration {
+    // Neither clock can be set, so neither is ever negative.
+    Duration::try_from(clock_gettime(clock)).unwrap_or_default()
+}
+
+/// The most memory this process has had at once; 0 where the kernel does not tell.
+pub(super) fn peak_bytes() -> u64 {
+    kilobytes("/proc/self/status", "VmHWM:").unwrap_or(0) << 10
+}
+
+/// What can be had without swapping, where the kernel tells.
+pub(super) fn available_bytes() -> Option<u64> {
+    kilobytes("/proc/meminfo", "MemAvailable:").map(|kilobytes| kilobytes << 10)
+}
+
+fn kilobytes(file: &str, field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// Processor seconds of each of this process's hub cores, by number; empty where the kernel does not tell. (A core's own
+/// counters are published now and then, too seldom for one exchange.)
+pub(super) fn core_seconds() -> Vec<f64> {
+    let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    let mut cores: Vec<(usize, f64)> = threads
+        .filter_map(|thread| {
+            let folder = thread.ok()?.path();
+            let name = std::fs::read_to_string(folder.join("comm")).ok()?;
+            let core = name.trim_end().strip_prefix("hub-core-")?.parse().ok()?;
+            let schedule = std::fs::read_to_string(folder.join("schedstat")).ok()?;
+            let nanoseconds: f64 = schedule.split_whitespace().next()?.parse().ok()?;
+            Some((core, nanoseconds / 1e9))
+        })
+        .collect();
+    cores.sort_by_key(|&(core, _)| core);
+    cores.into_iter().map(|(_, seconds)| seconds).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_uses_time_and_memory() {
+        let before = cpu_seconds();
+        let block = std::hint::black_box(vec![1_u8; 32 << 20]);
+        assert!(peak_bytes() >= block.len() as u64);
+        assert!(cpu_seconds() > before && monotonic() > Duration::ZERO);
+        assert!(available_bytes() > Some(0));
+    }
+}

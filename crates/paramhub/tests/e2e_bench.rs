@@ -1,0 +1,153 @@
+//! `paramhub bench exchange`: real worker processes, a real hub, every number checked.
+
+mod common;
+
+use common::{Process, is_alive, paramhub, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const KEYS: &str = r#"{"model": "tiny", "tensors": [
+    {"name": "front", "shape": [64, 3, 7]}, {"name": "bias", "shape": [5]}, {"name": "back", "shape": [40000]}]}"#;
+const ELEMENTS: f64 = 64.0 * 3.0 * 7.0 + 5.0 + 40_000.0;
+
+/// What a short run wrote as JSON and to the terminal.
+fn tiny(keys: &str, more: &[&str]) -> (Value, String) {
+    let arguments = ["bench", "exchange", "--keys", "keys.json", "--iters", "3", "--json", "out.json"];
+    let program = paramhub(arguments.into_iter().chain(more.iter().copied())).file("keys.json", keys);
+    let ended = program.finish().expect_code(0);
+    (serde_json::from_slice(&ended.read("out.json")).expect("valid JSON"), ended.stdout)
+}
+
+#[test]
+fn a_tiny_model_is_exchanged_exactly_and_timed_beside_raw_streams() {
+    let (results, shown) =
+        tiny(KEYS, &["--workers", "2", "--raw", "--cores", "2", "--optimizer", "nesterov"]);
+    let number = |name: &str| results[name].as_f64().unwrap_or_else(|| panic!("no {name} in {results}"));
+    assert_eq!((results["model"].as_str(), results["transport"].as_str()), (Some("tiny"), Some("tcp")));
+    assert_eq!((number("workers"), number("bytes_per_worker")), (2.0, 4.0 * ELEMENTS));
+    assert_eq!(number("max_abs_error"), 0.0);
+    let median = number("seconds_median");
+    assert!(0.0 < number("p10") && number("p10") <= median && median <= number("p90"));
+    assert!((number("exchanges_per_second") * median - 1.0).abs() < 1e-9);
+    assert!((number("raw_ratio") * median / number("raw_seconds_median") - 1.0).abs() < 1e-9);
+    assert!((number("algbw") * median * 1e9 / (4.0 * ELEMENTS) - 1.0).abs() < 1e-9);
+    assert_eq!(number("busbw"), number("algbw"), "two workers: 2 (N - 1) / N is 1");
+    assert!(number("cpu_seconds_worker") > 0.0 && number("cpu_seconds_hub") > 0.0);
+    // A process has some megabytes before it holds any tensor.
+    assert!(number("hub_peak_bytes") > 1e6 && number("worker_peak_bytes") > 8.0 * ELEMENTS);
+    assert_eq!(results["hub_busy"].as_array().map(Vec::len), Some(2));
+    let settings = &results["settings"];
+    assert_eq!((settings["optimizer"].as_str(), settings["raw"].as_bool()), (Some("nesterov"), Some(true)));
+    for part in ["tiny: 3 keys", "raw streams", "busbw", "hub core 1 busy", "all exact"] {
+        assert!(shown.contains(part), "no {part} in\n{shown}");
+    }
+}
+
+#[test]
+fn every_optimizer_and_dtype_is_exact_and_a_bare_list_will_do() {
+    let bare = r#"[{"name": "w", "shape": [3000]}, {"name": "b", "shape": []}]"#;
+    for (more, bytes) in [
+        (&["--workers", "2", "--optimizer", "mean", "--dtype", "bf16"][..], 2.0 * 3001.0),
+        (&["--workers", "2", "--optimizer", "sgd", "--dtype", "f16", "--chunk", "4K"], 2.0 * 3001.0),
+        (&["--workers", "1", "--optimizer", "adam", "--warmup", "0"], 4.0 * 3001.0),
+        (&["--workers", "3", "--scale", "10"], 4.0 * 301.0),
+    ] {
+        let (results, shown) = tiny(bare, more);
+        assert_eq!(results["bytes_per_worker"].as_f64(), Some(bytes), "{more:?}");
+        assert_eq!(results["max_abs_error"].as_f64(), Some(0.0), "{more:?}: {shown}");
+        assert_eq!(results["model"], "keys", "a bare list is called as its file");
+        assert!(results["raw_ratio"].is_null() && results["raw_seconds_median"].is_null());
+        assert!(!shown.contains("raw"), "{shown}");
+    }
+}
+
+#[test]
+fn wrong_usage_is_answered_with_what_to_do() {
+    let bench = |more: &[&str]| {
+        let program = paramhub(["bench", "exchange"].into_iter().chain(more.iter().copied()));
+        program.file("empty.json", "[]").file("no.json", "{").finish().expect_code(2)
+    };
+    bench(&["--model", "resnet51"]).expect_error(&[
+        "resnet51",
+        "alexnet, ",
+        "resnet50, ",
+        "transformer-1.1b",
+    ]);
+    bench(&["--keys", "gone.json"]).expect_error(&["gone.json", "No such file"]);
+    bench(&["--keys", "empty.json"]).expect_error(&["empty"]);
+    bench(&["--keys", "no.json"]).expect_error(&["no.json", "bare list"]);
+    bench(&["--model", "resnet18", "--chunk", "10"]).expect_error(&["chunk size 10"]);
+    bench(&["--model", "resnet18", "--json", "gone/out.json"]).expect_error(&["there is no folder gone"]);
+    bench(&["--model", "transformer-1.1b", "--workers", "1024"]).expect_error(&["memory", "--scale"]);
+    for (more, part) in [
+        (&[][..], "--model"),
+        (&["--model", "resnet18", "--keys", "x"], "cannot be used with"),
+        (&["--model", "resnet18", "--transport", "pigeon"], "tcp"),
+        (&["--model", "resnet18", "--optimizer", "magic"], "nesterov"),
+        (&["--model", "resnet18", "--dtype", "f64"], "f64"),
+        (&["--model", "resnet18", "--workers", "0"], "--workers"),
+        (&["--model", "resnet18", "--scale", "0"], "--scale"),
+    ] {
+        let refused = bench(more);
+        assert!(refused.stderr.contains(part), "{more:?}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn a_killed_worker_or_hub_or_an_interrupt_ends_all_processes() {
+    for (victim, code, reason) in [
+        (Some("1"), 1, "worker 1 was killed by SIGKILL"),
+        (Some("2"), 1, "the hub was killed by SIGKILL"),
+        (None, 130, "interrupted by SIGINT"),
+    ] {
+        let arguments = ["bench", "exchange", "--keys", "keys.json", "--workers", "2", "--iters", "1000000"];
+        let bench = paramhub(arguments.into_iter().chain(["--raw"])).file("keys.json", KEYS).start();
+        let mut seats = Vec::new();
+        // A worker has a second thread once its job runs.
+        let threads = |pid: i32| std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+        wait_until("hub and workers exchange", || {
+            seats = seats_of(&bench);
+            seats.len() == 3 && seats.iter().all(|&(pid, _)| threads(pid) > 1)
+        });
+        match victim {
+            Some(victim) => {
+                let (pid, _) = seats.iter().find(|(_, seat)| seat == victim).expect("it was started");
+                kill_process(Pid::from_raw(*pid).expect("a process"), Signal::KILL).expect("it is there");
+            }
+            None => bench.signal(Signal::INT),
+        }
+        let ended = bench.finish().expect_code(code);
+        assert!(ended.stderr.contains(reason), "{}", ended.stderr);
+        assert!(seats.iter().all(|&(pid, _)| !is_alive(pid)), "a process was left behind");
+    }
+}
+
+#[test]
+fn kernels_are_measured_beside_a_triad() {
+    let ended = paramhub(["bench", "kernels", "--size", "64K", "--json", "out.json"]).finish().expect_code(0);
+    let speeds: Vec<Value> = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    for operation in ["sum: add f32", "convert: encode bf16", "optimize: adamw"] {
+        let of_one: Vec<_> = speeds.iter().filter(|speed| speed["operation"] == operation).collect();
+        assert!(of_one.iter().any(|speed| speed["isa"] == "baseline"), "{of_one:?}");
+        assert!(of_one.iter().all(|speed| speed["ratio"].as_f64() > Some(0.0)), "{of_one:?}");
+        assert!(ended.stdout.contains(operation), "{}", ended.stdout);
+    }
+    paramhub(["bench", "kernels", "--size", "1K"])
+        .finish()
+        .expect_code(2)
+        .expect_error(&["--size 1K", "32K"]);
+}
+
+/// The processes of a benchmark, each with its seat: a rank, or the number of workers for the hub.
+fn seats_of(bench: &Process) -> Vec<(i32, String)> {
+    let processes = std::fs::read_dir("/proc").expect("/proc");
+    let seat = |pid: i32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()?;
+        let command = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+        let words: Vec<&str> = command.trim_end_matches('\0').split('\0').collect();
+        let is_ours = Pid::from_raw(parent) == Some(bench.pid()) && words.get(1) == Some(&"bench-peer");
+        is_ours.then(|| (pid, words[3].to_owned()))
+    };
+    processes.filter_map(|entry| seat(entry.ok()?.file_name().to_str()?.parse().ok()?)).collect()
+}
