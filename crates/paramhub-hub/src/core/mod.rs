@@ -129,10 +129,13 @@ impl Core {
         }
     }
 
-    /// Sends to every rank of a shard that has something new.
+    /// Sends to every rank of a shard that has something new. One that takes no more for now has its turn when the poller
+    /// says that it does.
     fn answer(&mut self, shard: usize, now: Instant) {
         while let Some(rank) = self.shards.index_mut(shard).shard.dirty.pop_first() {
-            if let Some(token) = self.shards.index_mut(shard).lane_of[rank as usize] {
+            if let Some(token) = self.shards.index_mut(shard).lane_of[rank as usize]
+                && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable)
+            {
                 self.flush(token, now);
             }
         }
