@@ -1,14 +1,12 @@
 use std::net::SocketAddr;
 
-use paramhub_control::{ControlError, ManagerClient};
+use paramhub_control::ControlError;
 use paramhub_kernels::Registry;
 use thiserror::Error;
 
-/// How a hub runs.
+/// How a hub runs. Start from [`HubConfig::default`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct HubConfig {
-    /// The connection manager this hub joins.
-    pub manager: ManagerClient,
     /// One address per interface; port 0 takes a free one.
     pub listen: Vec<SocketAddr>,
     /// What workers dial instead of the listening address, per interface, as `host:port`; needed only where they cannot
@@ -24,11 +22,10 @@ pub struct HubConfig {
     pub registry: Registry,
 }
 
-impl HubConfig {
-    /// A hub on a free port of the loopback interface with one core, not pinned.
-    pub fn new(manager: ManagerClient) -> Self {
+impl Default for HubConfig {
+    /// A free port of the loopback interface and one core, not pinned.
+    fn default() -> Self {
         HubConfig {
-            manager,
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
             advertise: Vec::new(),
             cores: 1,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use paramhub_control::ManagerClient;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{CoreCounters, RegisterHub};
@@ -43,7 +44,7 @@ pub struct RunningHub {
 
 impl RunningHub {
     /// Listens, joins the manager and serves. Returns when workers can be served.
-    pub fn start(config: HubConfig) -> Result<RunningHub, HubError> {
+    pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
         check(&config)?;
         let listeners: Vec<TcpListener> = config
             .listen
@@ -57,8 +58,8 @@ impl RunningHub {
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
         let shape = shape(&config, &addresses)?;
         // Before any thread starts, so that a manager that refuses leaves none behind.
-        let registered = config.manager.register_hub(&RegisterHub { shape: shape.clone() })?;
-        info!("joined {} as hub {}", config.manager.url(), registered.hub);
+        let registered = manager.register_hub(&RegisterHub { shape: shape.clone() })?;
+        info!("joined {} as hub {}", manager.url(), registered.hub);
 
         let (letters, letterbox) = sync_channel(LETTERS);
         let (news, newsbox) = sync_channel(NEWS);
@@ -85,7 +86,7 @@ impl RunningHub {
         };
         let stop = Arc::new(AtomicBool::new(false));
         let link = Link {
-            client: config.manager,
+            client: manager,
             registered: Arc::new(registered),
             stop: stop.clone(),
             failure: failure.clone(),

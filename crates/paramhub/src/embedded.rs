@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::CoreCounters;
-use paramhub_hub::{HubConfig, HubError, Registry, RunningHub};
+use paramhub_hub::{HubConfig, HubError, RunningHub};
 use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 use thiserror::Error;
 
@@ -13,33 +13,27 @@ use thiserror::Error;
 pub struct EmbeddedConfig {
     /// The connection manager.
     pub manager: ManagerConfig,
-    /// One data address per interface; port 0 takes a free one.
-    pub listen: Vec<SocketAddr>,
-    /// What workers dial instead, per interface, as `host:port`; empty where they can reach the addresses themselves.
-    pub advertise: Vec<String>,
-    /// Core threads that sum and optimise; at least one.
-    pub cores: usize,
-    /// Pin each core thread to a processor.
-    pub pin: bool,
-    /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free at the start.
-    pub memory_bytes: Option<u64>,
-    /// Optimizers and aggregators that jobs may ask for by name.
-    pub registry: Registry,
+    /// The hub that joins it.
+    pub hub: HubConfig,
 }
 
 impl Default for EmbeddedConfig {
     /// Free ports on the loopback interface, one core, nothing kept on disk.
     fn default() -> Self {
-        let free = SocketAddr::from(([127, 0, 0, 1], 0));
+        let listen = SocketAddr::from(([127, 0, 0, 1], 0));
         EmbeddedConfig {
-            manager: ManagerConfig { listen: free, ..ManagerConfig::default() },
-            listen: vec![free],
-            advertise: Vec::new(),
-            cores: 1,
-            pin: false,
-            memory_bytes: None,
-            registry: Registry::with_builtins(),
+            manager: ManagerConfig { listen, ..ManagerConfig::default() },
+            hub: HubConfig::default(),
         }
+    }
+}
+
+impl EmbeddedConfig {
+    /// The default with this many hub cores.
+    pub fn with_cores(cores: usize) -> Self {
+        let mut config = EmbeddedConfig::default();
+        config.hub.cores = cores;
+        config
     }
 }
 
@@ -74,15 +68,7 @@ impl EmbeddedHub {
         let admin_token = config.manager.admin_token.clone();
         let manager = Manager::start(config.manager)?;
         let client = ManagerClient::new(&manager.url(), admin_token)?;
-        let hub = RunningHub::start(HubConfig {
-            manager: client.clone(),
-            listen: config.listen,
-            advertise: config.advertise,
-            cores: config.cores,
-            pin: config.pin,
-            memory_bytes: config.memory_bytes,
-            registry: config.registry,
-        })?;
+        let hub = RunningHub::start(client.clone(), config.hub)?;
         Ok(EmbeddedHub { hub, manager, client })
     }
 

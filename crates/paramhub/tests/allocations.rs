@@ -69,7 +69,7 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     let listen = "127.0.0.1:0".parse().unwrap();
     let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
     let client = ManagerClient::new(&manager.url(), None).unwrap();
-    let hub = RunningHub::start(HubConfig::new(client.clone())).unwrap();
+    let hub = RunningHub::start(client.clone(), HubConfig::default()).unwrap();
     for reproducible in [false, true] {
         let few_chunks = allocations(&client, 1 << 20, reproducible);
         let many_chunks = allocations(&client, 4 << 10, reproducible);

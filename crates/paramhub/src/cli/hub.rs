@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::bail;
 use clap::Args;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::{HubConfig, ManagerClient, ManagerConfig, Registry, RunningHub};
+use paramhub::{HubConfig, ManagerClient, ManagerConfig, RunningHub};
 
 use super::{Usage, overlay};
 use crate::config::{Bytes, Config, Pin};
@@ -102,37 +102,27 @@ pub(super) fn raise_descriptor_limit() {
 
 fn start(config: &Config) -> anyhow::Result<Serving> {
     let section = &config.hub;
-    let memory_bytes = section.memory.map(|bytes| bytes.0);
     if section.listen.is_empty() {
         return Err(Usage("the hub needs an address to listen on: give --listen IP:PORT".into()).into());
     }
-    if let Some(url) = &section.join {
-        let manager =
-            ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
-        let hub = RunningHub::start(HubConfig {
-            manager,
-            listen: section.listen.clone(),
-            advertise: section.advertise.clone(),
-            cores: section.effective_cores(),
-            pin: section.is_pinned(),
-            memory_bytes,
-            registry: Registry::with_builtins(),
-        })?;
-        return Ok(Serving::Joined(hub));
-    }
-    let hub = EmbeddedHub::start(EmbeddedConfig {
-        manager: ManagerConfig {
-            listen: section.manager,
-            state: section.state.clone(),
-            admin_token: config.admin_token(),
-            ..ManagerConfig::default()
-        },
+    let hub = HubConfig {
         listen: section.listen.clone(),
         advertise: section.advertise.clone(),
         cores: section.effective_cores(),
         pin: section.is_pinned(),
-        memory_bytes,
-        registry: Registry::with_builtins(),
-    })?;
-    Ok(Serving::Embedded(hub))
+        memory_bytes: section.memory.map(|bytes| bytes.0),
+        ..HubConfig::default()
+    };
+    if let Some(url) = &section.join {
+        let manager =
+            ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
+        return Ok(Serving::Joined(RunningHub::start(manager, hub)?));
+    }
+    let manager = ManagerConfig {
+        listen: section.manager,
+        state: section.state.clone(),
+        admin_token: config.admin_token(),
+        ..ManagerConfig::default()
+    };
+    Ok(Serving::Embedded(EmbeddedHub::start(EmbeddedConfig { manager, hub })?))
 }

@@ -69,8 +69,7 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let (embedded, client) = match config.url {
         Some(_) => (None, client(config)?),
         None => {
-            let hub =
-                EmbeddedHub::start(EmbeddedConfig { cores: section.cores, ..EmbeddedConfig::default() })?;
+            let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
             let client = hub.client().clone();
             (Some(hub), client)
         }

@@ -39,10 +39,9 @@ impl Cluster {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
-        let mut config = HubConfig::new(client.clone());
-        config.memory_bytes = Some(4 << 30);
+        let mut config = HubConfig { memory_bytes: Some(4 << 30), ..Default::default() };
         change(&mut config);
-        let hub = RunningHub::start(config).unwrap();
+        let hub = RunningHub::start(client.clone(), config).unwrap();
         Cluster { client, hub: Some(hub), manager: Some(manager) }
     }
 

@@ -228,9 +228,9 @@ fn stopping_a_job_tells_its_workers() {
 #[test]
 fn a_port_in_use_is_named_with_what_to_do() {
     let cluster = Cluster::new(1);
-    let mut config = HubConfig::new(cluster.client.clone());
-    config.listen = cluster.hub().addresses().to_vec();
-    let refused = RunningHub::start(config).expect_err("the port is in use").to_string();
+    let config = HubConfig { listen: cluster.hub().addresses().to_vec(), ..Default::default() };
+    let refused =
+        RunningHub::start(cluster.client.clone(), config).expect_err("the port is in use").to_string();
     let port = cluster.hub().addresses()[0].to_string();
     assert!(refused.contains(&port) && refused.contains("in use"), "{refused}");
 }

@@ -118,9 +118,8 @@ fn a_job_is_spread_over_hubs_interfaces_and_cores() {
         config.listen = vec!["127.0.0.1:0".parse().unwrap(), "127.0.0.2:0".parse().unwrap()];
         config.cores = 3;
     });
-    let mut second = HubConfig::new(cluster.client.clone());
-    second.cores = 2;
-    let second = RunningHub::start(second).unwrap();
+    let two_cores = HubConfig { cores: 2, ..Default::default() };
+    let second = RunningHub::start(cluster.client.clone(), two_cores).unwrap();
     let sizes = [400_000, 3, 90_001];
     let settings = Settings { optimizer: sgd(0.5, 0.9), reproducible: true, ..Settings::new(keys(&sizes)) };
     let train = |ticket: &crate::cluster::Ticket| {

@@ -46,7 +46,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
 
 /// A hub, its manager and the raw server.
 fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
-    let hub = EmbeddedHub::start(EmbeddedConfig { cores: spec.cores, ..EmbeddedConfig::default() })?;
+    let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(spec.cores))?;
     let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
     let job = hub.client().create_service(&request)?;
     let raw = if spec.is_raw { raw::serve(spec.workers, &spec.raw_bytes())? } else { Vec::new() };

@@ -111,7 +111,7 @@ impl Venue {
             let job = create(&client)?;
             return Ok(Venue::Running(client, job));
         }
-        let hub = EmbeddedHub::start(EmbeddedConfig { cores: section.cores, ..EmbeddedConfig::default() })?;
+        let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
         let job = create(hub.client())?;
         Ok(Venue::Embedded(Box::new(hub), job))
     }
