@@ -10,6 +10,7 @@
 //! [`requests`] what the worker makes of the answer.
 #![forbid(unsafe_code)]
 
+pub mod arena;
 pub mod auth;
 pub mod chunk;
 pub mod codec;

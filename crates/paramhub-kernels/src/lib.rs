@@ -49,6 +49,7 @@ pub mod finite;
 mod half_precision;
 pub mod optimizer;
 mod registry;
+pub mod shared;
 pub mod sum;
 
 pub use aggregate::{Aggregator, Sum};

@@ -12,6 +12,10 @@ use crate::stream::{FrameSink, Landing, ReceiveError};
 pub(crate) struct Assembly {
     direction: Direction,
     frame_bytes_max: usize,
+    /// Payloads of tensors do not follow their headers: they lie in an arena.
+    has_arena: bool,
+    /// Bytes of such payloads since the last [`Assembly::absorb`] began.
+    placed_bytes: usize,
     stage: Stage,
     head: [u8; HEADER_BYTES],
     /// The payload of a staged frame that a read cut off. Room for the largest, from the start.
@@ -43,10 +47,18 @@ impl Assembly {
         Assembly {
             direction,
             frame_bytes_max,
+            has_arena: false,
+            placed_bytes: 0,
             stage: Stage::Head { filled: 0 },
             head: [0; HEADER_BYTES],
             stash: vec![0; stash].into_boxed_slice(),
         }
+    }
+
+    /// Tensors lie in an arena and are only announced.
+    pub(crate) fn with_arena(mut self) -> Self {
+        self.has_arena = true;
+        self
     }
 
     /// Whether the stream may end here.
@@ -79,8 +91,20 @@ impl Assembly {
         Ok(Filled { wanted: into_frame + ahead_bytes, bytes, into_frame: bytes.min(into_frame) })
     }
 
-    /// Hands over the frames that `filled` completed; `ahead` is the read-ahead it went to.
+    /// Hands over the frames that `filled` completed; `ahead` is the read-ahead it went to. Returns the bytes of payloads
+    /// that lie in the arena.
     pub(crate) fn absorb<S: FrameSink>(
+        &mut self,
+        sink: &mut S,
+        filled: &Filled,
+        ahead: &[u8],
+    ) -> Result<usize, ReceiveError<S::Error>> {
+        self.placed_bytes = 0;
+        self.hand_over(sink, filled, ahead)?;
+        Ok(self.placed_bytes)
+    }
+
+    fn hand_over<S: FrameSink>(
         &mut self,
         sink: &mut S,
         filled: &Filled,
@@ -139,6 +163,11 @@ impl Assembly {
         let header = Header::decode(head, self.direction)?;
         self.bound(&header)?;
         self.stage = Stage::Head { filled: 0 };
+        if self.has_arena && header.operation.carries_tensor() {
+            self.placed_bytes += header.length as usize;
+            sink.placed(&header).map_err(ReceiveError::Sink)?;
+            return Ok(after);
+        }
         let length = header.length as usize;
         let here = length.min(after.len());
         let (payload, rest) = after.split_at(here);

@@ -9,14 +9,18 @@
 //! connections and carries their handshake.
 
 mod assembly;
+mod connection;
 mod memory;
 mod poll;
+pub mod shm;
 pub mod socket;
 mod stream;
 mod tcp;
 
+pub use connection::Connection;
 pub use memory::{Lending, ReceiveRegion, SendRegion, StableBytes, lend};
 pub use poll::{Event, Events, Interest, Poller, Waker};
+pub use shm::ShmStream;
 pub use stream::{
     FrameSink, Landing, Outgoing, ReceiveError, Received, SCRATCH_BYTES_DEFAULT, Scratch, Sent, Stream,
     StreamError,

@@ -8,7 +8,7 @@ use thiserror::Error;
 /// Bytes a [`Scratch`] has by default. 256 KiB reads are where bare loopback TCP peaks; it still fits a core's L2.
 pub const SCRATCH_BYTES_DEFAULT: usize = 256 << 10;
 
-/// A frame to send. `header.length` equals `payload.len()`.
+/// A frame to send. `header.length` equals `payload.len()`, or the payload lies in an arena and is empty here.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
     /// Sent ahead of the payload.
@@ -41,6 +41,12 @@ pub trait FrameSink {
     /// The whole frame is here. `payload` holds `header.length` bytes of any alignment if it landed `Staged`, and is
     /// `None` if it landed `InPlace`.
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Self::Error>;
+
+    /// The whole frame is here, and its payload lies where both ends agreed. Only streams with an arena call it, for frames
+    /// that carry tensors; it is their `landing` and their `frame` in one.
+    fn placed(&mut self, header: &Header) -> Result<(), Self::Error> {
+        unreachable!("{header:?} lies in an arena that this side does not have");
+    }
 }
 
 /// One connection. Both directions are independent: one may fail while the other goes on.

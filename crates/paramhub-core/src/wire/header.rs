@@ -77,6 +77,12 @@ impl Operation {
         }
     }
 
+    /// Whether its payload is a chunk of a tensor. On a stream with an arena such payloads lie there and do not follow
+    /// their headers.
+    pub const fn carries_tensor(self) -> bool {
+        matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
+    }
+
     /// Whether workers send it, hubs send it, or both.
     pub const fn goes(self) -> Direction {
         match self {

@@ -33,6 +33,8 @@ pub(crate) trait Peer {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
     pub(crate) direction: Direction,
+    /// Of transports that read ahead.
+    #[allow(dead_code, reason = "not every transport reads ahead")]
     pub(crate) mode: ReceiveMode,
     pub(crate) frame_bytes_max: usize,
     /// Ask for so small buffers that a megabyte does not fit.

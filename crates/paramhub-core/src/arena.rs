@@ -1,0 +1,136 @@
+//! Where a worker's tensors lie in the memory it shares with the hubs of its own host: computed alike by both ends, so that
+//! no frame needs to say it and no peer can say it wrong.
+
+use std::ops::Range;
+
+use crate::chunk::Extent;
+use crate::codec::Codec;
+use crate::key::KeyTable;
+use crate::settings::Settings;
+
+/// Tensors start at multiples of this: two cache lines, which processors fetch in pairs.
+const ALIGNMENT: u64 = 128;
+
+/// The places of all keys in one arena: first every key's gradient as it travels, then every key's parameters as they lie
+/// in memory, in table order. An arena of [`parameters_only`](Self::parameters_only) has the latter alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaLayout {
+    gradients: Vec<Place>,
+    parameters: Vec<Place>,
+    bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    start: u64,
+    codec: Codec,
+    elements: u64,
+}
+
+impl Place {
+    fn bytes(&self) -> u64 {
+        self.elements * self.codec.bytes() as u64
+    }
+}
+
+impl ArenaLayout {
+    /// The layout of a worker's arena.
+    pub fn new(settings: &Settings) -> Self {
+        let mut end = 0;
+        let gradients = lay(&settings.keys, &mut end, |dtype| settings.gradient_codec(dtype));
+        let parameters = lay(&settings.keys, &mut end, |dtype| dtype.codec());
+        ArenaLayout { gradients, parameters, bytes: end }
+    }
+
+    /// The layout of an arena that holds the parameters of all workers of a host.
+    pub fn parameters_only(settings: &Settings) -> Self {
+        let mut end = 0;
+        let parameters = lay(&settings.keys, &mut end, |dtype| dtype.codec());
+        ArenaLayout { gradients: Vec::new(), parameters, bytes: end }
+    }
+
+    /// Bytes of the whole arena, at least one.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.max(1)
+    }
+
+    /// Where a key's gradient lies.
+    ///
+    /// # Panics
+    /// If there is no such key, or the arena has no gradients.
+    pub fn gradient(&self, key: u32) -> Range<usize> {
+        whole(&self.gradients[key as usize])
+    }
+
+    /// Where a key's parameters lie.
+    ///
+    /// # Panics
+    /// If there is no such key.
+    pub fn parameters(&self, key: u32) -> Range<usize> {
+        whole(&self.parameters[key as usize])
+    }
+
+    /// Where a chunk of a gradient starts.
+    ///
+    /// # Panics
+    /// As [`gradient`](Self::gradient).
+    pub fn gradient_chunk(&self, extent: &Extent) -> usize {
+        chunk(&self.gradients[extent.key as usize], extent)
+    }
+
+    /// Where a chunk of parameters starts.
+    ///
+    /// # Panics
+    /// As [`parameters`](Self::parameters).
+    pub fn parameters_chunk(&self, extent: &Extent) -> usize {
+        chunk(&self.parameters[extent.key as usize], extent)
+    }
+}
+
+fn lay(keys: &KeyTable, end: &mut u64, codec: impl Fn(crate::codec::Dtype) -> Codec) -> Vec<Place> {
+    let place = |key: &crate::key::Key| {
+        let start = end.next_multiple_of(ALIGNMENT);
+        let place = Place { start, codec: codec(key.dtype), elements: key.elements().unwrap_or(0) };
+        *end = start + place.bytes();
+        place
+    };
+    keys.keys().iter().map(place).collect()
+}
+
+fn whole(place: &Place) -> Range<usize> {
+    place.start as usize..(place.start + place.bytes()) as usize
+}
+
+fn chunk(place: &Place, extent: &Extent) -> usize {
+    place.start as usize + extent.byte_range(place.codec).start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chunk::ChunkMap;
+    use crate::codec::Dtype;
+    use crate::key::Key;
+
+    #[test]
+    fn places_are_aligned_apart_and_as_large_as_their_tensors() {
+        let half = Key { dtype: Dtype::F16, ..Key::new("half", [3]) };
+        let keys = KeyTable::new(vec![Key::new("w", [1001]), half, Key::new("b", [7])]).unwrap();
+        let settings = Settings { codec: Some(Codec::BF16), chunk_bytes: 1024, ..Settings::new(keys) };
+        let layout = ArenaLayout::new(&settings);
+        let places: Vec<_> =
+            (0..3).map(|key| layout.gradient(key)).chain((0..3).map(|key| layout.parameters(key))).collect();
+        assert_eq!(places.iter().map(Range::len).collect::<Vec<_>>(), [2002, 6, 14, 4004, 6, 28]);
+        assert!(places.iter().all(|place| place.start.is_multiple_of(128)));
+        assert!(places.windows(2).all(|pair| pair[0].end <= pair[1].start));
+        assert_eq!(layout.bytes(), places[5].end as u64);
+
+        let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+        let second = map.extent(1).unwrap();
+        assert_eq!(layout.gradient_chunk(&second), 256 * 2);
+        assert_eq!(layout.parameters_chunk(&second), places[3].start + 256 * 4);
+
+        let shared = ArenaLayout::parameters_only(&settings);
+        assert_eq!([shared.parameters(0), shared.parameters(2)], [0..4004, 4224..4252]);
+    }
+}
