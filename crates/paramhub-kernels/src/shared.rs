@@ -41,24 +41,16 @@ pub unsafe fn copy_out(source: &[u8], target: *mut u8) {
 pub unsafe fn stream_out(source: &[u8], target: *mut u8) {
     let head = target.align_offset(LINE_BYTES).min(source.len());
     let body = (source.len() - head) / LINE_BYTES * LINE_BYTES;
-    let from = source.as_ptr();
-    // SAFETY: the three ranges lie one behind the other within `source.len()` bytes, which the caller vouches for at
-    // `target`; `target + head` is a multiple of 64, as streaming stores want it; each set was detected.
-    unsafe {
-        copy_volatile(from, target, head);
-        match Isa::best().body() {
-            #[cfg(target_arch = "x86_64")]
-            Body::Avx512 => x86::stream_avx512(from.add(head), target.add(head), body),
-            #[cfg(target_arch = "x86_64")]
-            Body::Avx2 => x86::stream_avx2(from.add(head), target.add(head), body),
-            #[cfg(target_arch = "x86_64")]
-            Body::Baseline => x86::stream_sse2(from.add(head), target.add(head), body),
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => copy_volatile(from.add(head), target.add(head), body),
-        }
-        let done = head + body;
-        copy_volatile(from.add(done), target.add(done), source.len() - done);
-    }
+    let pieces = [(0, head), (head, body), (head + body, source.len() - head - body)];
+    let [first, middle, last] =
+        pieces.map(|(at, length)| (source.as_ptr().wrapping_add(at), target.wrapping_add(at), length));
+    // SAFETY: the three pieces lie one behind the other within `source.len()` bytes, which the caller vouches for at
+    // `target`.
+    unsafe { copy_volatile(first.0, first.1, first.2) };
+    // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores want it.
+    unsafe { stream(middle.0, middle.1, middle.2) };
+    // SAFETY: as above.
+    unsafe { copy_volatile(last.0, last.1, last.2) };
 }
 
 /// Orders every [`stream_out`] of this thread before whatever it writes next: streaming stores overtake ordinary ones, even
@@ -74,33 +66,55 @@ pub fn fence() {
 /// # Safety
 /// Both pointers are valid for `length` bytes and the ranges do not overlap.
 unsafe fn copy(source: *const u8, target: *mut u8, length: usize) {
-    // SAFETY: the caller's ranges; each set was detected.
-    unsafe {
-        match Isa::best().body() {
-            #[cfg(target_arch = "x86_64")]
-            Body::Avx512 => x86::copy_avx512(source, target, length),
-            #[cfg(target_arch = "x86_64")]
-            Body::Avx2 => x86::copy_avx2(source, target, length),
-            _ => copy_volatile(source, target, length),
-        }
+    match Isa::best().body() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's ranges; the set was detected.
+        Body::Avx512 => unsafe { x86::copy_avx512(source, target, length) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's ranges; the set was detected.
+        Body::Avx2 => unsafe { x86::copy_avx2(source, target, length) },
+        // SAFETY: the caller's ranges.
+        _ => unsafe { copy_volatile(source, target, length) },
     }
 }
 
 /// # Safety
+/// As [`copy`], and `target` is a multiple of 64.
+unsafe fn stream(source: *const u8, target: *mut u8, length: usize) {
+    match Isa::best().body() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's ranges and alignment; the set was detected.
+        Body::Avx512 => unsafe { x86::stream_avx512(source, target, length) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's ranges and alignment; the set was detected.
+        Body::Avx2 => unsafe { x86::stream_avx2(source, target, length) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's ranges and alignment; every x86-64 has the set.
+        Body::Baseline => unsafe { x86::stream_sse2(source, target, length) },
+        #[cfg(not(target_arch = "x86_64"))]
+        // SAFETY: the caller's ranges.
+        _ => unsafe { copy_volatile(source, target, length) },
+    }
+}
+
+/// Word by word, then byte by byte; volatile, so that each is read once and nothing is assumed of it.
+///
+/// # Safety
 /// Both pointers are valid for `length` bytes and the ranges do not overlap.
 unsafe fn copy_volatile(source: *const u8, target: *mut u8, length: usize) {
-    const WORD: usize = size_of::<u64>();
-    let words = length / WORD * WORD;
-    for at in (0..words).step_by(WORD) {
-        // SAFETY: `at + WORD <= length`; volatile, so that each byte is read once and nothing is assumed of it.
-        unsafe {
-            let word = source.add(at).cast::<[u8; WORD]>().read_volatile();
-            target.add(at).cast::<[u8; WORD]>().write_volatile(word);
-        }
+    type Word = [u8; 8];
+    let words = length / size_of::<Word>() * size_of::<Word>();
+    for at in (0..words).step_by(size_of::<Word>()) {
+        // SAFETY: the word ends at or before `length`; bytes have no alignment.
+        let word = unsafe { source.wrapping_add(at).cast::<Word>().read_volatile() };
+        // SAFETY: as above.
+        unsafe { target.wrapping_add(at).cast::<Word>().write_volatile(word) };
     }
     for at in words..length {
         // SAFETY: `at < length`.
-        unsafe { target.add(at).write_volatile(source.add(at).read_volatile()) };
+        let byte = unsafe { source.wrapping_add(at).read_volatile() };
+        // SAFETY: as above.
+        unsafe { target.wrapping_add(at).write_volatile(byte) };
     }
 }
 
@@ -121,23 +135,28 @@ mod x86 {
                 const VECTOR: usize = size_of::<$vector>();
                 const LOADS: usize = LINE_BYTES / VECTOR * 2;
                 let mut at = 0;
-                // SAFETY: every access ends at or before `length`; the intrinsics' alignment is the caller's duty or
-                // none.
-                unsafe {
-                    while at + LOADS * VECTOR <= length {
-                        let vectors: [$vector; LOADS] =
-                            std::array::from_fn(|i| $load(source.add(at + i * VECTOR).cast()));
-                        for (i, vector) in vectors.into_iter().enumerate() {
-                            $store(target.add(at + i * VECTOR).cast(), vector);
-                        }
-                        at += LOADS * VECTOR;
+                while at + LOADS * VECTOR <= length {
+                    let vectors: [$vector; LOADS] = std::array::from_fn(|i| {
+                        let from = source.wrapping_add(at + i * VECTOR);
+                        // SAFETY: the vector ends at or before `length`; loads need no alignment.
+                        unsafe { $load(from.cast()) }
+                    });
+                    for (i, vector) in vectors.into_iter().enumerate() {
+                        let to = target.wrapping_add(at + i * VECTOR);
+                        // SAFETY: as above; a streaming store's alignment is the caller's duty.
+                        unsafe { $store(to.cast(), vector) };
                     }
-                    while at + VECTOR <= length {
-                        $store(target.add(at).cast(), $load(source.add(at).cast()));
-                        at += VECTOR;
-                    }
-                    copy_volatile(source.add(at), target.add(at), length - at);
+                    at += LOADS * VECTOR;
                 }
+                while at + VECTOR <= length {
+                    // SAFETY: as above.
+                    let vector = unsafe { $load(source.wrapping_add(at).cast()) };
+                    // SAFETY: as above.
+                    unsafe { $store(target.wrapping_add(at).cast(), vector) };
+                    at += VECTOR;
+                }
+                // SAFETY: what is left of both ranges.
+                unsafe { copy_volatile(source.wrapping_add(at), target.wrapping_add(at), length - at) };
             }
         };
     }
