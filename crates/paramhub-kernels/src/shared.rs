@@ -203,12 +203,12 @@ mod tests {
             for shift in [0, 1, 3, 4, 16, 63] {
                 for out in [copy_out as unsafe fn(&[u8], *mut u8), stream_out] {
                     let (mut there, mut back) = (vec![0xee; 1300], vec![0xee; 1300]);
-                    // SAFETY: `there` holds `shift + length` bytes, and so does `back`.
-                    unsafe {
-                        out(&source[shift..shift + length], there.as_mut_ptr().add(shift));
-                        fence();
-                        copy_in(there.as_ptr().add(shift), &mut back[..length]);
-                    }
+                    let at = there.as_mut_ptr().wrapping_add(shift);
+                    // SAFETY: `there` holds `shift + length` bytes.
+                    unsafe { out(&source[shift..shift + length], at) };
+                    fence();
+                    // SAFETY: as above.
+                    unsafe { copy_in(at, &mut back[..length]) };
                     assert_eq!(there[shift..shift + length], source[shift..shift + length]);
                     assert_eq!(back[..length], source[shift..shift + length]);
                     assert!(there[..shift].iter().chain(&there[shift + length..]).all(|&byte| byte == 0xee));
@@ -230,8 +230,9 @@ mod tests {
         for (_, body) in bodies.into_iter().filter(|(present, _)| *present) {
             let mut target = vec![0_u8; 1024];
             let start = target.as_ptr().align_offset(64);
-            // SAFETY: the set is here; `start` is at most 63, so that 777 bytes fit; it is a multiple of 64.
-            unsafe { body(source.as_ptr(), target.as_mut_ptr().add(start), source.len()) };
+            let at = target.as_mut_ptr().wrapping_add(start);
+            // SAFETY: the set is here; `start` is at most 63, so that 777 bytes fit; `at` is a multiple of 64.
+            unsafe { body(source.as_ptr(), at, source.len()) };
             fence();
             assert_eq!(target[start..start + source.len()], source);
         }
