@@ -14,6 +14,9 @@ pub struct HubConfig {
     pub advertise: Vec<String>,
     /// Core threads that sum and optimise; at least one.
     pub cores: usize,
+    /// Streams that each worker keeps to each core through each interface; at least one. More let a chunk overtake
+    /// another one on the way, and cost a system call each.
+    pub streams: usize,
     /// Pin each core thread to a processor. Right for a hub with a machine to itself, wrong where workers share it.
     pub pin: bool,
     /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
@@ -23,12 +26,13 @@ pub struct HubConfig {
 }
 
 impl Default for HubConfig {
-    /// A free port of the loopback interface and one core, not pinned.
+    /// A free port of the loopback interface and one core with one stream, not pinned.
     fn default() -> Self {
         HubConfig {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
             advertise: Vec::new(),
             cores: 1,
+            streams: 1,
             pin: false,
             memory_bytes: None,
             registry: Registry::with_builtins(),

@@ -1,6 +1,7 @@
 //! The jobs a hub serves, as the door needs to know them.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
@@ -77,9 +78,9 @@ impl Directory {
         (0..entry.workers).filter(|rank| !complete(rank)).collect()
     }
 
-    /// Gives a proven worker its place on a route, or says why it cannot have it. `interface` is the
-    /// one the stream came in by.
-    pub(crate) fn admit(&self, hello: &Hello, interface: u16) -> Result<RouteId, (Refusal, String)> {
+    /// Gives a proven worker its place on a route, or says why it cannot have it. `interfaces` are
+    /// those the stream may have come in by.
+    pub(crate) fn admit(&self, hello: &Hello, interfaces: &Range<u16>) -> Result<RouteId, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
         if let Some(ended) = jobs.ended.iter().find(|ended| ended.namespace == hello.namespace) {
@@ -101,7 +102,10 @@ impl Directory {
                 "the two ends computed different placements: use the same release of paramhub on both ends";
             return refused(Refusal::Placement, format!("rank {rank} of job `{name}`: {why}"));
         }
-        let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| hello.interface == interface);
+        let route = entry
+            .routes
+            .get(&(hello.interface, hello.core))
+            .filter(|_| interfaces.contains(&hello.interface));
         let Some(&route) = route else {
             let (at, core) = (hello.interface, hello.core);
             let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -33,6 +34,8 @@ pub(crate) struct Door {
     waker: Waker,
     stop: Arc<AtomicBool>,
     listeners: Vec<TcpListener>,
+    /// How often each of them is listed among the hub's interfaces, side by side.
+    copies: u16,
     guests: HashMap<u64, Guest>,
     next_token: u64,
     directory: Arc<Directory>,
@@ -57,7 +60,8 @@ impl DoorStop {
 struct Guest {
     socket: TcpStream,
     from: SocketAddr,
-    interface: u16,
+    /// Those that are the listener it came in by.
+    interfaces: Range<u16>,
     deadline: Instant,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
@@ -88,6 +92,7 @@ enum Next {
 impl Door {
     pub(crate) fn new(
         listeners: Vec<TcpListener>,
+        copies: u16,
         directory: Arc<Directory>,
         cores: Vec<CoreHandle>,
     ) -> io::Result<(Door, DoorStop)> {
@@ -101,7 +106,7 @@ impl Door {
         let handle = DoorStop { waker: waker.clone(), stop: stop.clone() };
         let next_token = listeners.len() as u64;
         let guests = HashMap::new();
-        Ok((Door { poller, waker, stop, listeners, guests, next_token, directory, cores }, handle))
+        Ok((Door { poller, waker, stop, listeners, copies, guests, next_token, directory, cores }, handle))
     }
 
     /// Accepts until stopped.
@@ -121,10 +126,10 @@ impl Door {
         Ok(())
     }
 
-    fn accept(&mut self, interface: u16) {
+    fn accept(&mut self, listener: u16) {
         loop {
-            match self.listeners[usize::from(interface)].accept() {
-                Ok((socket, from)) => self.welcome(socket, from, interface),
+            match self.listeners[usize::from(listener)].accept() {
+                Ok((socket, from)) => self.welcome(socket, from, listener),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
                     // Out of descriptors, for example: the connection stays queued, and a moment's rest keeps the
@@ -138,7 +143,7 @@ impl Door {
         }
     }
 
-    fn welcome(&mut self, socket: TcpStream, from: SocketAddr, interface: u16) {
+    fn welcome(&mut self, socket: TcpStream, from: SocketAddr, listener: u16) {
         if self.guests.len() >= GUESTS_MAX {
             self.dismiss_oldest();
         }
@@ -148,8 +153,9 @@ impl Door {
             socket.set_nonblocking(true).and_then(|()| self.poller.add(&socket, token, Interest::READABLE));
         if ready.is_ok() {
             let deadline = Instant::now() + HANDSHAKE;
+            let interfaces = listener * self.copies..(listener + 1) * self.copies;
             let (inbox, outbox, stage) = (Vec::with_capacity(HELLO_BYTES), Vec::new(), Stage::Hello);
-            self.guests.insert(token, Guest { socket, from, interface, deadline, inbox, outbox, stage });
+            self.guests.insert(token, Guest { socket, from, interfaces, deadline, inbox, outbox, stage });
         }
     }
 
@@ -306,7 +312,7 @@ impl Guest {
                     self.refuse(Refusal::WrongNonce, message.to_string());
                     return Ok(());
                 }
-                match directory.admit(&hello, self.interface) {
+                match directory.admit(&hello, &self.interfaces) {
                     Ok(route) => {
                         self.outbox.extend_from_slice(&Verdict::Welcome { proof: hub }.encode());
                         self.stage = Stage::Welcome(hello, route);

@@ -72,7 +72,7 @@ impl RunningHub {
             threads.push(thread);
         }
         let directory = Arc::new(Directory::default());
-        let (door, door_stop) = Door::new(listeners, directory.clone(), cores.clone())
+        let (door, door_stop) = Door::new(listeners, config.streams as u16, directory.clone(), cores.clone())
             .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let steward = Steward {
             letters: letterbox,
@@ -189,6 +189,15 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
             config.listen.len()
         ));
     }
+    // A copy of an interface counts as one: see `shape`.
+    let offered = config.listen.len().saturating_mul(config.streams);
+    if config.streams == 0 || offered > INTERFACES_MAX {
+        let (streams, interfaces) = (config.streams, config.listen.len());
+        return refused(format!(
+            "a hub that listens on {interfaces} addresses can have 1 to {} streams a core and address, not {streams}",
+            INTERFACES_MAX / interfaces
+        ));
+    }
     if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
         let (given, needed) = (config.advertise.len(), config.listen.len());
         return refused(format!(
@@ -198,7 +207,8 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
     Ok(())
 }
 
-/// Interfaces share the cores out, so that each core serves as few interfaces as possible (PHub section 3.3).
+/// Interfaces share the cores out, so that each core serves as few interfaces as possible (PHub section 3.3). Each is
+/// listed once a stream, side by side: the placement then spreads the chunks over the copies as it does over interfaces.
 fn shape(config: &HubConfig, addresses: &[SocketAddr]) -> Result<HubShape, HubError> {
     let interfaces = addresses.len();
     let cores_of = |interface: usize| -> Vec<u16> {
@@ -219,7 +229,8 @@ fn shape(config: &HubConfig, addresses: &[SocketAddr]) -> Result<HubShape, HubEr
     let interface = |interface| {
         Ok(InterfaceShape { address: address_of(interface)?, cores: cores_of(interface), weight: 1 })
     };
-    Ok(HubShape { interfaces: (0..interfaces).map(interface).collect::<Result<_, HubError>>()? })
+    let copies = (0..interfaces).flat_map(|number| std::iter::repeat_n(number, config.streams));
+    Ok(HubShape { interfaces: copies.map(interface).collect::<Result<_, HubError>>()? })
 }
 
 fn start_core(

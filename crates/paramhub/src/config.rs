@@ -44,6 +44,7 @@ pub(crate) struct HubSection {
     pub(crate) advertise: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cores: Option<usize>,
+    pub(crate) streams: usize,
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
@@ -114,6 +115,7 @@ impl Default for HubSection {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], HUB_PORT))],
             advertise: Vec::new(),
             cores: None,
+            streams: 1,
             pin: Pin::Auto,
             memory: None,
             manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),

@@ -20,8 +20,8 @@ fn tiny(keys: &str, more: &[&str]) -> (Value, String) {
 
 #[test]
 fn a_tiny_model_is_exchanged_exactly_and_timed_beside_raw_streams() {
-    let (results, shown) =
-        tiny(KEYS, &["--workers", "2", "--raw", "--cores", "2", "--optimizer", "nesterov"]);
+    let more = ["--workers", "2", "--raw", "--cores", "2", "--streams", "3", "--chunk", "4K"];
+    let (results, shown) = tiny(KEYS, &[&more[..], &["--optimizer", "nesterov"]].concat());
     let number = |name: &str| results[name].as_f64().unwrap_or_else(|| panic!("no {name} in {results}"));
     assert_eq!((results["model"].as_str(), results["transport"].as_str()), (Some("tiny"), Some("tcp")));
     assert_eq!((number("workers"), number("bytes_per_worker")), (2.0, 4.0 * ELEMENTS));
@@ -38,7 +38,15 @@ fn a_tiny_model_is_exchanged_exactly_and_timed_beside_raw_streams() {
     assert_eq!(results["hub_busy"].as_array().map(Vec::len), Some(2));
     let settings = &results["settings"];
     assert_eq!((settings["optimizer"].as_str(), settings["raw"].as_bool()), (Some("nesterov"), Some(true)));
-    for part in ["tiny: 3 keys", "raw streams", "busbw", "hub core 1 busy", "all exact"] {
+    assert_eq!(settings["streams"].as_u64(), Some(3));
+    for part in [
+        "tiny: 3 keys",
+        "3 streams a worker and core",
+        "raw streams",
+        "busbw",
+        "hub core 1 busy",
+        "all exact",
+    ] {
         assert!(shown.contains(part), "no {part} in\n{shown}");
     }
 }
@@ -86,6 +94,7 @@ fn wrong_usage_is_answered_with_what_to_do() {
         (&["--model", "resnet18", "--optimizer", "magic"], "nesterov"),
         (&["--model", "resnet18", "--dtype", "f64"], "f64"),
         (&["--model", "resnet18", "--workers", "0"], "--workers"),
+        (&["--model", "resnet18", "--streams", "65"], "1..=64"),
         (&["--model", "resnet18", "--scale", "0"], "--scale"),
     ] {
         let refused = bench(more);

@@ -28,11 +28,23 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 
 #[test]
 fn what_is_printed_is_a_configuration_that_brings_it_about() {
-    let flags =
-        ["hub", "--cores", "3", "--listen", "127.0.0.1:0,127.0.0.2:0", "--memory", "2G", "--pin", "no"];
+    let flags = [
+        "hub",
+        "--cores",
+        "3",
+        "--streams",
+        "2",
+        "--listen",
+        "127.0.0.1:0,127.0.0.2:0",
+        "--memory",
+        "2G",
+        "--pin",
+        "no",
+    ];
     let first = paramhub(flags.into_iter().chain(["--print-config"])).finish().expect_code(0);
     has(&first, "memory = \"2G\"");
     has(&first, "cores = 3");
+    has(&first, "streams = 2");
     let second =
         paramhub(["hub", "--config", "mine.toml", "--print-config"]).file("mine.toml", &first.stdout);
     assert_eq!(second.finish().expect_code(0).stdout, first.stdout);

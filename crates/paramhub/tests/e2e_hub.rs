@@ -33,6 +33,18 @@ fn a_hub_serves_several_addresses_and_cores() {
 }
 
 #[test]
+fn streams_that_a_hub_cannot_offer_are_wrong_usage() {
+    let hub = ["hub", "--listen", "127.0.0.1:0,127.0.0.2:0", "--manager", "127.0.0.1:0", "--log", "error"];
+    for (streams, listening) in
+        [("33", "127.0.0.1:0,127.0.0.2:0"), ("65", "127.0.0.1:0"), ("0", "127.0.0.1:0")]
+    {
+        let more = ["--streams", streams, "--listen", listening];
+        let refused = paramhub(hub.into_iter().chain(more)).finish().expect_code(2);
+        refused.expect_error(&[&format!("not {streams}"), "streams a core and address"]);
+    }
+}
+
+#[test]
 fn a_hub_joins_a_manager_that_stands_alone() {
     let token = ["--admin-token", "let-me-in"];
     let manager = paramhub(["manager", "--listen", "127.0.0.1:0"].into_iter().chain(token)).start();

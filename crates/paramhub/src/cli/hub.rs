@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::bail;
 use clap::Args;
-use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::{HubConfig, ManagerClient, ManagerConfig, RunningHub};
+use paramhub::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
+use paramhub::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub};
 
 use super::{Usage, overlay};
 use crate::config::{Bytes, Config, Pin};
@@ -29,7 +29,10 @@ pub(super) struct HubFlags {
     /// Threads that sum and optimise [default: every processor; a quarter of them on loopback]
     #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CORES")]
     cores: Option<usize>,
-    /// Pin each of them to a processor [default: auto, which does unless the hub listens on loopback only]
+    /// Streams that each worker keeps to each of them through each address [default: 1]
+    #[arg(long, value_name = "S", env = "PARAMHUB_HUB_STREAMS")]
+    streams: Option<usize>,
+    /// Pin each of those threads to a processor [default: auto, which does unless the hub listens on loopback only]
     #[arg(long, value_enum, value_name = "WHEN", env = "PARAMHUB_HUB_PIN")]
     pin: Option<Pin>,
     /// Memory that all jobs may take together, as in 4G [default: four fifths of what is free at the start]
@@ -48,7 +51,7 @@ pub(super) struct HubFlags {
 
 impl HubFlags {
     pub(super) fn apply(self, config: &mut Config) {
-        overlay!(self => config.hub; listen, advertise, pin, manager; cores, memory, join, state);
+        overlay!(self => config.hub; listen, advertise, streams, pin, manager; cores, memory, join, state);
     }
 }
 
@@ -93,7 +96,7 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
 
 /// Lets this process open as many descriptors as it may: every worker holds one a stream, and the usual limit of 1,024 is
 /// for programs that select(2) on them.
-pub(super) fn raise_descriptor_limit() {
+pub(crate) fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     // What the system refuses stays as it was; running out is reported where it happens.
@@ -109,6 +112,7 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         listen: section.listen.clone(),
         advertise: section.advertise.clone(),
         cores: section.effective_cores(),
+        streams: section.streams,
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),
         ..HubConfig::default()
@@ -116,7 +120,7 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
     if let Some(url) = &section.join {
         let manager =
             ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
-        return Ok(Serving::Joined(RunningHub::start(manager, hub)?));
+        return Ok(Serving::Joined(RunningHub::start(manager, hub).map_err(explain)?));
     }
     let manager = ManagerConfig {
         listen: section.manager,
@@ -124,5 +128,17 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         admin_token: config.admin_token(),
         ..ManagerConfig::default()
     };
-    Ok(Serving::Embedded(EmbeddedHub::start(EmbeddedConfig { manager, hub })?))
+    let embedded = EmbeddedHub::start(EmbeddedConfig { manager, hub }).map_err(|error| match error {
+        EmbeddedError::Hub(error) => explain(error),
+        error => error.into(),
+    });
+    Ok(Serving::Embedded(embedded?))
+}
+
+/// A configuration that contradicts itself is wrong usage.
+fn explain(error: HubError) -> anyhow::Error {
+    match error {
+        HubError::Config(problem) => Usage(problem).into(),
+        error => error.into(),
+    }
 }

@@ -7,4 +7,5 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod streams;
 mod tenants;

@@ -61,7 +61,17 @@ impl Raw {
 
     /// As far as a connection that has said nothing yet, and what it is to say first.
     pub(crate) fn join_but_for_streams(cluster: &Cluster, ticket: &Ticket, rank: u32) -> (Raw, Hello) {
-        let hello = hello(ticket, rank, &settings(), cluster);
+        Raw::join_with(cluster, ticket, rank, &settings())
+    }
+
+    /// The same, into a job with these settings.
+    pub(crate) fn join_with(
+        cluster: &Cluster,
+        ticket: &Ticket,
+        rank: u32,
+        settings: &Settings,
+    ) -> (Raw, Hello) {
+        let hello = hello(ticket, rank, settings, cluster);
         let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, rank, hello.incarnation);
         let incarnation = hello.incarnation;
         let connect = ConnectService {
@@ -72,7 +82,7 @@ impl Raw {
             process: 0,
         };
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
-        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
+        let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings.clone() };
         cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();
         (Raw::dial(cluster.hub().addresses()[0]), hello)
     }

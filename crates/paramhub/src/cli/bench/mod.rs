@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum, value_parser};
-use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX};
+use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
 use paramhub::{Codec, Dtype, Registry};
 use serde::Serialize;
 
@@ -74,6 +74,9 @@ struct ExchangeFlags {
     /// Cores of the hub
     #[arg(long, value_name = "C", default_value_t = 1, value_parser = value_parser!(u16).range(1..=CORES_MAX as i64))]
     cores: u16,
+    /// Streams of each worker to each of them
+    #[arg(long, value_name = "S", default_value_t = 1, value_parser = value_parser!(u16).range(1..=INTERFACES_MAX as i64))]
+    streams: u16,
     /// The unit of exchange, as in 32K
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(CHUNK_BYTES_DEFAULT.into()))]
     chunk: Bytes,
@@ -110,6 +113,8 @@ struct Settings {
     elements: u64,
     optimizer: Optimizer,
     cores: usize,
+    /// A worker's to each core.
+    streams: usize,
     chunk_bytes: u32,
     dtype: Codec,
     iters: u32,
@@ -175,6 +180,7 @@ impl ExchangeFlags {
             workers: self.workers,
             optimizer: self.optimizer,
             cores: self.cores.into(),
+            streams: self.streams.into(),
             chunk_bytes: u32::try_from(self.chunk.0).unwrap_or(u32::MAX),
             is_raw: self.raw,
         };
@@ -189,6 +195,7 @@ impl ExchangeFlags {
             elements: spec.keys.elements(),
             optimizer: spec.optimizer,
             cores: spec.cores,
+            streams: spec.streams,
             chunk_bytes: spec.chunk_bytes,
             dtype: self.dtype,
             iters: self.iters,
@@ -205,12 +212,13 @@ fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
     let optimizer = settings.optimizer.to_possible_value().expect("none is skipped");
     let count = |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
     format!(
-        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {} at the hub, chunks of {}, \
+        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {} at the hub, {} a worker and core, chunks of {}, \
          optimizer {}, {iters} iterations after {warmup} to warm up",
         count(*keys, "key"),
         megabytes(bytes_per_worker),
         count(settings.workers as usize, "worker"),
         count(settings.cores, "core"),
+        count(settings.streams, "stream"),
         Bytes(settings.chunk_bytes.into()),
         optimizer.get_name(),
     )

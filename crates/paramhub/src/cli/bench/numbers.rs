@@ -178,6 +178,7 @@ mod tests {
             workers: 3,
             optimizer,
             cores: 1,
+            streams: 1,
             chunk_bytes: 1024,
             is_raw: false,
         }

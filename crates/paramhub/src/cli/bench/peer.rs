@@ -15,6 +15,7 @@ use super::numbers::{self, Layout, START, Verdict};
 use super::raw::{self, RawStreams};
 use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
 use super::usage;
+use crate::cli::hub::raise_descriptor_limit;
 
 /// Fills parameters nobody has written: no number in any dtype.
 const POISON: u8 = 0xff;
@@ -46,10 +47,14 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
 
 /// A hub, its manager and the raw server.
 fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
-    let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(spec.cores))?;
+    raise_descriptor_limit();
+    let mut config = EmbeddedConfig::with_cores(spec.cores);
+    config.hub.streams = spec.streams;
+    let hub = EmbeddedHub::start(config)?;
     let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
     let job = hub.client().create_service(&request)?;
-    let raw = if spec.is_raw { raw::serve(spec.workers, &spec.raw_bytes())? } else { Vec::new() };
+    let raw =
+        if spec.is_raw { raw::serve(spec.workers, spec.streams, &spec.raw_bytes())? } else { Vec::new() };
     line.say(&Report::Hosting { url: hub.url().into(), job, raw })?;
     while let Some(order) = line.hear()? {
         let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };

@@ -1,6 +1,6 @@
 //! The bound: as many bytes over as many streams, with nothing done to them.
 //!
-//! The server has a thread for each core the hub has, each with one stream of every worker. It reads into one buffer and
+//! The server has a thread for each core the hub has, each with as many streams of every worker as a core has. It reads into one buffer and
 //! answers from another as many bytes as came, both ways at once. The worker serves all its streams on one thread. Both
 //! move up to 256 KB a system call and sleep only where nothing can be read or written.
 
@@ -20,14 +20,24 @@ const PIECE_BYTES: usize = 256 << 10;
 /// How long all workers may take to come, and a worker waits for a stream that stands still.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Starts the server: a thread and an address for each stream of a worker, which carries so many bytes a turn each way.
-pub(super) fn serve(workers: u32, stream_bytes: &[usize]) -> anyhow::Result<Vec<SocketAddr>> {
+/// Starts the server: an address for each stream of a worker, which carries so many bytes a turn each way, and a thread
+/// for so many streams of each worker.
+pub(super) fn serve(
+    workers: u32,
+    core_streams: usize,
+    stream_bytes: &[usize],
+) -> anyhow::Result<Vec<SocketAddr>> {
     let mut addresses = Vec::new();
-    for (core, &bytes) in stream_bytes.iter().enumerate() {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("the raw server has no port")?;
-        addresses.push(listener.local_addr()?);
+    for (core, stream_bytes) in stream_bytes.chunks(core_streams).enumerate() {
+        let mut listeners = Vec::new();
+        for &bytes in stream_bytes {
+            let listener =
+                TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("the raw server has no port")?;
+            addresses.push(listener.local_addr()?);
+            listeners.push((listener, bytes as u64));
+        }
         let run = move || {
-            if let Err(error) = answer(&listener, workers, bytes as u64) {
+            if let Err(error) = answer(&listeners, workers) {
                 eprintln!("the raw server has failed: {error}");
             }
         };
@@ -84,15 +94,18 @@ impl RawStreams {
     }
 }
 
-fn answer(listener: &TcpListener, workers: u32, bytes: u64) -> anyhow::Result<()> {
-    let mut ready = Ready::new(workers as usize)?;
-    let mut pipes = accept(listener, workers, &ready)?;
+fn answer(listeners: &[(TcpListener, u64)], workers: u32) -> anyhow::Result<()> {
+    let mut ready = Ready::new(listeners.len() * workers as usize)?;
+    let (mut pipes, mut books) = (Vec::new(), Vec::new());
+    for (listener, bytes) in listeners {
+        accept(listener, workers, &ready, &mut pipes)?;
+        // What is to be answered yet, what is to come of this turn, and what comes each turn.
+        books.resize(pipes.len(), (0_u64, *bytes, *bytes));
+    }
     let (mut scratch, fixed) = (vec![0; PIECE_BYTES], vec![0; PIECE_BYTES]);
-    // What is to be answered yet, and what is to come of this turn.
-    let mut books = vec![(0_u64, bytes); pipes.len()];
     loop {
         let mut moved = 0;
-        for (pipe, (owed, coming)) in pipes.iter_mut().zip(&mut books) {
+        for (pipe, (owed, coming, bytes)) in pipes.iter_mut().zip(&mut books) {
             if pipe.readable {
                 let received = match pipe.read(&mut scratch) {
                     // The first worker that ends, ends this server.
@@ -109,7 +122,7 @@ fn answer(listener: &TcpListener, workers: u32, bytes: u64) -> anyhow::Result<()
                 moved += sent;
                 *owed -= sent as u64;
                 if *owed == 0 && *coming == 0 {
-                    *coming = bytes;
+                    *coming = *bytes;
                 }
             }
         }
@@ -119,23 +132,23 @@ fn answer(listener: &TcpListener, workers: u32, bytes: u64) -> anyhow::Result<()
     }
 }
 
-fn accept(listener: &TcpListener, workers: u32, ready: &Ready) -> anyhow::Result<Vec<Pipe>> {
+fn accept(listener: &TcpListener, workers: u32, ready: &Ready, pipes: &mut Vec<Pipe>) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let deadline = Instant::now() + PATIENCE;
-    let mut pipes = Vec::new();
-    while pipes.len() < workers as usize {
+    let before = pipes.len();
+    while pipes.len() < before + workers as usize {
         match listener.accept() {
             Ok((stream, _)) => pipes.push(Pipe::new(stream, ready, pipes.len() as u64)?),
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
                 if Instant::now() > deadline {
-                    bail!("only {} of {workers} workers came", pipes.len());
+                    bail!("only {} of {workers} workers came", pipes.len() - before);
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(pipes)
+    Ok(())
 }
 
 /// A stream and what is known of it since its last event. Events come once a change, so a read or write that came short
@@ -248,8 +261,8 @@ mod tests {
 
     #[test]
     fn every_byte_is_answered_turn_after_turn() {
-        let bytes = vec![3 * PIECE_BYTES + 7, 1];
-        let addresses = serve(2, &bytes).unwrap();
+        let bytes = vec![3 * PIECE_BYTES + 7, 1, 2, 5];
+        let addresses = serve(2, 2, &bytes).unwrap();
         let total = bytes.iter().sum();
         let both_are_done = std::sync::Barrier::new(2);
         std::thread::scope(|threads| {

@@ -35,6 +35,8 @@ pub(super) struct Spec {
     pub(super) workers: u32,
     pub(super) optimizer: Optimizer,
     pub(super) cores: usize,
+    /// A worker's to each core.
+    pub(super) streams: usize,
     pub(super) chunk_bytes: u32,
     pub(super) is_raw: bool,
 }
@@ -58,9 +60,10 @@ impl Spec {
         Ok(Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) })
     }
 
-    /// Raw bytes of each stream, one way: a worker's gradients, spread evenly over as many streams as the hub has cores.
+    /// Raw bytes of each stream, one way: a worker's gradients, spread evenly over as many streams as it has to the hub,
+    /// core by core.
     pub(super) fn raw_bytes(&self) -> Vec<usize> {
-        let (bytes, streams) = (self.keys.bytes() as usize, self.cores);
+        let (bytes, streams) = (self.keys.bytes() as usize, self.cores * self.streams);
         (0..streams).map(|stream| bytes * (stream + 1) / streams - bytes * stream / streams).collect()
     }
 }
@@ -167,8 +170,17 @@ mod tests {
     #[test]
     fn raw_streams_share_all_bytes_evenly() {
         let keys = KeyTable::new(vec![Key::new("k", [1001])]).unwrap();
-        let spec =
-            Spec { keys, workers: 2, optimizer: Optimizer::Mean, cores: 3, chunk_bytes: 4096, is_raw: true };
+        let spec = Spec {
+            keys,
+            workers: 2,
+            optimizer: Optimizer::Mean,
+            cores: 3,
+            streams: 1,
+            chunk_bytes: 4096,
+            is_raw: true,
+        };
         assert_eq!(spec.raw_bytes(), [1334, 1335, 1335]);
+        let twice = Spec { streams: 2, ..spec };
+        assert_eq!(twice.raw_bytes(), [667, 667, 668, 667, 667, 668]);
     }
 }
