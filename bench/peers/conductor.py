@@ -34,7 +34,8 @@ class Row:
     title: str
     label: str
     optimizer: str
-    is_ours: bool = False
+    # Of ours alone.
+    transport: str = ""
     is_control: bool = False
     # One summary a round; None where it failed in that round.
     rounds: list = field(default_factory=list)
@@ -53,6 +54,8 @@ class Results:
     # What broke after it had begun, or gave wrong numbers.
     failures: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
+    # How each was started.
+    commands: dict = field(default_factory=dict)
     # Share of one processor that a team used while it was not its turn.
     idle_shares: dict = field(default_factory=dict)
 
@@ -107,11 +110,15 @@ class Conductor:
         except ours.Failed as error:
             self.results.failures[name] = str(error)
             return
-        known = Row(name, "paramhub", f"{row.label}, {optimizer}", optimizer, is_ours=True)
+        known = Row(name, "paramhub", f"{row.label}, {optimizer}", optimizer, transport=row.label)
         self.results.rows.append(known)
+        self.results.commands[name] = self.program.command(row, optimizer)
         self.turns.append((known, lambda: self._turn_of_ours(row, known)))
 
     def add_team(self, team: rows.Team, binaries: Path) -> None:
+        if team.launcher:
+            words = [word.format(bin=binaries, workers=self.plan.workers) for word in team.launcher]
+            self.results.commands[team.name] = " ".join([Path(words[0]).name, *words[1:]])
         peer = Peer(team, binaries, self.plan, self.scratch)
         self.peers.append(peer)
         for form, known in peer.forms:

@@ -27,14 +27,18 @@ class Peer:
         whole = self.layout.buffer()
         gradients.fill(self.layout, self.store.rank, whole)
         spans = self.layout.spans
-        self.gradients = [mxnet.nd.array(whole[start:end], dtype="float32") for start, end in spans]
+        self.pristine = [mxnet.nd.array(whole[start:end], dtype="float32") for start, end in spans]
+        self.gradients = [pristine.copy() for pristine in self.pristine]
         self.parameters = [mxnet.nd.zeros(end - start) for start, end in spans]
         self.store.init(list(range(len(spans))), self.parameters)
         self.exchanges = 0
         mxnet.nd.waitall()
 
     def prepare(self, form: str) -> None:
-        pass
+        # A pull arrives in the memory that was pushed before it is copied to where it was asked for.
+        for pristine, gradient in zip(self.pristine, self.gradients):
+            pristine.copyto(gradient)
+        mxnet.nd.waitall()
 
     def exchange(self, form: str) -> None:
         # The order and the priorities of gluon.Trainer: back layers are ready first, front layers are needed first.
@@ -47,7 +51,7 @@ class Peer:
     def check(self, form: str) -> dict:
         for parameter in self.parameters:
             parameter[:] = numpy.nan
-        mxnet.nd.waitall()
+        self.prepare(form)
         self.exchange(form)
         factor = nesterov_factor(self.exchanges) / self.workers if self.is_on_server else 1.0
         tolerance = TOLERANCE if self.is_on_server else 0.0

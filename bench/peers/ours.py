@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import processes
 from rows import Ours
 
 WRONG_USAGE = 2
@@ -33,7 +34,7 @@ class Program:
         return self._run(self.common, row, optimizer, iterations, warmup)
 
     def command(self, row: Ours, optimizer: str) -> str:
-        """As a user would repeat it."""
+        """As a user would repeat it, but for the keys."""
         words = ["paramhub", "bench", "exchange", *self.common[2:], "--optimizer", optimizer, *row.flags]
         return " ".join(words)
 
@@ -42,8 +43,15 @@ class Program:
         result.unlink(missing_ok=True)
         words = [str(self.path), "bench", "exchange", *common, "--optimizer", optimizer, *row.flags]
         words += ["--iters", str(iterations), "--warmup", str(warmup), "--json", str(result)]
-        # Ctrl-C is for the conductor, who then ends this one too.
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            # Ctrl-C is for the conductor, who then ends this one too.
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             complaint = lines[0] if lines else f"exit code {done.returncode}"

@@ -2,9 +2,6 @@
 
 import statistics
 
-# More of a processor than this while it should sleep, and a team disturbs the others' turns.
-IDLE_SHARE_MAX = 0.02
-
 
 def as_text(results) -> str:
     parts = [of_rows(results), of_ratios(results), of_notes(results)]
@@ -34,6 +31,7 @@ def as_json(results) -> dict:
         "missing": results.missing,
         "failures": results.failures,
         "versions": results.versions,
+        "commands": results.commands,
         "idle_shares": results.idle_shares,
     }
 
@@ -43,11 +41,11 @@ def measured(results) -> list:
 
 
 def ours(results) -> list:
-    return [row for row in measured(results) if row.is_ours]
+    return [row for row in measured(results) if row.transport]
 
 
 def peers(results) -> list:
-    return [row for row in measured(results) if not row.is_ours and not row.is_control]
+    return [row for row in measured(results) if not row.transport and not row.is_control]
 
 
 def ratios(peer, mine) -> list:
@@ -69,26 +67,33 @@ def of_rows(results) -> str:
 
 
 def of_ratios(results) -> str:
-    """Each team by its faster form, which is the one that its users would choose."""
+    """Each team by its fastest form, which is the one that its users would choose."""
     best = {}
     for row in peers(results):
         other = best.get(row.title)
         if other is None or statistics.median(row.seconds) < statistics.median(other.seconds):
             best[row.title] = row
-    lines = [["peer's time by ours, median (lowest .. highest round)", *(mine.label for mine in ours(results))]]
+    transports = list(dict.fromkeys(mine.transport for mine in ours(results)))
+    if not best or not transports:
+        return ""
+    lines = [["peer's time by ours, same optimizer", *transports]]
     for row in best.values():
-        lines.append([f"{row.title}: {row.label}", *(ratio(row, mine) for mine in ours(results))])
-    return aligned(lines) if len(lines) > 1 and len(lines[0]) > 1 else ""
+        by_transport = {mine.transport: ratio(row, mine) for mine in ours(results) if ratio(row, mine)}
+        lines.append([f"{row.title}: {row.label}", *(by_transport.get(transport, "") for transport in transports)])
+    return aligned(lines) + "\n(median of the rounds' ratios, lowest .. highest)"
 
 
 def of_notes(results) -> str:
-    notes = [f"{name}: {version}" for name, version in results.versions.items()]
-    notes += [f"not measured: {name}: {reason}" for name, reason in results.missing.items()]
-    notes += [
-        f"{name} used {share:.0%} of a processor while it should have slept: the other rows suffered"
-        for name, share in results.idle_shares.items()
-        if share > IDLE_SHARE_MAX
-    ]
+    notes = [f"{name}: {version}" for name, version in sorted(results.versions.items())]
+    notes += [f"{name}: {command}" for name, command in sorted(results.commands.items())]
+    if results.idle_shares:
+        idle = sum(results.idle_shares.values())
+        # gloo's threads wake now and then even if nothing is to be done.
+        notes.append(f"while they slept, all teams together used {idle:.1%} of a processor")
+    by_reason = {}
+    for name, reason in results.missing.items():
+        by_reason.setdefault(reason, []).append(name)
+    notes += [f"not measured: {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     notes += [f"FAILED: {name}: {reason}" for name, reason in results.failures.items()]
     return "\n".join(notes)
 
