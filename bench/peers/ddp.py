@@ -1,4 +1,4 @@
-"""A module of the model's parameters in DistributedDataParallel over gloo, with a backward pass that computes nothing."""
+"""The model's parameters in DistributedDataParallel over gloo, with a backward pass that computes nothing."""
 
 import os
 

@@ -1,6 +1,7 @@
 """A team's processes and the conversation with them."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -180,11 +181,11 @@ class Company:
 
     def _hear_all(self) -> list:
         reports = []
+        deadline = time.monotonic() + ANSWER_PATIENCE
         for number, line in enumerate(self.lines):
+            self._await(line, f"rank {number}", deadline)
             try:
                 report = line.hear()
-            except socket.timeout:
-                raise Failed(self._complaint(f"rank {number} does not answer")) from None
             except OSError:
                 report = None
             if report is None:
@@ -193,6 +194,14 @@ class Company:
                 raise Failed(f"rank {number}: {report['failed']}")
             reports.append(report)
         return reports
+
+    def _await(self, line: Line, name: str, deadline: float) -> None:
+        """Ranks whose server is gone would wait for it forever."""
+        while not select.select([line.socket], [], [], 0.5)[0]:
+            if any(process.poll() is not None for process in self.started):
+                raise Failed(self._complaint("one of its processes ended too early"))
+            if time.monotonic() > deadline:
+                raise Failed(self._complaint(f"{name} does not answer"))
 
     def _cpu_of_helpers(self) -> float:
         ranks = set(self.ranks)
