@@ -52,6 +52,16 @@ def descendants(pid: int) -> list:
     return found
 
 
+def shared_segments(pid: int) -> set:
+    """Files in /dev/shm that a process has mapped and that still have a name."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            paths = {line.split(maxsplit=5)[5].strip() for line in file if "/dev/shm/" in line}
+    except OSError:
+        return set()
+    return {path for path in paths if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
+
+
 def kill(pids: list) -> None:
     for pid in pids:
         try:

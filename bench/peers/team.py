@@ -49,6 +49,8 @@ class Company:
     def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path):
         self.team = team
         self.lines, self.ranks, self.started = [], [], []
+        # Of shared memory, by name.
+        self.segments = set()
         self.version = ""
         self.scratch = scratch
         self.asleep_since = None
@@ -81,7 +83,7 @@ class Company:
         for number, line in enumerate(self.lines):
             line.say({**task, "rank": number, "scratch": str(self.scratch)})
         self.version = self._hear_all()[0]["version"]
-        self.asleep_since, self.cpu_then = time.monotonic(), self._cpu_of_all()
+        self.sleep()
 
     def _spawn(self, command: list, variables: dict) -> None:
         self.started.append(
@@ -143,6 +145,8 @@ class Company:
         self.idle_cpu_seconds += self._cpu_of_all() - self.cpu_then
 
     def sleep(self) -> None:
+        for pid in self.ranks:
+            self.segments |= processes.shared_segments(pid)
         self.asleep_since, self.cpu_then = time.monotonic(), self._cpu_of_all()
 
     def idle_share(self) -> float:
@@ -169,6 +173,9 @@ class Company:
         processes.kill([pid for pid in {*left, *self.ranks} if pid in mine])
         for process in self.started:
             process.wait()
+        # Where one rank is killed, mpirun kills the others before they can remove what they share.
+        for segment in self.segments:
+            Path(segment).unlink(missing_ok=True)
         self.log.close()
 
     def _order(self, order: dict) -> list:
