@@ -209,7 +209,7 @@ class Conductor:
         """The rest goes on without it."""
         self.peers.remove(peer)
         self.turns = [(known, turn) for known, turn in self.turns if known not in peer.rows]
-        has_begun = any(row.seconds for row in peer.rows)
+        has_begun = peer.company is not None or any(row.seconds for row in peer.rows)
         (self.results.failures if has_begun else self.results.missing)[peer.team.name] = reason
         peer.stop()
 
