@@ -17,6 +17,11 @@ use crate::limits::{CORES_MAX, HUBS_MAX, INTERFACES_MAX, ROUTES_MAX};
 pub struct HubShape {
     /// In the order the placement counts them; at least one.
     pub interfaces: Vec<InterfaceShape>,
+    /// The abstract Unix socket on which workers of the hub's own host may open streams over shared memory instead; `None`
+    /// where the hub offers none. A worker that can connect to a name nobody could guess is on that host, whatever addresses
+    /// say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local: Option<String>,
 }
 
 /// One address a hub listens on.
@@ -330,7 +335,7 @@ mod tests {
             cores: cores.to_vec(),
             weight,
         };
-        HubShape { interfaces: interfaces.iter().map(interface).collect() }
+        HubShape { interfaces: interfaces.iter().map(interface).collect(), local: None }
     }
 
     fn place(sizes: &[u64], chunk_bytes: u32, hubs: &[HubShape]) -> (ChunkMap, Placement) {
@@ -361,7 +366,7 @@ mod tests {
 
     #[test]
     fn shapes_that_cannot_serve_are_refused() {
-        let (table, none) = (table(&[1]), HubShape { interfaces: vec![] });
+        let (table, none) = (table(&[1]), HubShape { interfaces: vec![], local: None });
         let map = ChunkMap::new(&table, 4096).unwrap();
         let refused = |hubs: &[HubShape]| Placement::new(&table, &map, hubs).unwrap_err();
         assert_eq!(refused(&[]), ShapeError::Hubs(0));

@@ -44,6 +44,7 @@ fn no_bytes_break_the_frame_decoder() {
 /// What well-behaved peers send: the end that reads it, its handshake message, one frame of each operation.
 fn sound_streams() -> Vec<Vec<u8>> {
     let hello = Hello {
+        shares_parameters: false,
         rank: 3,
         interface: 1,
         core: 2,

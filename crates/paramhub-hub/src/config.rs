@@ -17,6 +17,8 @@ pub struct HubConfig {
     /// Streams that each worker keeps to each core through each interface; at least one. More let a chunk overtake
     /// another one on the way, and cost a system call each.
     pub streams: usize,
+    /// Let workers of this host exchange through shared memory.
+    pub shared_memory: bool,
     /// Pin each core thread to a processor. Right for a hub with a machine to itself, wrong where workers share it.
     pub pin: bool,
     /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
@@ -33,6 +35,7 @@ impl Default for HubConfig {
             advertise: Vec::new(),
             cores: 1,
             streams: 1,
+            shared_memory: true,
             pin: false,
             memory_bytes: None,
             registry: Registry::with_builtins(),

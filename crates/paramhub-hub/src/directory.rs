@@ -2,11 +2,14 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::{Hello, Refusal};
+
+use crate::local::{JobMemory, LocalMemory};
 
 /// Ended jobs whose end is remembered, for workers that come too late to hear it on a stream.
 const ENDED_MAX: usize = 256;
@@ -40,6 +43,22 @@ pub(crate) struct Entry {
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
     pub(crate) taken: HashSet<(RouteId, u32)>,
+    pub(crate) memory: JobMemory,
+}
+
+/// How a stream came in.
+pub(crate) enum Origin {
+    /// By a listener that is these interfaces.
+    Interfaces(Range<u16>),
+    /// From a process of this host, which brought these descriptors.
+    Local(Vec<OwnedFd>),
+}
+
+/// A stream's place.
+pub(crate) struct Admitted {
+    pub(crate) route: RouteId,
+    /// What it exchanges through, unless it is TCP.
+    pub(crate) memory: Option<LocalMemory>,
 }
 
 impl Directory {
@@ -78,9 +97,8 @@ impl Directory {
         (0..entry.workers).filter(|rank| !complete(rank)).collect()
     }
 
-    /// Gives a proven worker its place on a route, or says why it cannot have it. `interfaces` are
-    /// those the stream may have come in by.
-    pub(crate) fn admit(&self, hello: &Hello, interfaces: &Range<u16>) -> Result<RouteId, (Refusal, String)> {
+    /// Gives a proven worker its place on a route, or says why it cannot have it.
+    pub(crate) fn admit(&self, hello: &Hello, origin: Origin) -> Result<Admitted, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
         if let Some(ended) = jobs.ended.iter().find(|ended| ended.namespace == hello.namespace) {
@@ -102,21 +120,35 @@ impl Directory {
                 "the two ends computed different placements: use the same release of paramhub on both ends";
             return refused(Refusal::Placement, format!("rank {rank} of job `{name}`: {why}"));
         }
-        let route = entry
-            .routes
-            .get(&(hello.interface, hello.core))
-            .filter(|_| interfaces.contains(&hello.interface));
+        let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| match &origin {
+            Origin::Interfaces(interfaces) => interfaces.contains(&hello.interface),
+            // Whoever is on this host needs no interface: it names one to say which route.
+            Origin::Local(_) => true,
+        });
         let Some(&route) = route else {
             let (at, core) = (hello.interface, hello.core);
             let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");
             return refused(Refusal::Route, why);
         };
         let incarnation = *entry.incarnations.entry(rank).or_insert(hello.incarnation);
-        if incarnation != hello.incarnation || !entry.taken.insert((route, rank)) {
+        if incarnation != hello.incarnation || entry.taken.contains(&(route, rank)) {
             let why =
                 format!("rank {rank} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
-        Ok(route)
+        let memory = match origin {
+            Origin::Local(descriptors) => {
+                let attached = entry.memory.attach(rank, descriptors, hello.shares_parameters);
+                Some(attached.map_err(|why| {
+                    (
+                        Refusal::Memory,
+                        format!("rank {rank} of job `{name}` offers memory that is no use: {why}"),
+                    )
+                })?)
+            }
+            Origin::Interfaces(_) => None,
+        };
+        entry.taken.insert((route, rank));
+        Ok(Admitted { route, memory })
     }
 }

@@ -1,5 +1,7 @@
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -56,7 +58,13 @@ impl RunningHub {
             .map(TcpListener::local_addr)
             .collect::<Result<_, _>>()
             .map_err(|cause| HubError::System { what: "learn its own addresses", cause })?;
-        let shape = shape(&config, &addresses)?;
+        let (local, local_name) = match config.shared_memory {
+            true => listen_locally()
+                .map(|(listener, name)| (Some(listener), Some(name)))
+                .map_err(|cause| HubError::System { what: "listen for processes of its host", cause })?,
+            false => (None, None),
+        };
+        let shape = HubShape { local: local_name, ..shape(&config, &addresses)? };
         // Before any thread starts, so that a manager that refuses leaves none behind.
         let registered = manager.register_hub(&RegisterHub { shape: shape.clone() })?;
         info!("joined {} as hub {}", manager.url(), registered.hub);
@@ -72,8 +80,9 @@ impl RunningHub {
             threads.push(thread);
         }
         let directory = Arc::new(Directory::default());
-        let (door, door_stop) = Door::new(listeners, config.streams as u16, directory.clone(), cores.clone())
-            .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
+        let (door, door_stop) =
+            Door::new(listeners, config.streams as u16, local, directory.clone(), cores.clone())
+                .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let steward = Steward {
             letters: letterbox,
             cores: cores.clone(),
@@ -230,7 +239,16 @@ fn shape(config: &HubConfig, addresses: &[SocketAddr]) -> Result<HubShape, HubEr
         Ok(InterfaceShape { address: address_of(interface)?, cores: cores_of(interface), weight: 1 })
     };
     let copies = (0..interfaces).flat_map(|number| std::iter::repeat_n(number, config.streams));
-    Ok(HubShape { interfaces: copies.map(interface).collect::<Result<_, HubError>>()? })
+    Ok(HubShape { interfaces: copies.map(interface).collect::<Result<_, HubError>>()?, local: None })
+}
+
+/// A listener of a random name that only processes of this host, and of its network namespace, can reach.
+fn listen_locally() -> std::io::Result<(UnixListener, String)> {
+    let mut random = [0; 16];
+    getrandom::fill(&mut random).map_err(std::io::Error::other)?;
+    let name = format!("paramhub-{:032x}", u128::from_le_bytes(random));
+    let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&name)?)?;
+    Ok((listener, name))
 }
 
 fn start_core(

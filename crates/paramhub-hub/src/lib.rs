@@ -15,6 +15,7 @@ mod directory;
 mod door;
 mod hub;
 mod link;
+mod local;
 mod steward;
 
 pub use config::{HubConfig, HubError};

@@ -16,6 +16,7 @@ use tracing::{info, warn};
 
 use crate::core::{CoreCommand, CoreEvent, CoreHandle, ShardPlan};
 use crate::directory::{Directory, Entry};
+use crate::local::JobMemory;
 use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
@@ -189,6 +190,7 @@ impl Steward {
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
             incarnations: HashMap::new(),
             taken: Default::default(),
+            memory: JobMemory::new(&job.settings, job.hubs),
         };
         let placement_hash = job.placement.hash().to_hex().to_string();
         self.directory.insert(namespace, entry);

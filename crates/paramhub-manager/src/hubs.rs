@@ -214,7 +214,7 @@ mod tests {
 
     fn shape(address: &str) -> HubShape {
         let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
-        HubShape { interfaces: vec![interface] }
+        HubShape { interfaces: vec![interface], local: None }
     }
 
     fn stop() -> Bytes {

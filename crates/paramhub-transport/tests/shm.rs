@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use conformance::{Frame, Options, Peer, Transport};
 use paramhub_core::wire::{Direction, Header, Operation};
-use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, receive_segments, rings_bytes, send_segments};
+use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, receive_segments, send_segments};
 use paramhub_transport::{
-    FrameSink, Landing, Outgoing, ReceiveError, Scratch, ShmStream, Stream, StreamError,
+    Events, FrameSink, Interest, Landing, Outgoing, Poller, ReceiveError, Scratch, ShmStream, Stream,
+    StreamError,
 };
 
 struct Shm;
@@ -79,7 +80,7 @@ fn capacity(options: Options) -> usize {
 }
 
 fn rings(capacity: usize) -> Arc<Segment> {
-    Arc::new(Segment::create("rings", rings_bytes(capacity)).unwrap())
+    Arc::new(create_rings(capacity).unwrap())
 }
 
 fn other(direction: Direction) -> Direction {
@@ -222,6 +223,19 @@ fn a_storm_of_bells_and_flags_disturbs_nobody_else() {
 }
 
 #[test]
+fn whoever_listens_late_hears_of_the_first_byte() {
+    let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
+    let (mut hub, worker) = Shm::pair(options);
+    let beat = Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] };
+    hub.send(&[beat]).unwrap();
+    let poller = Poller::new().unwrap();
+    poller.add(&worker, 7, Interest::READABLE).unwrap();
+    let mut events = Events::with_capacity(4);
+    poller.wait(&mut events, Some(std::time::Duration::from_secs(20))).unwrap();
+    assert_eq!(events.iter().map(|event| event.token).collect::<Vec<_>>(), [7]);
+}
+
+#[test]
 fn an_end_is_heard_after_everything_said_before_it_and_the_other_direction_goes_on() {
     let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
     let (mut hub, mut worker) = Shm::pair(options);
@@ -235,6 +249,7 @@ fn an_end_is_heard_after_everything_said_before_it_and_the_other_direction_goes_
     worker.send(&[leave]).unwrap();
     let received = hub.receive(&mut sink, &mut scratch, usize::MAX).unwrap();
     assert!(!received.closed && sink.staged.len() == 2);
+    worker.end_sending().unwrap();
     drop(worker);
     assert!(hub.receive(&mut sink, &mut scratch, usize::MAX).unwrap().closed);
 }

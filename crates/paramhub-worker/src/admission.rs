@@ -1,9 +1,12 @@
 //! From what the manager answered to a job that exchanges: placement, streams, I/O thread.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::arena::ArenaLayout;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
@@ -11,8 +14,10 @@ use paramhub_core::requests::Requests;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Direction, Hello};
-use paramhub_transport::{TcpStream, Waker};
+use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
+use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
+use crate::arena::WorkerArena;
 use crate::desk::Desk;
 use crate::dial::Dialler;
 use crate::engine::{Engine, Pace};
@@ -21,10 +26,16 @@ use crate::inbox::Inbox;
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
 use crate::notices::Notices;
-use crate::options::{Options, deadline};
+use crate::options::{Options, Transport, deadline};
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::Steps;
+
+/// What was opened: a stream a route, and the memory shared with hubs of this host.
+struct Streams {
+    streams: Vec<(RouteId, Arc<str>, Connection)>,
+    arena: Option<WorkerArena>,
+}
 
 /// Keeps the I/O thread from doing nothing but heartbeats.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
@@ -68,25 +79,20 @@ impl Admission {
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
-        let sockets = self.open_streams(&who, &placement, &options)?;
+        let chunk_bytes = self.chunk_bytes_max(&map);
+        let Streams { streams, arena } = self.open_streams(&who, &placement, &options, chunk_bytes)?;
 
         let system = |what| {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
-        let chunk_bytes = self.chunk_bytes_max(&map);
         let staging_bytes = self.staging_bytes(&map);
         let now = Instant::now();
-        let mut lanes = Vec::with_capacity(sockets.len());
-        for (route, hub, socket) in sockets {
-            let stream = TcpStream::new(socket, Direction::ToWorker, chunk_bytes)
-                .and_then(|stream| {
-                    stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
-                })
-                .map_err(system("prepare a stream"))?;
+        let lanes = streams.into_iter().map(|(route, hub, stream)| {
             let slots = placement.chunks(route).len() as u32;
-            lanes.push(Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now));
-        }
+            Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now)
+        });
+        let lanes = lanes.collect();
 
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
@@ -99,11 +105,12 @@ impl Admission {
             steps: Steps::new(keys.len()),
             imbalance: placement.imbalance(),
             settings: self.settings,
+            arena: arena.clone(),
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
             notices: Notices::default(),
         });
-        let desk = Desk::new(Arc::clone(&shared), Requests::new(map, dtypes), placement);
+        let desk = Desk::new(Arc::clone(&shared), Requests::new(map, dtypes), placement, arena);
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
@@ -134,15 +141,20 @@ impl Admission {
         who: &Who,
         placement: &Placement,
         options: &Options,
-    ) -> Result<Vec<(RouteId, Arc<str>, std::net::TcpStream)>, WorkerError> {
+        chunk_bytes: usize,
+    ) -> Result<Streams, WorkerError> {
         let dialler = Dialler { who, nonce: &self.nonce, deadline: deadline(options.dial_timeout) };
-        let mut sockets = Vec::new();
+        let system = |what| {
+            let who = who.clone();
+            move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
+        };
+        let mut opened = Streams { streams: Vec::new(), arena: None };
         for (id, route) in placement.routes().iter().enumerate() {
             if placement.chunks(id as RouteId).is_empty() {
                 continue;
             }
-            let interface = &self.hubs[usize::from(route.hub)].interfaces[usize::from(route.interface)];
-            let hub: Arc<str> = interface.address.as_str().into();
+            let shape = &self.hubs[usize::from(route.hub)];
+            let hub: Arc<str> = shape.interfaces[usize::from(route.interface)].address.as_str().into();
             let hello = Hello {
                 rank: self.rank,
                 interface: route.interface,
@@ -151,11 +163,77 @@ impl Admission {
                 incarnation: self.incarnation,
                 placement: *placement.hash().as_bytes(),
                 challenge: [0; 32],
+                shares_parameters: false,
             };
-            let socket = dialler.open(&hub, hello)?;
-            sockets.push((id as RouteId, hub, socket));
+            let stream = match self.reach_locally(&dialler, &hub, shape, options)? {
+                Some(socket) => {
+                    let arena = match &mut opened.arena {
+                        Some(arena) => arena,
+                        none => none.insert(self.arena().map_err(system("share memory"))?),
+                    };
+                    let hello = Hello { shares_parameters: options.shared_parameters, ..hello };
+                    let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;
+                    if let Some(common) = stream.common
+                        && arena.common.is_none()
+                    {
+                        let layout = ArenaLayout::parameters_only(&self.settings);
+                        let segment = Segment::adopt_to_read(common, layout.bytes() as usize)
+                            .map_err(system("read the hub's parameters"))?;
+                        arena.common = Some((Arc::new(segment), Arc::new(layout)));
+                    }
+                    let (capacity, to) = (RING_BYTES_DEFAULT, Direction::ToWorker);
+                    ShmStream::new(stream.socket, stream.rings, capacity, to, chunk_bytes)
+                        .map(|stream| Connection::Shm(stream.with_arena()))
+                        .map_err(system("prepare a stream"))?
+                }
+                None => TcpStream::new(dialler.open(&hub, hello)?, Direction::ToWorker, chunk_bytes)
+                    .and_then(|stream| {
+                        stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
+                    })
+                    .map(Connection::Tcp)
+                    .map_err(system("prepare a stream"))?,
+            };
+            opened.streams.push((id as RouteId, hub, stream));
         }
-        Ok(sockets)
+        Ok(opened)
+    }
+
+    /// The hub's local socket, where shared memory is wanted and the hub is on this host.
+    fn reach_locally(
+        &self,
+        dialler: &Dialler<'_>,
+        hub: &Arc<str>,
+        shape: &HubShape,
+        options: &Options,
+    ) -> Result<Option<UnixStream>, WorkerError> {
+        let is_needed = options.transport == Transport::Shm || options.shared_parameters;
+        if options.transport == Transport::Tcp && !options.shared_parameters {
+            return Ok(None);
+        }
+        let reached = match &shape.local {
+            Some(name) => Dialler::connect_locally(name).map_err(|error| match error.kind() {
+                ErrorKind::ConnectionRefused => {
+                    "it is on another host, or in another network namespace".into()
+                }
+                _ => error.to_string(),
+            }),
+            None => Err("it offers none".to_string()),
+        };
+        match reached {
+            Ok(socket) => Ok(Some(socket)),
+            Err(why) if is_needed => {
+                let what =
+                    if options.shared_parameters { "shared parameters need" } else { "shm was asked for:" };
+                Err(dialler.fail(hub, format!("{what} shared memory with the hub, but {why}")))
+            }
+            Err(_) => Ok(None),
+        }
+    }
+
+    fn arena(&self) -> std::io::Result<WorkerArena> {
+        let layout = ArenaLayout::new(&self.settings);
+        let segment = Segment::create("paramhub-arena", layout.bytes() as usize)?;
+        Ok(WorkerArena { own: Arena::new(Arc::new(segment)), layout: Arc::new(layout), common: None })
     }
 
     /// Bytes of the largest chunk a hub sends.

@@ -9,6 +9,7 @@ use paramhub_core::requests::{Request, Requests};
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::Header;
 
+use crate::arena::WorkerArena;
 use crate::error::WorkerError;
 use crate::handle::Ticket;
 use crate::job::Shared;
@@ -18,6 +19,7 @@ pub(crate) struct Desk {
     pub(crate) shared: Arc<Shared>,
     pub(crate) requests: Requests,
     pub(crate) placement: Placement,
+    pub(crate) arena: Option<WorkerArena>,
     dtypes: Vec<Dtype>,
     /// Of all gradients, where the settings name one.
     codec: Option<Codec>,
@@ -31,7 +33,12 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    pub(crate) fn new(shared: Arc<Shared>, requests: Requests, placement: Placement) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        requests: Requests,
+        placement: Placement,
+        arena: Option<WorkerArena>,
+    ) -> Self {
         let settings: &Settings = &shared.settings;
         let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
         let converts = dtypes.iter().any(|&dtype| settings.gradient_codec(dtype) != dtype.codec());
@@ -39,6 +46,7 @@ impl Desk {
         Desk {
             requests,
             placement,
+            arena,
             codec: settings.codec,
             tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
             dtypes,
@@ -96,6 +104,15 @@ impl Desk {
         let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
         let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
         &mut region.bytes_mut()[range]
+    }
+
+    /// Moves a chunk's new parameters from the arena to where the request wants them, if it wants them anywhere else.
+    pub(crate) fn collect(&mut self, extent: &Extent) {
+        let range = extent.byte_range(self.codecs(extent.key).1);
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        if let (Some(region), Some(arena)) = (&mut ticket.buffers.receive, &self.arena) {
+            arena.take(extent, &mut region.bytes_mut()[range]);
+        }
     }
 
     /// Ends the request of a key that was answered in full, with `version`. Fails with a callback's panic.

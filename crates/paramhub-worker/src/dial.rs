@@ -2,11 +2,15 @@
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::Nonce;
+use paramhub_core::auth::{Nonce, Proof};
 use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, Verdict, stream_proofs};
+use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, receive_segments, send_segments};
 use paramhub_transport::socket::{dial, read_exact_by, write_all_by};
 
 use crate::error::{Who, WorkerError};
@@ -19,19 +23,64 @@ pub(crate) struct Dialler<'a> {
     pub(crate) deadline: Instant,
 }
 
+/// A stream over shared memory.
+pub(crate) struct LocalStream {
+    pub(crate) socket: OwnedFd,
+    pub(crate) rings: Arc<Segment>,
+    /// What the hub keeps for all workers of the host, if it was asked for.
+    pub(crate) common: Option<OwnedFd>,
+}
+
 impl Dialler<'_> {
-    /// A stream to `hub` (`host:port`) over which frames may travel. The challenge of `hello` is drawn here.
+    /// A stream over TCP to `hub` (`host:port`) over which frames may travel. The challenge of `hello` is drawn here.
     pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<TcpStream, WorkerError> {
         let mut socket = self.connect(hub)?;
+        let hello = self.challenging(hub, hello)?;
+        let (expected, verdict) = self
+            .shake_hands(&mut socket, &hello)
+            .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
+        self.heed(hub, &expected, &verdict).map(|()| socket)
+    }
+
+    /// The hub of this host that listens to `name`, if there is one.
+    pub(crate) fn connect_locally(name: &str) -> io::Result<UnixStream> {
+        UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)
+    }
+
+    /// [`open`](Self::open) to a hub of this host, which is given `arena` and the rings of the stream.
+    pub(crate) fn open_locally(
+        &self,
+        hub: &Arc<str>,
+        socket: UnixStream,
+        hello: Hello,
+        arena: &Segment,
+    ) -> Result<LocalStream, WorkerError> {
+        let failed =
+            |error: io::Error| self.fail(hub, format!("the handshake over shared memory failed: {error}"));
+        let rings = create_rings(RING_BYTES_DEFAULT).map_err(failed)?;
+        let hello = self.challenging(hub, hello)?;
+        let (expected, verdict, common) =
+            self.shake_hands_locally(&socket, &hello, arena, &rings).map_err(failed)?;
+        self.heed(hub, &expected, &verdict)?;
+        Ok(LocalStream { socket: socket.into(), rings: Arc::new(rings), common })
+    }
+
+    fn challenging(&self, hub: &Arc<str>, hello: Hello) -> Result<Hello, WorkerError> {
         let mut challenge = [0; CHALLENGE_BYTES];
         getrandom::fill(&mut challenge)
             .map_err(|error| self.fail(hub, format!("the system gives no random numbers: {error}")))?;
-        let verdict = self
-            .shake_hands(&mut socket, &Hello { challenge, ..hello })
-            .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
-        let (expected, verdict) = verdict;
-        match Verdict::decode(&verdict) {
-            Ok(Verdict::Welcome { proof }) if proof.matches(&expected) => Ok(socket),
+        Ok(Hello { challenge, ..hello })
+    }
+
+    /// Welcomed, by a hub that knows the nonce, or not.
+    fn heed(
+        &self,
+        hub: &Arc<str>,
+        expected: &Proof,
+        verdict: &[u8; VERDICT_BYTES],
+    ) -> Result<(), WorkerError> {
+        match Verdict::decode(verdict) {
+            Ok(Verdict::Welcome { proof }) if proof.matches(expected) => Ok(()),
             Ok(Verdict::Welcome { .. }) => Err(self.fail(
                 hub,
                 "it does not know the job's nonce: something else than the job's hub answers there".into(),
@@ -68,11 +117,7 @@ impl Dialler<'_> {
     }
 
     /// Returns the proof the hub owes and the verdict it gave.
-    fn shake_hands(
-        &self,
-        socket: &mut TcpStream,
-        hello: &Hello,
-    ) -> io::Result<(paramhub_core::auth::Proof, [u8; VERDICT_BYTES])> {
+    fn shake_hands(&self, socket: &mut TcpStream, hello: &Hello) -> io::Result<(Proof, [u8; VERDICT_BYTES])> {
         write_all_by(socket, &hello.encode(), self.deadline)?;
         let mut hub_challenge = [0; CHALLENGE_BYTES];
         read_exact_by(socket, &mut hub_challenge, self.deadline)?;
@@ -83,7 +128,42 @@ impl Dialler<'_> {
         Ok((theirs, verdict))
     }
 
-    fn fail(&self, hub: &Arc<str>, reason: String) -> WorkerError {
+    /// As [`shake_hands`](Self::shake_hands); the memory goes with the first message, and a view of common parameters may come
+    /// with the last.
+    fn shake_hands_locally(
+        &self,
+        socket: &UnixStream,
+        hello: &Hello,
+        arena: &Segment,
+        rings: &Segment,
+    ) -> io::Result<(Proof, [u8; VERDICT_BYTES], Option<OwnedFd>)> {
+        let left = self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        socket.set_read_timeout(Some(left))?;
+        socket.set_write_timeout(Some(left))?;
+        let mut common = None;
+        let mut hear = |bytes: &mut [u8]| {
+            let mut filled = 0;
+            while filled < bytes.len() {
+                let (read, descriptors) = receive_segments(socket, &mut bytes[filled..])?;
+                if read == 0 {
+                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+                }
+                filled += read;
+                common = common.take().or(descriptors.into_iter().next());
+            }
+            Ok(())
+        };
+        send_segments(socket, &hello.encode(), &[arena.as_fd(), rings.as_fd()])?;
+        let mut hub_challenge = [0; CHALLENGE_BYTES];
+        hear(&mut hub_challenge)?;
+        let (mine, theirs) = stream_proofs(self.nonce, hello, &hub_challenge);
+        send_segments(socket, &mine.0, &[])?;
+        let mut verdict = [0; VERDICT_BYTES];
+        hear(&mut verdict)?;
+        Ok((theirs, verdict, common))
+    }
+
+    pub(crate) fn fail(&self, hub: &Arc<str>, reason: String) -> WorkerError {
         WorkerError::Dial { who: self.who.clone(), hub: Arc::clone(hub), reason: reason.into() }
     }
 }

@@ -125,7 +125,11 @@ impl Engine {
             if let Some(outcome) = self.progress(now) {
                 return outcome;
             }
-            let timeout = self.wake_at(next_tick).saturating_duration_since(now);
+            let is_restless = self.lanes.iter().any(Lane::is_restless);
+            let timeout = match is_restless && !matches!(self.phase, Phase::Doomed { .. }) {
+                true => Duration::ZERO,
+                false => self.wake_at(next_tick).saturating_duration_since(now),
+            };
             self.poller.wait(&mut events, Some(timeout)).map_err(|error| self.internal(&error))?;
             let now = Instant::now();
             self.forgive_own_absence(now);
@@ -138,7 +142,15 @@ impl Engine {
                 if event.readable && !self.lanes[lane].closed {
                     self.receive(lane, now)?;
                 }
-                if event.writable {
+                if event.writable || self.lanes[lane].stream.is_shm() {
+                    self.send(lane, now)?;
+                }
+            }
+            for lane in 0..self.lanes.len() {
+                if self.lanes[lane].is_restless() {
+                    if self.lanes[lane].has_more {
+                        self.receive(lane, now)?;
+                    }
                     self.send(lane, now)?;
                 }
             }
@@ -209,7 +221,7 @@ impl Engine {
         if matches!(self.phase, Phase::Parting { .. }) && !lane.deaf && !lane.has_work() {
             lane.deaf = true;
             // A stream that cannot even be ended has ended.
-            let _ = rustix::net::shutdown(&lane.stream, rustix::net::Shutdown::Write);
+            let _ = lane.stream.end_sending();
         }
         self.poll_lane(index)
     }
@@ -222,8 +234,10 @@ impl Engine {
             return Ok(());
         }
         lane.polls_writable = wanted;
-        let interest = if wanted { Interest::BOTH } else { Interest::READABLE };
-        let polled = self.poller.modify(&lane.stream, index as u64, interest);
+        if lane.stream.is_shm() {
+            return Ok(());
+        }
+        let polled = self.poller.modify(&lane.stream, index as u64, lane.stream.interest(wanted));
         polled.map_err(|error| self.internal(&error))
     }
 
@@ -236,6 +250,7 @@ impl Engine {
         if lane.stream.bytes_received() > before {
             lane.last_heard = now;
         }
+        lane.has_more = matches!(&received, Ok(received) if received.more && !received.closed);
         self.desk.count_received();
         match received {
             Ok(received) if !received.closed => Ok(()),

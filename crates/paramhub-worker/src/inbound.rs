@@ -55,6 +55,15 @@ impl FrameSink for Inbound<'_> {
         Ok(Landing::InPlace(self.desk.destination(&extent)))
     }
 
+    fn placed(&mut self, header: &Header) -> Result<(), Fault> {
+        // The stream let through only what hubs send: of that, parameters alone carry tensors.
+        let extent =
+            self.desk.requests.expect(header).map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+        self.check_route(header)?;
+        self.desk.collect(&extent);
+        self.frame(header, None)
+    }
+
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
         self.desk.uncounted_bytes += HEADER_BYTES + header.length as usize;
         let unreadable = || Fault::Offence(format!("its {:?} frame cannot be read", header.operation));

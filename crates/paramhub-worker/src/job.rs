@@ -12,8 +12,10 @@ use paramhub_core::key::Key;
 use paramhub_core::placement::Imbalance;
 use paramhub_core::requests::Request;
 use paramhub_core::settings::Settings;
+use paramhub_transport::shm::{SharedTensor, Tensor};
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
+use crate::arena::WorkerArena;
 use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
 use crate::inbox::{Command, Inbox};
@@ -44,6 +46,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) imbalance: Imbalance,
     pub(crate) index: HashMap<String, u32>,
+    pub(crate) arena: Option<WorkerArena>,
     pub(crate) steps: Steps,
     pub(crate) inbox: Inbox,
     pub(crate) counters: Counters,
@@ -55,6 +58,10 @@ pub(crate) struct Shared {
 pub enum Errand {
     /// Contribute a gradient.
     Push(SendRegion),
+    /// [`Errand::PushPull`] into the parameters that the workers of this host share.
+    PushPullShared(SendRegion),
+    /// [`Errand::Pull`] into the parameters that the workers of this host share.
+    PullShared,
     /// Receive parameters.
     Pull(ReceiveRegion),
     /// Contribute a gradient and receive the parameters that follow from it.
@@ -144,6 +151,67 @@ impl Job {
             let gradient = sent(Buffers { send: buffers.send.take(), receive: None });
             (gradient, received(buffers))
         })
+    }
+
+    /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
+    /// host shares, or on the heap. Use it wherever a buffer is asked for; dropping it gives it back.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] where an earlier one still lives.
+    pub fn gradient_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
+        // A gradient that travels in another encoding is converted into the arena, and so is not exchanged from there.
+        let dtype = self.shared.find(key)?.dtype;
+        let is_as_sent = self.settings().gradient_codec(dtype) == dtype.codec();
+        self.tensor(key, "gradient", |arena| arena.gradient(key), is_as_sent)
+    }
+
+    /// Memory for a key's parameters that they are received into without a copy of this process; otherwise as
+    /// [`gradient_tensor`](Self::gradient_tensor).
+    pub fn parameter_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
+        self.tensor(key, "parameters", |arena| arena.parameters(key), true)
+    }
+
+    fn tensor(
+        &self,
+        key: u32,
+        what: &str,
+        take: impl Fn(&WorkerArena) -> Option<Tensor>,
+        is_in_arena: bool,
+    ) -> Result<Tensor, WorkerError> {
+        let named = self.shared.find(key)?;
+        let bytes = named.elements().unwrap_or(0) as usize * named.dtype.bytes();
+        match self.shared.arena.as_ref().filter(|_| is_in_arena) {
+            None => Ok(Tensor::on_heap(bytes)),
+            Some(arena) => take(arena).ok_or_else(|| {
+                self.shared.misplaced(format!("key {named}: the memory for its {what} is given out already"))
+            }),
+        }
+    }
+
+    /// Whether any of this job's streams is over shared memory.
+    pub fn shares_memory(&self) -> bool {
+        self.shared.arena.is_some()
+    }
+
+    /// A key's parameters in the one copy that all workers of this host read, where
+    /// [`Options::shared_parameters`] asked for it. They are right from the end of
+    /// [`push_pull_shared`](Self::push_pull_shared) until this worker pushes the key's next gradient: the hub overwrites them
+    /// when the last worker has, whoever still reads.
+    pub fn shared_parameters(&self, key: u32) -> Result<SharedTensor, WorkerError> {
+        self.shared.find(key)?;
+        self.shared.check_shares_parameters()?;
+        let arena = self.shared.arena.as_ref().expect("shared parameters lie in shared memory");
+        Ok(arena.shared_parameters(key).expect("it was just looked for"))
+    }
+
+    /// [`push_pull`](Self::push_pull) into the parameters that the workers of this host share.
+    pub fn push_pull_shared<G: StableBytes>(
+        &self,
+        key: u32,
+        gradient: G,
+    ) -> Result<Handle<G, ()>, WorkerError> {
+        let errand = Errand::PushPullShared(SendRegion::owned(gradient));
+        self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
     }
 
     /// Any request over regions. They are dropped when the request ends, before its handle or a callback says so.
@@ -280,6 +348,9 @@ impl Shared {
         unpack: fn(Buffers) -> (G, P),
     ) -> Result<Handle<G, P>, WorkerError> {
         let named = self.find(key)?;
+        if matches!(errand, Errand::PushPullShared(_) | Errand::PullShared) {
+            self.check_shares_parameters()?;
+        }
         let (request, version, buffers) = errand.open();
         if request == Request::Initialise {
             self.check_has_parameters()?;
@@ -329,6 +400,14 @@ impl Shared {
         ))
     }
 
+    fn check_shares_parameters(&self) -> Result<(), WorkerError> {
+        if self.arena.as_ref().is_some_and(|arena| arena.common.is_some()) {
+            return Ok(());
+        }
+        Err(self
+            .misplaced("this worker shares no parameters: ask for them in the options it joins with".into()))
+    }
+
     fn misplaced(&self, reason: String) -> WorkerError {
         WorkerError::Misplaced { who: self.who.clone(), reason: reason.into() }
     }
@@ -339,6 +418,8 @@ impl Errand {
         let buffers = |send, receive| Buffers { send, receive };
         match self {
             Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
+            Errand::PushPullShared(send) => (Request::PushPull, 0, buffers(Some(send), None)),
+            Errand::PullShared => (Request::Pull, 0, buffers(None, None)),
             Errand::Pull(receive) => (Request::Pull, 0, buffers(None, Some(receive))),
             Errand::PushPull(send, receive) => (Request::PushPull, 0, buffers(Some(send), Some(receive))),
             Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),

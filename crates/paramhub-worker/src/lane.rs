@@ -8,7 +8,7 @@ use paramhub_core::chunk::Extent;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::{Header, Operation};
-use paramhub_transport::{Outgoing, Stream, StreamError, TcpStream};
+use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
 use crate::desk::Desk;
 use crate::inbox::RETUNES_MAX;
@@ -21,7 +21,7 @@ const CONTROL_MAX: usize = RETUNES_MAX + 2;
 
 /// One stream of a job, as its I/O thread sees it.
 pub(crate) struct Lane {
-    pub(crate) stream: TcpStream,
+    pub(crate) stream: Connection,
     pub(crate) route: RouteId,
     /// The hub's address, for messages.
     pub(crate) hub: Arc<str>,
@@ -32,8 +32,12 @@ pub(crate) struct Lane {
     begun: Option<Chunk>,
     batch: Vec<Item>,
     staging: Staging,
+    /// The stream takes no more for now.
+    pub(crate) blocked: bool,
     /// The stream is polled for room to write.
     pub(crate) polls_writable: bool,
+    /// Something waits to be read that the poller will not report again.
+    pub(crate) has_more: bool,
     /// Nothing more can be sent.
     pub(crate) deaf: bool,
     /// Nothing more will come.
@@ -70,7 +74,7 @@ struct Chunk {
 
 impl Lane {
     pub(crate) fn new(
-        stream: TcpStream,
+        stream: Connection,
         route: RouteId,
         hub: Arc<str>,
         slots: u32,
@@ -86,7 +90,9 @@ impl Lane {
             begun: None,
             batch: Vec::with_capacity(BATCH_FRAMES),
             staging,
+            blocked: false,
             polls_writable: false,
+            has_more: false,
             deaf: false,
             closed: false,
             last_sent: now,
@@ -110,6 +116,11 @@ impl Lane {
         self.control.len() < RETUNES_MAX
     }
 
+    /// Whether it is to be served again although no event will say so: what lies in shared memory is reported once.
+    pub(crate) fn is_restless(&self) -> bool {
+        self.stream.is_shm() && !self.closed && (self.has_more || (self.has_work() && !self.blocked))
+    }
+
     /// Whether anything waits to be sent.
     pub(crate) fn has_work(&self) -> bool {
         !self.deaf && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
@@ -131,6 +142,7 @@ impl Lane {
             let sent = self.write(desk)?;
             self.settle(desk, sent.frames);
             bytes += sent.bytes;
+            self.blocked = sent.blocked;
             if sent.blocked {
                 break;
             }
@@ -151,6 +163,7 @@ impl Lane {
             let (header, extent) = desk.header(desk.placement.chunks(self.route)[slot as usize]);
             let (travels_as, lies_as) = desk.codecs(extent.key);
             let mut place = None;
+            let arena = desk.arena.as_ref().filter(|_| self.stream.is_shm() && header.length > 0);
             if header.codec == travels_as && travels_as != lies_as && header.length > 0 {
                 let mut exact = std::mem::take(&mut desk.exact);
                 self.staging.fill(next_place, desk.source(&extent), lies_as, travels_as, &mut exact);
@@ -158,6 +171,14 @@ impl Lane {
                 place = Some(next_place);
                 next_place = (next_place + 1) % PLACES;
                 places -= 1;
+            }
+            if let Some(arena) = arena {
+                match place {
+                    Some(place) => {
+                        arena.put(&header, &extent, self.staging.place(place, header.length as usize))
+                    }
+                    None => arena.put(&header, &extent, desk.source(&extent)),
+                }
             }
             self.batch.push(Item::Chunk(Chunk { slot, header, extent, place }));
         }
@@ -170,6 +191,7 @@ impl Lane {
         for (frame, item) in frames.iter_mut().zip(&self.batch) {
             *frame = match item {
                 Item::Control => control.next().expect("gathered from the queue").outgoing(),
+                Item::Chunk(chunk) if self.stream.is_shm() => Outgoing { header: chunk.header, payload: &[] },
                 Item::Chunk(chunk) => {
                     let payload = match chunk.place {
                         Some(place) => self.staging.place(place, chunk.header.length as usize),

@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod arena;
 mod desk;
 mod dial;
 mod engine;
@@ -53,6 +54,7 @@ pub use job::{Errand, Job};
 pub use member::Member;
 pub use membership::Membership;
 pub use notices::HubNotice;
-pub use options::Options;
+pub use options::{Options, Transport};
+pub use paramhub_transport::shm::{SharedTensor, Tensor};
 pub use scope::Scope;
 pub use statistics::Statistics;

@@ -2,6 +2,19 @@ use std::time::{Duration, Instant};
 
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 
+/// How tensors travel between a worker and its hubs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// Shared memory to hubs on this host, TCP to others. A hub is on this host if it can be reached over the Unix socket
+    /// whose random name it told the connection manager.
+    #[default]
+    Auto,
+    /// TCP, wherever the hub is.
+    Tcp,
+    /// Shared memory; a hub on another host is an error.
+    Shm,
+}
+
 /// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -9,6 +22,11 @@ pub struct Options {
     pub manager_patience: Duration,
     /// How long ConnectService may take. Longer than the job's own rendezvous timeout, whose error names the missing ranks.
     pub rendezvous_timeout: Duration,
+    /// How tensors travel.
+    pub transport: Transport,
+    /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
+    /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory and a job with a single hub.
+    pub shared_parameters: bool,
     /// For dialling all streams and their handshakes together.
     pub dial_timeout: Duration,
     /// A stream on which nothing was sent for this long sends a heartbeat; at most a quarter of the job's `dead_after_s`.
@@ -35,6 +53,8 @@ impl Default for Options {
         Options {
             manager_patience: Duration::from_secs(10),
             rendezvous_timeout: Duration::from_secs(600),
+            transport: Transport::Auto,
+            shared_parameters: false,
             dial_timeout: Duration::from_secs(10),
             heartbeat: Duration::from_secs(1),
             leave_timeout: Duration::from_secs(30),

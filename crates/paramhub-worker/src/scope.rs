@@ -50,6 +50,15 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.submit(key, Errand::PushPull(self.lending.send(gradient), self.lending.receive(out)))
     }
 
+    /// As [`Job::push_pull_shared`](crate::Job::push_pull_shared).
+    pub fn push_pull_shared<T: Pod>(
+        &self,
+        key: u32,
+        gradient: &'env [T],
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::PushPullShared(self.lending.send(gradient)))
+    }
+
     fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
         self.shared.submit(key, errand, false, |_| ((), ()))
     }

@@ -36,7 +36,7 @@ pub type Challenge = [u8; CHALLENGE_BYTES];
 /// ```text
 ///   0        4      6    8       12        16         32            48               80                112
 ///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
-///   |  PHUB  |  1   | 0  | rank  | if |core|namespace | incarnation | placement hash |    challenge    |
+///   |  PHUB  |  1   |flag| rank  | if |core|namespace | incarnation | placement hash |    challenge    |
 ///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +55,8 @@ pub struct Hello {
     pub placement: [u8; 32],
     /// For the hub to answer.
     pub challenge: Challenge,
+    /// On a local stream: the worker reads parameters from the arena all workers of its host share.
+    pub shares_parameters: bool,
 }
 
 /// Why bytes are no handshake.
@@ -68,8 +70,8 @@ pub enum HandshakeError {
         "protocol version {0} is spoken, this side speaks {VERSION}: use the same release of paramhub on both ends"
     )]
     Version(u16),
-    /// The reserved bytes are not zero.
-    #[error("the reserved bytes are {0:#06x}, not zero")]
+    /// The reserved bits are not zero.
+    #[error("the reserved bits are {0:#06x}, not zero")]
     Reserved(u16),
     /// A verdict that is none.
     #[error("the verdict {0} does not exist")]
@@ -82,6 +84,7 @@ impl Hello {
         let mut wire = [0; HELLO_BYTES];
         wire[0..4].copy_from_slice(&MAGIC);
         wire[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        wire[6] = self.shares_parameters.into();
         wire[8..12].copy_from_slice(&self.rank.to_le_bytes());
         wire[12..14].copy_from_slice(&self.interface.to_le_bytes());
         wire[14..16].copy_from_slice(&self.core.to_le_bytes());
@@ -105,10 +108,11 @@ impl Hello {
             return Err(HandshakeError::Version(version));
         }
         let reserved = u16::from_le_bytes(bytes(wire, 6));
-        if reserved != 0 {
+        if reserved > 1 {
             return Err(HandshakeError::Reserved(reserved));
         }
         Ok(Hello {
+            shares_parameters: reserved == 1,
             rank: u32::from_le_bytes(bytes(wire, 8)),
             interface: u16::from_le_bytes(bytes(wire, 12)),
             core: u16::from_le_bytes(bytes(wire, 14)),
@@ -146,12 +150,14 @@ pub enum Refusal {
     Busy = 7,
     /// Another protocol or version.
     Protocol = 8,
+    /// The memory a local worker offers cannot be used.
+    Memory = 9,
 }
 
 impl Refusal {
     fn from_wire(number: u16) -> Option<Refusal> {
-        use Refusal::{Busy, JobEnded, Placement, Protocol, Rank, RankTaken, Route, WrongNonce};
-        [WrongNonce, Rank, RankTaken, Placement, Route, JobEnded, Busy, Protocol]
+        use Refusal::{Busy, JobEnded, Memory, Placement, Protocol, Rank, RankTaken, Route, WrongNonce};
+        [WrongNonce, Rank, RankTaken, Placement, Route, JobEnded, Busy, Protocol, Memory]
             .into_iter()
             .find(|&refusal| refusal as u16 == number)
     }
@@ -225,6 +231,7 @@ mod tests {
             incarnation: Incarnation([2; 16]),
             placement: [3; 32],
             challenge: [4; 32],
+            shares_parameters: true,
         }
     }
 
@@ -240,7 +247,7 @@ mod tests {
         assert_eq!(Hello::decode(&newer), Err(HandshakeError::Version(2)));
         let mut odd = wire;
         odd[7] = 1;
-        assert_eq!(Hello::decode(&odd), Err(HandshakeError::Reserved(0x100)));
+        assert_eq!(Hello::decode(&odd), Err(HandshakeError::Reserved(0x101)));
     }
 
     #[test]

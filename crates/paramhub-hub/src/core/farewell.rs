@@ -1,12 +1,14 @@
 //! Streams whose job ended between their handshake and their core: they are told why, and given time to read it.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_transport::{Connection, Outgoing, Stream};
+
+use super::lane::Arrival;
 
 /// Jobs whose reason is remembered; a handshake takes seconds at most.
 const ENDED_MAX: usize = 256;
@@ -19,7 +21,7 @@ const READ: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub(super) struct Farewells {
     reasons: VecDeque<(Namespace, Failure)>,
-    readers: Vec<(TcpStream, Instant)>,
+    readers: Vec<(Connection, Instant)>,
 }
 
 impl Farewells {
@@ -31,34 +33,21 @@ impl Farewells {
         self.reasons.push_back((namespace, failure));
     }
 
-    /// Tells a latecomer why its job is over. The socket's buffer is empty, so it takes the frame at once.
-    pub(super) fn tell(&mut self, namespace: Namespace, mut socket: TcpStream, now: Instant) {
+    /// Tells a latecomer why its job is over. The stream's buffer is empty, so it takes the frame at once.
+    pub(super) fn tell(&mut self, namespace: Namespace, arrival: Arrival, now: Instant) {
         let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) else { return };
+        let Ok(mut stream) = arrival.connect(CONTROL_BYTES_MAX as usize) else { return };
         let payload = failure.encode();
         let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
-        let frame = [&header.encode()[..], &payload].concat();
-        let told = socket.set_nonblocking(true).and_then(|()| socket.write_all(&frame));
-        if told.and_then(|()| socket.shutdown(Shutdown::Write)).is_ok() && self.readers.len() < READERS_MAX {
-            self.readers.push((socket, now + READ));
+        let told = stream.send(&[Outgoing { header, payload: &payload }]);
+        if told.is_ok() && stream.end_sending().is_ok() && self.readers.len() < READERS_MAX {
+            self.readers.push((stream, now + READ));
         }
     }
 
     /// Lets go of those who have read or had their time; what they still send is thrown away, so that letting go does not
     /// reset a connection over an unread reason.
     pub(super) fn let_go(&mut self, now: Instant) {
-        self.readers.retain_mut(|(socket, until)| now < *until && is_open(socket));
+        self.readers.retain_mut(|(stream, until)| now < *until && !stream.discard());
     }
-}
-
-fn is_open(socket: &mut TcpStream) -> bool {
-    let mut ignored = [0; 16 << 10];
-    // One that never stops sending must not keep the core here.
-    for _ in 0..16 {
-        match socket.read(&mut ignored) {
-            Ok(0) => return false,
-            Ok(_) => {}
-            Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
-        }
-    }
-    true
 }

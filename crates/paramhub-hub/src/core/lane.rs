@@ -1,18 +1,21 @@
 //! One rank's stream on a core: frames in to its shard, answers out from it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use paramhub_core::exchange::Answer;
 use paramhub_core::wire::{Direction, Header, Operation};
+use paramhub_transport::shm::RING_BYTES_DEFAULT;
 use paramhub_transport::{
-    FrameSink, Landing, Outgoing, ReceiveError, Scratch, Stream, StreamError, TcpStream,
+    Connection, FrameSink, Interest, Landing, Outgoing, ReceiveError, Scratch, ShmStream, Stream,
+    StreamError, TcpStream,
 };
 
 use super::fault::Fault;
 use super::outbox::{Begun, Source};
-use super::shard::Shard;
+use super::shard::{Payload, Shard};
+use crate::local::LocalMemory;
 
 /// Bytes taken from one stream before the others get their turn: about one read of the scratch buffer, so that what a
 /// chunk's last contribution sets free leaves while it is in cache.
@@ -31,7 +34,7 @@ const DRAIN: Duration = Duration::from_secs(1);
 
 /// A worker's stream. The shard's books say what is to be sent; the lane says how far it got.
 pub(crate) struct Lane {
-    stream: TcpStream,
+    stream: Connection,
     pub(crate) shard: usize,
     pub(crate) rank: u32,
     last_heard: Instant,
@@ -67,8 +70,10 @@ pub(crate) enum Pulse {
 /// How a lane stands after it has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
-    /// More may come, or wait already.
+    /// More may come.
     Open,
+    /// More waits already, and shared memory does not report it again.
+    More,
     /// The peer has closed in order.
     Closed,
 }
@@ -87,8 +92,42 @@ impl FrameSink for ShardSink<'_> {
     }
 
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
-        self.shard.frame(self.rank, header, payload.unwrap_or_default())
+        self.shard.frame(self.rank, header, Payload::Here(payload.unwrap_or_default()))
     }
+
+    fn placed(&mut self, header: &Header) -> Result<(), Fault> {
+        self.shard.check(self.rank, header)?;
+        self.shard.frame(self.rank, header, Payload::InArena)
+    }
+}
+
+/// A stream whose handshake is done.
+pub(crate) struct Arrival {
+    pub(crate) socket: OwnedFd,
+    pub(crate) memory: Option<LocalMemory>,
+}
+
+impl Arrival {
+    pub(crate) fn connect(self, frame_bytes_max: usize) -> io::Result<Connection> {
+        let (to, max) = (Direction::ToHub, frame_bytes_max);
+        Ok(match self.memory {
+            None => Connection::Tcp(TcpStream::new(self.socket, to, max)?),
+            Some(memory) => {
+                let stream = ShmStream::new(self.socket, memory.rings, RING_BYTES_DEFAULT, to, max)?;
+                Connection::Shm(stream.with_arena())
+            }
+        })
+    }
+}
+
+/// How far a flush came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flushed {
+    All,
+    /// As much as a turn allows.
+    Some,
+    /// As much as the peer takes.
+    Blocked,
 }
 
 /// A frame chosen for the next write, and what becomes of it.
@@ -100,15 +139,9 @@ enum Pick {
 }
 
 impl Lane {
-    pub(crate) fn new(
-        socket: std::net::TcpStream,
-        shard: usize,
-        rank: u32,
-        frame_bytes_max: usize,
-        now: Instant,
-    ) -> io::Result<Self> {
-        Ok(Lane {
-            stream: TcpStream::new(socket, Direction::ToHub, frame_bytes_max)?,
+    pub(crate) fn new(stream: Connection, shard: usize, rank: u32, now: Instant) -> Self {
+        Lane {
+            stream,
             shard,
             rank,
             last_heard: now,
@@ -116,7 +149,21 @@ impl Lane {
             reported_silent: false,
             waits_writable: false,
             draining: None,
-        })
+        }
+    }
+
+    pub(crate) fn is_shm(&self) -> bool {
+        self.stream.is_shm()
+    }
+
+    /// What to poll for.
+    pub(crate) fn interest(&self) -> Interest {
+        self.stream.interest(self.waits_writable)
+    }
+
+    /// Whether any event may mean that there is room for what waits.
+    pub(crate) fn waits_for_bell(&self) -> bool {
+        self.waits_writable && self.stream.is_shm()
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -131,7 +178,7 @@ impl Lane {
         now: Instant,
     ) -> Result<Taken, Fault> {
         if self.is_draining() {
-            return Ok(self.discard());
+            return Ok(if self.stream.discard() { Taken::Closed } else { Taken::Open });
         }
         let mut sink = ShardSink { shard, rank: self.rank };
         match self.stream.receive(&mut sink, scratch, RECEIVE_BUDGET_BYTES) {
@@ -143,7 +190,11 @@ impl Lane {
                 if received.closed && !shard.has_left(self.rank) {
                     return Err(Fault::Lost("its connection ended without a goodbye".to_string()));
                 }
-                Ok(if received.closed { Taken::Closed } else { Taken::Open })
+                Ok(match received {
+                    received if received.closed => Taken::Closed,
+                    received if received.more && self.is_shm() => Taken::More,
+                    _ => Taken::Open,
+                })
             }
             // Having left, it owes nobody an orderly close.
             Err(ReceiveError::Stream(_)) if shard.has_left(self.rank) => Ok(Taken::Closed),
@@ -153,30 +204,15 @@ impl Lane {
         }
     }
 
-    /// Reads and forgets, so that closing does not reset the connection over a reason still unread at the other end.
-    fn discard(&mut self) -> Taken {
-        let mut sink = [0; 16 << 10];
-        for _ in 0..16 {
-            match rustix::io::read(&self.stream, &mut sink) {
-                Ok(0) => return Taken::Closed,
-                Ok(_) => {}
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Taken::Open,
-                Err(_) => return Taken::Closed,
-            }
-        }
-        Taken::Open
-    }
-
-    /// Sends what the shard owes this rank until nothing is left, the peer takes no more or the budget is spent; `true` if
-    /// it is to be called again when the stream is writable.
-    pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<bool, StreamError> {
+    /// Sends what the shard owes this rank until nothing is left, the peer takes no more or the budget is spent.
+    pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<Flushed, StreamError> {
         let mut bytes = 0;
         loop {
             let mut picks = [Pick::Message; BATCH_FRAMES];
             let count = pick(shard, self.rank, &mut picks);
             if count == 0 {
                 self.shut_if_drained()?;
-                return Ok(false);
+                return Ok(Flushed::All);
             }
             let picks = &picks[..count];
             let mut frames =
@@ -191,8 +227,11 @@ impl Lane {
             settle(shard, self.rank, picks, &headers, sent.frames, begun);
             shard.count_bytes(0, sent.bytes);
             bytes += sent.bytes;
-            if sent.blocked || bytes >= SEND_BUDGET_BYTES {
-                return Ok(true);
+            if sent.blocked {
+                return Ok(Flushed::Blocked);
+            }
+            if bytes >= SEND_BUDGET_BYTES {
+                return Ok(Flushed::Some);
             }
         }
     }
@@ -217,7 +256,7 @@ impl Lane {
             && draining.last_word == LastWord::Queued
         {
             draining.last_word = LastWord::Said;
-            rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Write).map_err(io::Error::from)?;
+            self.stream.end_sending()?;
         }
         Ok(())
     }
@@ -256,7 +295,7 @@ impl AsFd for Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let _ = rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both);
+        self.stream.close();
     }
 }
 
@@ -312,6 +351,7 @@ fn frame<'a>(shard: &'a Shard, rank: u32, picks: &[Pick], frames: &mut [Outgoing
 fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whole: usize, begun: usize) {
     for (index, pick) in picks.iter().enumerate() {
         let (is_whole, has_begun) = (index < whole, index < begun);
+        let has_arena = shard.has_arena(rank);
         if let Pick::Answer(slot, _) = *pick
             && has_begun
         {
@@ -333,7 +373,10 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
                 outbox.begun = Some(Begun { header: headers[index], source: Source::Message });
             }
             Pick::Answer(slot, answer) if !is_whole => {
-                let source = if answer == Answer::Applied { Source::Empty } else { Source::Model(slot) };
+                let source = match answer {
+                    Answer::Parameters if !has_arena => Source::Model(slot),
+                    _ => Source::Empty,
+                };
                 outbox.begun = Some(Begun { header: headers[index], source });
             }
             _ => {}
@@ -356,7 +399,7 @@ mod tests {
         });
         for slot in 0..CHUNKS {
             let header = Header { chunk: slot, ..Header::bare(Operation::Pull) };
-            shard.frame(0, &header, &[]).unwrap();
+            shard.frame(0, &header, Payload::Here(&[])).unwrap();
         }
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let mut worker = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -364,9 +407,10 @@ mod tests {
         // It takes whatever comes, so that nothing but the budget ends a turn before all has left.
         let reader = std::thread::spawn(move || std::io::copy(&mut worker, &mut io::sink()).unwrap());
         let now = Instant::now();
-        let mut lane = Lane::new(socket, 0, 0, 16 << 10, now).unwrap();
+        let arrival = Arrival { socket: socket.into(), memory: None };
+        let mut lane = Lane::new(arrival.connect(16 << 10).unwrap(), 0, 0, now);
         let (mut turns, mut sent_before) = (0, 0);
-        while lane.flush(&mut shard, now).unwrap() {
+        while lane.flush(&mut shard, now).unwrap() != Flushed::All {
             let sent = shard.counters().bytes_sent;
             let most = (SEND_BUDGET_BYTES + BATCH_FRAMES * ((16 << 10) + 16)) as u64;
             assert!(sent - sent_before <= most, "{} bytes in one turn", sent - sent_before);

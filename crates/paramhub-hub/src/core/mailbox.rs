@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
@@ -13,6 +13,7 @@ use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
 use super::shard::ShardPlan;
+use crate::local::LocalMemory;
 
 /// Commands a core may have waiting; who sends more waits.
 const MAILBOX_COMMANDS: usize = 1024;
@@ -23,7 +24,7 @@ pub(crate) enum CoreCommand {
     /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
     Open(Box<ShardPlan>),
     /// Serve a stream whose handshake is done.
-    Adopt { namespace: Namespace, route: RouteId, rank: u32, socket: TcpStream },
+    Adopt { namespace: Namespace, route: RouteId, rank: u32, socket: OwnedFd, memory: Option<LocalMemory> },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
     /// Free all of a job and close its streams, telling them why if it failed; answered by [`CoreEvent::Closed`], a route.

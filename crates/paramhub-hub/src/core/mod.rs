@@ -3,6 +3,7 @@
 //! The thread shares nothing with other cores. It runs to completion: every frame that a read brought is summed,
 //! optimised and answered before the next stream gets its turn.
 
+mod arenas;
 mod buffer;
 mod farewell;
 mod fault;
@@ -23,7 +24,7 @@ use paramhub_transport::{Events, Interest, Poller, Scratch};
 
 use farewell::Farewells;
 use fault::Fault;
-use lane::{Lane, Pulse, Taken};
+use lane::{Arrival, Flushed, Lane, Pulse, Taken};
 use table::Table;
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
@@ -43,6 +44,10 @@ pub(crate) struct Core {
     shards: Table<Hosted>,
     shard_of: HashMap<(Namespace, RouteId), usize>,
     lanes: Table<Lane>,
+    /// Lanes over shared memory whose turn ended before their work did, for the next turn.
+    again: Vec<u64>,
+    /// Those of the turn before.
+    due: Vec<u64>,
     farewells: Farewells,
     busy: Duration,
     idle: Duration,
@@ -68,6 +73,8 @@ impl Core {
             shards: Table::default(),
             shard_of: HashMap::new(),
             lanes: Table::default(),
+            again: Vec::new(),
+            due: Vec::new(),
             farewells: Farewells::default(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
@@ -80,11 +87,16 @@ impl Core {
         let mut events = Events::with_capacity(EVENTS);
         let mut turn_ended = Instant::now();
         loop {
-            // A lane whose budget ran out before its bytes did is reported again, behind the others.
-            let timeout = (self.last_tick + TICK).saturating_duration_since(turn_ended);
+            // A TCP lane whose budget ran out before its bytes did is reported again, behind the others; what lies in
+            // shared memory is reported once.
+            let timeout = match self.again.is_empty() {
+                true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
+                false => Duration::ZERO,
+            };
             self.poller.wait(&mut events, Some(timeout))?;
             let now = Instant::now();
             self.idle += now - turn_ended;
+            std::mem::swap(&mut self.again, &mut self.due);
             for event in events.iter() {
                 if event.token == WAKER {
                     self.mailbox.waker.drain();
@@ -97,9 +109,14 @@ impl Core {
                 if event.readable {
                     self.receive(event.token, now);
                 }
-                if event.writable {
+                if event.writable || self.lanes.at_mut(event.token).is_some_and(|lane| lane.waits_for_bell())
+                {
                     self.flush(event.token, now);
                 }
+            }
+            while let Some(token) = self.due.pop() {
+                self.receive(token, now);
+                self.flush(token, now);
             }
             if now - self.last_tick >= TICK {
                 self.tick(now);
@@ -125,6 +142,7 @@ impl Core {
         match taken {
             Ok(Taken::Closed) => self.drop_lane(token),
             Ok(Taken::Open) => {}
+            Ok(Taken::More) => self.come_back(token),
             Err(fault) => self.fault(token, &fault, now),
         }
     }
@@ -145,16 +163,28 @@ impl Core {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
-            Ok(unfinished) => {
+            Ok(flushed) => {
+                let (unfinished, is_shm) = (flushed != Flushed::All, lane.is_shm());
                 if unfinished != lane.waits_writable {
                     lane.waits_writable = unfinished;
-                    let interest = if unfinished { Interest::BOTH } else { Interest::READABLE };
-                    if let Err(error) = self.poller.modify(&*lane, token, interest) {
-                        self.fault(token, &Fault::Lost(error.to_string()), now);
+                    let interest = lane.interest();
+                    if is_shm {
+                        // It is told of room by the bell it always listens to.
+                    } else if let Err(error) = self.poller.modify(&*lane, token, interest) {
+                        return self.fault(token, &Fault::Lost(error.to_string()), now);
                     }
+                }
+                if is_shm && flushed == Flushed::Some {
+                    self.come_back(token);
                 }
             }
             Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
+        }
+    }
+
+    fn come_back(&mut self, token: u64) {
+        if !self.again.contains(&token) {
+            self.again.push(token);
         }
     }
 
@@ -204,8 +234,8 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open(plan) => self.open(*plan),
-                CoreCommand::Adopt { namespace, route, rank, socket } => {
-                    self.adopt(namespace, route, rank, socket, now);
+                CoreCommand::Adopt { namespace, route, rank, socket, memory } => {
+                    self.adopt(namespace, route, rank, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
@@ -229,24 +259,19 @@ impl Core {
         self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
     }
 
-    fn adopt(
-        &mut self,
-        namespace: Namespace,
-        route: RouteId,
-        rank: u32,
-        socket: std::net::TcpStream,
-        now: Instant,
-    ) {
+    fn adopt(&mut self, namespace: Namespace, route: RouteId, rank: u32, arrival: Arrival, now: Instant) {
         let living =
             self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
         let Some(shard) = living else {
             // The job ended while the stream's handshake was under way.
-            return self.farewells.tell(namespace, socket, now);
+            return self.farewells.tell(namespace, arrival, now);
         };
         let hosted = self.shards.index_mut(shard);
         debug_assert!(hosted.lane_of[rank as usize].is_none(), "the directory admits a rank once a route");
         let frame_bytes_max = hosted.shard.plan().frame_bytes_max();
-        let added = Lane::new(socket, shard, rank, frame_bytes_max, now).and_then(|lane| {
+        let arenas = arrival.memory.as_ref().map(|memory| memory.arenas.clone());
+        let added = arrival.connect(frame_bytes_max).and_then(|stream| {
+            let lane = Lane::new(stream, shard, rank, now);
             let token = self.lanes.insert(lane);
             let lane = self.lanes.at_mut(token).expect("it was just put in");
             let added = self.poller.add(&*lane, token, Interest::READABLE);
@@ -257,7 +282,11 @@ impl Core {
         });
         match added {
             Ok(token) => {
-                self.shards.index_mut(shard).lane_of[rank as usize] = Some(token);
+                let hosted = self.shards.index_mut(shard);
+                hosted.lane_of[rank as usize] = Some(token);
+                if let Some(arenas) = arenas {
+                    hosted.shard.attach(rank, arenas);
+                }
                 self.flush(token, now);
             }
             Err(error) => {

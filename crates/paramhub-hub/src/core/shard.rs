@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
-use paramhub_core::chunk::ChunkMap;
+use paramhub_core::chunk::{ChunkMap, Extent};
 use paramhub_core::codec::Codec;
+use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Rules, Update};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
@@ -17,9 +18,15 @@ use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::{Aggregator, Optimizer, Step, convert, finite};
 
+use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory, whole_lines};
 use super::fault::Fault;
 use super::outbox::{Outbox, Source};
+use crate::local::RankArenas;
+
+/// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
+/// stream in from arenas and parameters stream out to them, so that reads and writes overlap.
+const BLOCK_ELEMENTS: usize = 256;
 
 /// What a core must know to serve one route of a job.
 #[derive(Clone)]
@@ -53,6 +60,15 @@ impl std::fmt::Debug for ShardPlan {
     }
 }
 
+/// Where a frame's tensor is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Payload<'a> {
+    /// Received.
+    Here(&'a [u8]),
+    /// In the arena of the rank that sent the frame.
+    InArena,
+}
+
 /// One route's chunks. Slots number them by urgency.
 pub(crate) struct Shard {
     plan: ShardPlan,
@@ -68,6 +84,9 @@ pub(crate) struct Shard {
     state: Buffer,
     /// Reproducible mode: contributions of ranks 1 and up that came before a lower rank's, rank by rank.
     parked: Vec<Buffer>,
+    /// Of every slot: whether `merge` holds a part of the step under way. Not kept in reproducible mode.
+    merged: Vec<bool>,
+    arenas: Arenas,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
     pub(crate) outboxes: Vec<Outbox>,
@@ -82,6 +101,8 @@ pub(crate) struct Shard {
 struct Slot {
     key: u32,
     elements: u32,
+    /// First element in the key.
+    first: u64,
     /// First element in `model` and `merge`; a multiple of a cache line.
     offset: usize,
     /// How gradients come.
@@ -95,14 +116,19 @@ impl Slot {
         self.offset..self.offset + self.elements as usize
     }
 
-    fn state_range(&self, state_slots: usize) -> Range<usize> {
-        let start = self.offset * state_slots;
-        start..start + self.elements as usize * state_slots
-    }
-
     fn encoded_range(&self) -> Range<usize> {
         let start = self.offset * 2;
         start..start + self.elements as usize * 2
+    }
+
+    fn extent(&self) -> Extent {
+        Extent { key: self.key, offset: self.first, elements: self.elements }
+    }
+
+    /// Ranges of the chunk's elements that are worked on one after the other.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let elements = self.elements as usize;
+        (0..elements).step_by(BLOCK_ELEMENTS).map(move |start| start..elements.min(start + BLOCK_ELEMENTS))
     }
 }
 
@@ -142,6 +168,7 @@ impl Layout {
                 let slot = Slot {
                     key: extent.key,
                     elements: extent.elements,
+                    first: extent.offset,
                     offset,
                     gradient: settings.gradient_codec(dtype),
                     parameter: dtype.codec(),
@@ -188,6 +215,8 @@ impl Shard {
             parked: (0..layout.parked_ranks)
                 .map(|rank| Buffer::zeroed(layout.elements, 3 + rank % 8))
                 .collect::<Result<_, _>>()?,
+            merged: vec![false; layout.slots.len()],
+            arenas: Arenas::new(plan.workers),
             encoded,
             outboxes: (0..plan.workers).map(|_| Outbox::new(slots, layout.payload_bytes_max)).collect(),
             dirty: ReadySet::new(plan.workers),
@@ -211,6 +240,20 @@ impl Shard {
     pub(crate) fn count_bytes(&mut self, received: usize, sent: usize) {
         self.counters.bytes_received += received as u64;
         self.counters.bytes_sent += sent as u64;
+    }
+
+    /// From now on `rank` exchanges through its arena.
+    pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) {
+        if self.arenas.attach(rank, arenas) {
+            for index in 0..self.slots.len() {
+                self.deliver(self.slots[index]);
+            }
+        }
+    }
+
+    /// Whether tensors to and from `rank` stay in an arena.
+    pub(crate) fn has_arena(&self, rank: u32) -> bool {
+        self.arenas.has(rank)
     }
 
     pub(crate) fn has_left(&self, rank: u32) -> bool {
@@ -249,7 +292,7 @@ impl Shard {
     }
 
     /// Does what a whole frame asks. The header has passed [`Shard::check`].
-    pub(crate) fn frame(&mut self, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn frame(&mut self, rank: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
         match header.operation {
             Operation::PushPull => self.contribute(rank, header, payload, Answer::Parameters),
             Operation::Push => self.contribute(rank, header, payload, Answer::Applied),
@@ -258,10 +301,13 @@ impl Shard {
                 let pulled = self.exchange.pull(index, rank, header.step);
                 pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
                 self.settle(index);
+                if self.arenas.has_targets() {
+                    self.deliver(slot);
+                }
                 self.exchange.stranded_at(index).map_err(Fault::Stranded)
             }
             Operation::Initialise => self.initialise(rank, header, payload),
-            Operation::Retune => self.retune(header.step, payload),
+            Operation::Retune => self.retune(header.step, payload.here()),
             Operation::Leave => self.leave(rank),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
             _ => Ok(()),
@@ -272,51 +318,71 @@ impl Shard {
         &mut self,
         rank: u32,
         header: &Header,
-        payload: &[u8],
+        payload: Payload<'_>,
         answer: Answer,
     ) -> Result<(), Fault> {
         let (index, slot) = self.slot(header.chunk)?;
         if self.plan.settings.reject_non_finite
-            && let Some(element) = finite::first_non_finite(payload, header.codec)
+            && let Some(element) = self.first_non_finite(rank, slot, payload)
         {
-            let offset = self.plan.map.extent(header.chunk).map_or(0, |extent| extent.offset);
-            return Err(Fault::NonFinite { key: self.key_name(slot.key), element: offset + element as u64 });
+            return Err(Fault::NonFinite {
+                key: self.key_name(slot.key),
+                element: slot.first + element as u64,
+            });
         }
         let arrival = self
             .exchange
             .push(index, rank, header.step, answer)
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
         self.counters.contributions += 1;
-        let aggregator = &*self.plan.aggregator;
-        match arrival.fold {
-            Fold::Park => {
-                let place = &mut self.parked[rank as usize - 1][slot.range()];
-                aggregator.assign(place, payload, header.codec);
-            }
-            Fold::Sum { first, parked } => {
-                let sum = &mut self.merge[slot.range()];
-                if first {
-                    aggregator.assign(sum, payload, header.codec);
-                } else {
-                    aggregator.add(sum, payload, header.codec);
-                }
-                for rank in parked {
-                    aggregator.add_f32(sum, &self.parked[rank as usize - 1][slot.range()]);
-                }
-            }
-        }
+        self.fold(index, slot, rank, payload, &arrival.fold);
         match arrival.update {
             Some(update) => {
-                self.optimise(index, slot, update);
+                // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
                 self.settle(index);
+                self.optimise(index, slot, rank, update);
                 Ok(())
             }
             None => self.exchange.stranded_at(index).map_err(Fault::Stranded),
         }
     }
 
-    /// Runs the optimizer on a chunk while its sum is in cache.
-    fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
+    /// Takes a contribution's payload where it must not stay. What lies in an arena stays there until the step is complete,
+    /// unless sums are made in rank order.
+    fn fold(&mut self, index: u32, slot: Slot, rank: u32, payload: Payload<'_>, fold: &Fold) {
+        let aggregator = &*self.plan.aggregator;
+        let sum = &mut self.merge[slot.range()];
+        match (fold, payload) {
+            (Fold::Park, Payload::InArena) => {}
+            (Fold::Park, Payload::Here(wire)) => {
+                aggregator.assign(&mut self.parked[rank as usize - 1][slot.range()], wire, slot.gradient);
+            }
+            (Fold::Sum { first, parked }, _) if self.plan.settings.reproducible => {
+                match payload {
+                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, slot.gradient),
+                    Payload::Here(wire) => aggregator.add(sum, wire, slot.gradient),
+                    Payload::InArena => add_from_arena(&self.arenas, rank, aggregator, slot, sum, *first),
+                }
+                for rank in parked.clone() {
+                    match self.arenas.has(rank) {
+                        true => add_from_arena(&self.arenas, rank, aggregator, slot, sum, false),
+                        false => aggregator.add_f32(sum, &self.parked[rank as usize - 1][slot.range()]),
+                    }
+                }
+            }
+            (Fold::Sum { .. }, Payload::InArena) => {}
+            (Fold::Sum { .. }, Payload::Here(wire)) => {
+                match std::mem::replace(&mut self.merged[index as usize], true) {
+                    false => aggregator.assign(sum, wire, slot.gradient),
+                    true => aggregator.add(sum, wire, slot.gradient),
+                }
+            }
+        }
+    }
+
+    /// Completes the sum with what lies in arenas, runs the optimizer and hands out the new parameters, block by block while
+    /// each is in cache (PHub section 3.2.2). `rank` brought the last contribution.
+    fn optimise(&mut self, index: u32, slot: Slot, rank: u32, update: Update) {
         self.spill(index, slot);
         self.newest_step = self.newest_step.max(update.step);
         let step = Step {
@@ -324,21 +390,79 @@ impl Shard {
             number: update.number,
             contributions: update.contributions,
         };
-        let state = &mut self.state[slot.state_range(self.state_slots)];
-        self.plan.optimizer.apply(&step, &mut self.model[slot.range()], &self.merge[slot.range()], state);
-        self.encode(slot);
+        let settings = &self.plan.settings;
+        let is_of_all = settings.consistency == Consistency::Synchronous;
+        let merged = std::mem::take(&mut self.merged[index as usize]) || settings.reproducible;
+        let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
+        let extent = slot.extent();
+        let mut total = [0.0_f32; BLOCK_ELEMENTS];
+        let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+        for block in slot.blocks() {
+            let at = slot.offset + block.start..slot.offset + block.end;
+            let sum = if merged { &mut self.merge[at.clone()] } else { &mut total[..block.len()] };
+            let wire = &mut wire[..block.len() * slot.gradient.bytes()];
+            let mut is_empty = !merged;
+            let in_arenas = self.arenas.ranks().filter(|&of| is_of_all || of == rank);
+            for rank in in_arenas.take_while(|_| !settings.reproducible) {
+                self.arenas.read_gradient(rank, &extent, block.start, slot.gradient, wire);
+                match std::mem::take(&mut is_empty) {
+                    true => aggregator.assign(sum, wire, slot.gradient),
+                    false => aggregator.add(sum, wire, slot.gradient),
+                }
+            }
+            let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
+            optimizer.apply(&step, &mut self.model[at.clone()], sum, state);
+            let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
+            self.arenas.hand_out(&extent, block.start, slot.parameter, parameters);
+        }
+        self.arenas.forget_targets();
         self.counters.updates += 1;
     }
 
-    fn initialise(&mut self, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+    fn initialise(&mut self, rank: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
         let (index, slot) = self.slot(header.chunk)?;
         self.exchange
             .initialise(index, rank, header.step)
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
-        convert::decode(payload, &mut self.model[slot.range()], header.codec);
-        self.encode(slot);
+        let model = &mut self.model[slot.range()];
+        match payload {
+            Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
+            Payload::InArena => {
+                let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+                for block in slot.blocks() {
+                    let wire = &mut wire[..block.len() * slot.parameter.bytes()];
+                    self.arenas.read_parameters(rank, &slot.extent(), block.start, slot.parameter, wire);
+                    convert::decode(wire, &mut model[block], slot.parameter);
+                }
+            }
+        }
         self.settle(index);
+        self.deliver(slot);
         Ok(())
+    }
+
+    /// Hands the chunk's parameters out as they are.
+    fn deliver(&mut self, slot: Slot) {
+        for block in slot.blocks() {
+            let at = slot.offset + block.start..slot.offset + block.end;
+            let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
+            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters);
+        }
+        self.arenas.forget_targets();
+    }
+
+    fn first_non_finite(&self, rank: u32, slot: Slot, payload: Payload<'_>) -> Option<usize> {
+        match payload {
+            Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
+            Payload::InArena => {
+                let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+                slot.blocks().find_map(|block| {
+                    let wire = &mut wire[..block.len() * slot.gradient.bytes()];
+                    self.arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
+                    finite::first_non_finite(wire, slot.gradient).map(|element| block.start + element)
+                })
+            }
+        }
     }
 
     fn retune(&mut self, first_step: u32, payload: &[u8]) -> Result<(), Fault> {
@@ -356,18 +480,29 @@ impl Shard {
     fn leave(&mut self, rank: u32) -> Result<(), Fault> {
         self.left[rank as usize] = true;
         let (outboxes, dirty) = (&mut self.outboxes, &mut self.dirty);
+        let mut answers = Vec::new();
         let freed = |slot: u32, rank: u32, answer: Answer| {
             outboxes[rank as usize].owe(slot, answer);
             dirty.insert(rank);
+            answers.push((slot, rank, answer));
         };
-        self.exchange.leave(rank, freed).map_err(Fault::Stranded)
+        let left = self.exchange.leave(rank, freed).map_err(Fault::Stranded);
+        for (slot, rank, answer) in answers {
+            self.arenas.aim(rank, answer);
+            if self.arenas.has_targets() {
+                self.deliver(self.slots[slot as usize]);
+            }
+        }
+        left
     }
 
+    /// Owes every answer that is due, and notes the ranks in whose arenas parameters must be before theirs leaves.
     fn settle(&mut self, index: u32) {
-        let (outboxes, dirty) = (&mut self.outboxes, &mut self.dirty);
+        let (outboxes, dirty, arenas) = (&mut self.outboxes, &mut self.dirty, &mut self.arenas);
         self.exchange.settle(index, |rank, answer| {
             outboxes[rank as usize].owe(index, answer);
             dirty.insert(rank);
+            arenas.aim(rank, answer);
         });
     }
 
@@ -396,16 +531,6 @@ impl Shard {
         }
     }
 
-    fn encode(&mut self, slot: Slot) {
-        if slot.parameter != Codec::F32 {
-            convert::encode(
-                &self.model[slot.range()],
-                &mut self.encoded[slot.encoded_range()],
-                slot.parameter,
-            );
-        }
-    }
-
     /// The chunk's parameters as they travel.
     fn payload(&self, slot: Slot) -> &[u8] {
         match slot.parameter {
@@ -424,10 +549,9 @@ impl Shard {
             Answer::Parameters => {
                 let payload = self.payload(slot);
                 let length = payload.len() as u32;
-                (
-                    Header { operation: Operation::Parameters, codec: slot.parameter, chunk, step, length },
-                    payload,
-                )
+                let header =
+                    Header { operation: Operation::Parameters, codec: slot.parameter, chunk, step, length };
+                (header, if self.has_arena(rank) { &[] } else { payload })
             }
         }
     }
@@ -474,7 +598,50 @@ impl Shard {
         self.state = Buffer::default();
         self.parked = Vec::new();
         self.encoded = Vec::new();
+        self.arenas = Arenas::new(self.plan.workers);
         self.counters.memory_bytes = 0;
+    }
+}
+
+impl<'a> Payload<'a> {
+    /// Of a frame that carries no tensor.
+    fn here(self) -> &'a [u8] {
+        match self {
+            Payload::Here(bytes) => bytes,
+            Payload::InArena => unreachable!("only tensors lie in arenas"),
+        }
+    }
+}
+
+/// The parameters of a block as they travel; `at` is where it lies in the shard's arrays.
+fn encode<'a>(model: &'a [f32], encoded: &'a mut [u8], at: Range<usize>, codec: Codec) -> &'a [u8] {
+    match codec {
+        Codec::F32 => bytemuck::cast_slice(model),
+        _ => {
+            let wire = &mut encoded[at.start * 2..at.end * 2];
+            convert::encode(model, wire, codec);
+            wire
+        }
+    }
+}
+
+/// Adds the contribution that lies in the arena of `rank` to `sum`, or begins it where it is the `first`.
+fn add_from_arena(
+    arenas: &Arenas,
+    rank: u32,
+    aggregator: &dyn Aggregator,
+    slot: Slot,
+    sum: &mut [f32],
+    first: bool,
+) {
+    let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+    for block in slot.blocks() {
+        let wire = &mut wire[..block.len() * slot.gradient.bytes()];
+        arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
+        match first {
+            true => aggregator.assign(&mut sum[block], wire, slot.gradient),
+            false => aggregator.add(&mut sum[block], wire, slot.gradient),
+        }
     }
 }
 

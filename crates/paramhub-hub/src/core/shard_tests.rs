@@ -18,7 +18,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
     let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let hubs = [HubShape { interfaces: vec![interface] }];
+    let hubs = [HubShape { interfaces: vec![interface], local: None }];
     let placement = Placement::new(&settings.keys, &map, &hubs).unwrap();
     let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
     let plan = ShardPlan {
@@ -48,7 +48,7 @@ fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header
 /// Checks and takes a frame, as a lane would.
 fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
     shard.check(rank, header)?;
-    shard.frame(rank, header, payload)
+    shard.frame(rank, header, Payload::Here(payload))
 }
 
 fn push_pull(shard: &mut Shard, rank: u32, chunk: u32, step: u32, values: &[f32]) -> Result<(), Fault> {
@@ -208,7 +208,7 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
     assert!(refused.contains("key `conv` whose element 259 is not finite"), "{refused}");
     assert_eq!(shard.counters().contributions, 0);
     push_pull(&mut shard, 1, 2, 0, &[1.0; 5]).unwrap();
-    shard.frame(1, &Header::bare(Operation::Leave), &[]).unwrap();
+    shard.frame(1, &Header::bare(Operation::Leave), Payload::Here(&[])).unwrap();
     assert!(fault(&mut shard, header(Operation::Push, 2, 1, &five), &five).contains("after it had left"));
     push_pull(&mut shard, 0, 2, 0, &[1.0; 5]).unwrap();
     answer(&mut shard, 0);
@@ -258,7 +258,8 @@ fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let placement =
-        Placement::new(&settings.keys, &map, &[HubShape { interfaces: vec![interface] }]).unwrap();
+        Placement::new(&settings.keys, &map, &[HubShape { interfaces: vec![interface], local: None }])
+            .unwrap();
     let registry = Registry::with_builtins();
     let plan = ShardPlan {
         optimizer: registry.optimizer("adam").unwrap(),
@@ -271,7 +272,7 @@ fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
     let last = layout.slots.iter().max_by_key(|slot| slot.offset).unwrap();
     assert!(last.offset >= 1_500_000_000, "{last:?}");
     assert!(
-        last.state_range(2).start > u32::MAX as usize / 2 && last.state_range(2).end <= layout.elements * 2
+        last.encoded_range().start > u32::MAX as usize / 2 && last.encoded_range().end <= layout.elements * 2
     );
     // Model, merge and Adam's two slots: 24 GB.
     assert!(memory_bytes(&plan) > 24_000_000_000);

@@ -6,6 +6,7 @@ use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
+use paramhub_core::settings::Settings;
 use paramhub_kernels::Registry;
 
 use crate::core::{ShardPlan, memory_bytes};
@@ -18,6 +19,9 @@ pub(crate) struct Job {
     pub(super) workers: u32,
     pub(super) rendezvous: Duration,
     pub(super) dead_after: Duration,
+    pub(super) settings: Arc<Settings>,
+    /// Of the job, this one included.
+    pub(super) hubs: usize,
     pub(super) placement: Arc<Placement>,
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
@@ -100,6 +104,8 @@ impl Job {
             dead_after,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             state: State::Opening { routes: routes.len() },
+            settings,
+            hubs: plan.hubs.len(),
             placement,
             routes,
             missing_bytes: None,

@@ -31,7 +31,7 @@ fn call(rank: u32, number: u8) -> ConnectService {
 fn hubs(count: u32) -> Vec<(u32, HubShape)> {
     let shape = |hub: u32| {
         let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
-        (hub, HubShape { interfaces: vec![interface] })
+        (hub, HubShape { interfaces: vec![interface], local: None })
     };
     (0..count).map(shape).collect()
 }

@@ -31,7 +31,7 @@ fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
     let now = Now::read();
     let mut world = World::new(Vec::new(), 8, 8, now);
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let shape = HubShape { interfaces: vec![interface] };
+    let shape = HubShape { interfaces: vec![interface], local: None };
     let hub = world.register_hub(shape, "token".into(), now).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };

@@ -13,8 +13,10 @@ mod passing;
 mod ring;
 mod segment;
 mod stream;
+mod tensor;
 
 pub use passing::{receive_segments, send_segments};
 pub use ring::RING_BYTES_DEFAULT;
 pub use segment::Segment;
-pub use stream::{ShmStream, rings_bytes};
+pub use stream::{ShmStream, create_rings, rings_bytes};
+pub use tensor::{Arena, SharedTensor, Tensor};

@@ -34,6 +34,11 @@ pub(super) const fn ring_bytes(capacity: usize) -> usize {
     BYTES + capacity
 }
 
+/// Prepares a ring in a new segment: its reader sleeps, and so hears of the first byte whenever it comes to listen.
+pub(super) fn prepare(segment: &Segment, base: usize) {
+    segment.flag(base + READER_SLEEPS).store(1, Release);
+}
+
 /// Where a ring lies.
 #[derive(Debug)]
 struct Place {

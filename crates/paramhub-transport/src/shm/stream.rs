@@ -8,7 +8,7 @@ use paramhub_core::wire::{Direction, HEADER_BYTES};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
-use super::ring::{Reader, Writer, ring_bytes};
+use super::ring::{Reader, Writer, prepare, ring_bytes};
 use super::segment::Segment;
 use crate::assembly::Assembly;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
@@ -20,6 +20,16 @@ const AHEAD_BYTES: usize = 8 * HEADER_BYTES;
 /// Bytes of the segment that holds both rings of a stream, `capacity` bytes each, a power of two.
 pub const fn rings_bytes(capacity: usize) -> usize {
     2 * ring_bytes(capacity)
+}
+
+/// A new segment with both rings of a stream, for one side to make and the other to
+/// [`adopt`](Segment::adopt).
+pub fn create_rings(capacity: usize) -> io::Result<Segment> {
+    let rings = Segment::create("paramhub-rings", rings_bytes(capacity))?;
+    for base in [0, ring_bytes(capacity)] {
+        prepare(&rings, base);
+    }
+    Ok(rings)
 }
 
 /// A [`Stream`] between processes of one host.
@@ -56,8 +66,8 @@ enum HungUp {
 }
 
 impl ShmStream {
-    /// Takes a connected Unix socket, over which nothing else will be said, and the rings' segment of
-    /// [`rings_bytes`]`(capacity)` bytes. The worker's ring comes first in it.
+    /// Takes a connected Unix socket, over which nothing else will be said, and the rings that one side has
+    /// [created](create_rings). The worker's ring comes first in them.
     ///
     /// `direction` is that of the frames received, `frame_bytes_max` bounds their tensor payload, as for
     /// [`TcpStream::new`](crate::TcpStream::new).
@@ -141,7 +151,8 @@ impl ShmStream {
                 reader.read(slices).map_err(|error| ReceiveError::Stream(StreamError::Io(error)))
             })?;
             if filled.bytes == 0 {
-                if hung_up == Some(HungUp::Reset) {
+                // One that has ended may leave bells unheard.
+                if hung_up == Some(HungUp::Reset) && !ended {
                     return Err(StreamError::Closed { reset: true }.into());
                 }
                 if ended || hung_up.is_some() {

@@ -50,6 +50,7 @@ impl Hub {
             workers: 2,
             incarnation: Incarnation([2; 16]),
             hubs: vec![HubShape {
+                local: None,
                 interfaces: vec![InterfaceShape { address: self.address.clone(), cores, weight: 1 }],
             }],
             settings,

@@ -10,7 +10,7 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
-use paramhub_worker::{Job, Member, Membership, WorkerError};
+use paramhub_worker::{Job, Member, Membership, Options, WorkerError};
 
 /// Longest any wait of these tests may take before it counts as a hang.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -107,7 +107,9 @@ impl Ticket {
     }
 
     pub(crate) fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
-        Member::connect(self.membership(rank))?.init(settings)
+        let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+        Member::connect_with(self.membership(rank), Options { transport, ..Default::default() })?
+            .init(settings)
     }
 
     /// Runs `work` as every rank at once and returns what each made of it, by rank. A rank whose work returns leaves.

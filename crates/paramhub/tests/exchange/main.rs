@@ -1,4 +1,5 @@
 //! Workers, a hub and a manager over real sockets in one process: what is exchanged is right, and what is wrong is said.
+//! `shm.rs` and `mixed.rs` run the same over shared memory, and with every other rank over it.
 
 mod bad_frames;
 mod cluster;
@@ -9,3 +10,8 @@ mod raw;
 mod reproducible;
 mod streams;
 mod tenants;
+
+use paramhub_worker::Transport;
+
+/// Rank r exchanges over the one at r modulo their number.
+const TRANSPORTS: &[Transport] = &[Transport::Tcp];

@@ -39,6 +39,7 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
         incarnation: Incarnation([rank as u8 + 1; 16]),
         placement: *placement.hash().as_bytes(),
         challenge: [7; CHALLENGE_BYTES],
+        shares_parameters: false,
     }
 }
 

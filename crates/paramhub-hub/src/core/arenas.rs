@@ -1,0 +1,110 @@
+//! The tensors of ranks on this host, where both sides can reach them.
+
+use paramhub_core::chunk::Extent;
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::Answer;
+
+use crate::local::{CommonParameters, RankArenas};
+
+/// The arenas of one job's ranks, as one route sees them.
+#[derive(Debug)]
+pub(crate) struct Arenas {
+    of_rank: Vec<Option<RankArenas>>,
+    /// Ranks that have one, ascending.
+    ranks: Vec<u32>,
+    /// Where ranks of this host read parameters in common, if any does.
+    common: Option<CommonParameters>,
+    /// Ranks in whose own arenas the parameters at hand belong; empty between frames.
+    targets: Vec<u32>,
+}
+
+impl Arenas {
+    pub(crate) fn new(workers: u32) -> Self {
+        let of_rank = (0..workers).map(|_| None).collect();
+        let (ranks, targets) = (Vec::new(), Vec::with_capacity(workers as usize));
+        Arenas { of_rank, ranks, common: None, targets }
+    }
+
+    /// From now on `rank` exchanges through these; `true` if they are the first that share parameters.
+    pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) -> bool {
+        let is_first = self.common.is_none() && arenas.common.is_some();
+        if is_first {
+            self.common.clone_from(&arenas.common);
+        }
+        self.of_rank[rank as usize] = Some(arenas);
+        self.ranks.insert(self.ranks.partition_point(|&other| other < rank), rank);
+        is_first
+    }
+
+    /// Whether tensors to and from `rank` stay in an arena.
+    pub(crate) fn has(&self, rank: u32) -> bool {
+        self.of_rank[rank as usize].is_some()
+    }
+
+    /// Ranks that have one, ascending.
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.ranks.iter().copied()
+    }
+
+    /// Notes that the parameters at hand are to be written to the arena of `rank`, if they answer it and it reads them
+    /// there.
+    pub(crate) fn aim(&mut self, rank: u32, answer: Answer) {
+        let own = self.of_rank[rank as usize].as_ref().filter(|arenas| arenas.common.is_none());
+        if answer == Answer::Parameters && own.is_some() {
+            self.targets.push(rank);
+        }
+    }
+
+    /// Whether any rank was aimed at.
+    pub(crate) fn has_targets(&self) -> bool {
+        !self.targets.is_empty()
+    }
+
+    /// The parameters at hand are where they belong.
+    pub(crate) fn forget_targets(&mut self) {
+        self.targets.clear();
+    }
+
+    /// Copies a piece of a chunk of the gradient of `rank`, from its element `first` on.
+    pub(crate) fn read_gradient(
+        &self,
+        rank: u32,
+        extent: &Extent,
+        first: usize,
+        codec: Codec,
+        wire: &mut [u8],
+    ) {
+        let arenas = self.of(rank);
+        arenas.own.read(arenas.layout.gradient_chunk(extent) + first * codec.bytes(), wire);
+    }
+
+    /// Copies a piece of a chunk of the parameters that `rank` has put into its arena, from its element `first` on.
+    pub(crate) fn read_parameters(
+        &self,
+        rank: u32,
+        extent: &Extent,
+        first: usize,
+        codec: Codec,
+        wire: &mut [u8],
+    ) {
+        let arenas = self.of(rank);
+        arenas.own.read(arenas.layout.parameters_chunk(extent) + first * codec.bytes(), wire);
+    }
+
+    /// Writes a piece of a chunk of the parameters, from its element `first` on, to every rank aimed at and to the common
+    /// place.
+    pub(crate) fn hand_out(&self, extent: &Extent, first: usize, codec: Codec, wire: &[u8]) {
+        let at = first * codec.bytes();
+        for &rank in &self.targets {
+            let arenas = self.of(rank);
+            arenas.own.stream(arenas.layout.parameters_chunk(extent) + at, wire);
+        }
+        if let Some(common) = &self.common {
+            common.segment.stream(common.layout.parameters_chunk(extent) + at, wire);
+        }
+    }
+
+    fn of(&self, rank: u32) -> &RankArenas {
+        self.of_rank[rank as usize].as_ref().expect("what lies in an arena has one")
+    }
+}

@@ -1,0 +1,228 @@
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::wire::{
+    CHALLENGE_BYTES, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
+};
+use paramhub_transport::shm::{receive_segments, send_segments};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown};
+use tracing::warn;
+
+use crate::directory::{Admitted, Directory, Origin};
+
+/// How long a refused connection may take to read why.
+const FAREWELL: Duration = Duration::from_secs(1);
+/// Descriptors a guest may bring; what else it sends is closed.
+const DESCRIPTORS_MAX: usize = 4;
+
+/// A connection that has not proven itself.
+pub(super) struct Guest {
+    pub(super) socket: OwnedFd,
+    pub(super) by: CameBy,
+    pub(super) deadline: Instant,
+    inbox: Vec<u8>,
+    outbox: Vec<u8>,
+    stage: Stage,
+}
+
+/// How a guest came in.
+pub(super) enum CameBy {
+    /// From an address, by a listener that is these interfaces.
+    Interfaces(SocketAddr, Range<u16>),
+    /// From a process of this host, with the descriptors it has brought so far.
+    Local(Vec<OwnedFd>),
+}
+
+impl fmt::Display for CameBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CameBy::Interfaces(from, _) => from.fmt(f),
+            CameBy::Local(_) => f.write_str("a process of this host"),
+        }
+    }
+}
+
+enum Stage {
+    Hello,
+    Proof {
+        hello: Hello,
+        challenge: [u8; CHALLENGE_BYTES],
+    },
+    /// The welcome is on its way.
+    Welcome(Hello, Option<Admitted>),
+    /// The refusal is on its way; then our side closes and the guest may read it in peace.
+    Refusal {
+        closed: bool,
+    },
+}
+
+/// What to do with a guest next.
+pub(super) enum Next {
+    Wait,
+    Leave,
+    Admit(Hello, Admitted),
+}
+
+impl Guest {
+    pub(super) fn new(socket: OwnedFd, by: CameBy, deadline: Instant) -> Guest {
+        let (inbox, outbox) = (Vec::with_capacity(HELLO_BYTES), Vec::new());
+        Guest { socket, by, deadline, inbox, outbox, stage: Stage::Hello }
+    }
+
+    pub(super) fn has_said_all(&self) -> bool {
+        self.outbox.is_empty()
+    }
+
+    /// Reads and answers as far as it goes without waiting.
+    pub(super) fn attend(&mut self, directory: &Directory) -> io::Result<Next> {
+        loop {
+            match self.speak() {
+                Ok(true) => {}
+                Ok(false) => return Ok(Next::Wait),
+                // It has its place, and the others count on it: its core finds the stream broken and says whose it was.
+                Err(_) if matches!(self.stage, Stage::Welcome(..)) => {}
+                Err(error) => return Err(error),
+            }
+            match &mut self.stage {
+                Stage::Welcome(hello, admitted) => {
+                    let admitted = admitted.take().expect("a guest is admitted once");
+                    return Ok(Next::Admit(*hello, admitted));
+                }
+                Stage::Refusal { closed } => {
+                    if !std::mem::replace(closed, true) {
+                        rustix::net::shutdown(&self.socket, Shutdown::Write)?;
+                    }
+                    return self.hear_out();
+                }
+                Stage::Hello | Stage::Proof { .. } => {}
+            }
+            let wanted = if matches!(self.stage, Stage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
+            if !self.listen(wanted)? {
+                return Ok(Next::Wait);
+            }
+            let heard = std::mem::take(&mut self.inbox);
+            self.answer(&heard, directory)?;
+        }
+    }
+
+    /// Sends what is to be sent; `true` when nothing is left.
+    fn speak(&mut self) -> io::Result<bool> {
+        if let Stage::Welcome(_, Some(Admitted { memory: Some(memory), .. })) = &self.stage
+            && let Some(common) = memory.common_descriptor()
+            && !self.outbox.is_empty()
+        {
+            send_segments(&self.socket, &self.outbox, &[common])?;
+            self.outbox.clear();
+        }
+        while !self.outbox.is_empty() {
+            match rustix::net::send(&self.socket, &self.outbox, SendFlags::NOSIGNAL) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => {
+                    self.outbox.drain(..written);
+                }
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads up to `wanted` bytes, not one more: what follows them belongs to the core. `true` when they are here.
+    fn listen(&mut self, wanted: usize) -> io::Result<bool> {
+        let mut buffer = [0; HELLO_BYTES];
+        while self.inbox.len() < wanted {
+            match self.read(&mut buffer[..wanted - self.inbox.len()]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => self.inbox.extend_from_slice(&buffer[..read]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match &mut self.by {
+            CameBy::Interfaces(..) => Ok(rustix::io::read(&self.socket, buffer)?),
+            CameBy::Local(brought) => {
+                let (read, descriptors) = receive_segments(self.socket.as_fd(), buffer)?;
+                let room = DESCRIPTORS_MAX - brought.len();
+                brought.extend(descriptors.into_iter().take(room));
+                Ok(read)
+            }
+        }
+    }
+
+    /// Reads what a refused guest still says, so that closing does not reset the connection over an unread refusal.
+    fn hear_out(&mut self) -> io::Result<Next> {
+        let mut ignored = [0; 4096];
+        for _ in 0..16 {
+            match self.read(&mut ignored) {
+                Ok(0) => return Ok(Next::Leave),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Next::Wait),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Next::Wait)
+    }
+
+    fn answer(&mut self, heard: &[u8], directory: &Directory) -> io::Result<()> {
+        match &self.stage {
+            Stage::Hello => match Hello::decode(heard.try_into().expect("as many bytes as were wanted")) {
+                Ok(hello) => {
+                    let mut challenge = [0; CHALLENGE_BYTES];
+                    getrandom::fill(&mut challenge).map_err(io::Error::other)?;
+                    self.outbox.extend_from_slice(&challenge);
+                    self.stage = Stage::Proof { hello, challenge };
+                }
+                Err(error) => {
+                    // Where a verdict is looked for: behind a challenge.
+                    self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+                    self.refuse(Refusal::Protocol, error.to_string());
+                }
+            },
+            Stage::Proof { hello, challenge } => {
+                let hello = *hello;
+                // An unknown job is checked against a nonce nobody has, so that it takes as long as a known one.
+                let nonce = directory.nonce(hello.namespace);
+                let (worker, hub) = stream_proofs(&nonce.unwrap_or(Nonce([0; 32])), &hello, challenge);
+                let given = Proof(heard.try_into().expect("as many bytes as were wanted"));
+                if !given.matches(&worker) || nonce.is_none() {
+                    let message = "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
+                    self.refuse(Refusal::WrongNonce, message.to_string());
+                    return Ok(());
+                }
+                let origin = match &mut self.by {
+                    CameBy::Interfaces(_, interfaces) => Origin::Interfaces(interfaces.clone()),
+                    CameBy::Local(brought) => Origin::Local(std::mem::take(brought)),
+                };
+                match directory.admit(&hello, origin) {
+                    Ok(admitted) => {
+                        self.outbox.extend_from_slice(&Verdict::Welcome { proof: hub }.encode());
+                        self.stage = Stage::Welcome(hello, Some(admitted));
+                    }
+                    Err((refusal, message)) => self.refuse(refusal, message),
+                }
+            }
+            Stage::Welcome(..) | Stage::Refusal { .. } => unreachable!("nothing is asked after the verdict"),
+        }
+        Ok(())
+    }
+
+    fn refuse(&mut self, refusal: Refusal, message: String) {
+        warn!("turned {} away: {message}", self.by);
+        self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
+        self.stage = Stage::Refusal { closed: false };
+        self.deadline = self.deadline.min(Instant::now() + FAREWELL);
+    }
+}

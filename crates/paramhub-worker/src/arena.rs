@@ -1,0 +1,56 @@
+//! The memory a worker shares with the hubs of its host.
+
+use std::sync::Arc;
+
+use paramhub_core::arena::ArenaLayout;
+use paramhub_core::chunk::Extent;
+use paramhub_core::wire::{Header, Operation};
+use paramhub_transport::shm::{Arena, Segment, SharedTensor, Tensor};
+
+/// A worker's arena and, where its hub keeps parameters for all workers of the host, a view of those.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkerArena {
+    pub(crate) own: Arena,
+    pub(crate) layout: Arc<ArenaLayout>,
+    pub(crate) common: Option<(Arc<Segment>, Arc<ArenaLayout>)>,
+}
+
+impl WorkerArena {
+    /// Puts a chunk where the hub looks for it, unless it lies there already.
+    pub(crate) fn put(&self, header: &Header, extent: &Extent, source: &[u8]) {
+        let place = match header.operation {
+            Operation::Initialise => self.layout.parameters_chunk(extent),
+            _ => self.layout.gradient_chunk(extent),
+        };
+        if source.as_ptr() != self.own.segment().pointer(place) {
+            self.own.segment().write(place, source);
+        }
+    }
+
+    /// Takes a chunk of parameters from where the hub has put it, unless it is to stay there.
+    pub(crate) fn take(&self, extent: &Extent, target: &mut [u8]) {
+        if let Some((segment, layout)) = &self.common {
+            return segment.read(layout.parameters_chunk(extent), target);
+        }
+        let place = self.layout.parameters_chunk(extent);
+        if target.as_ptr() != self.own.segment().pointer(place) {
+            self.own.segment().read(place, target);
+        }
+    }
+
+    /// Memory for a key's gradient; `None` if it is somebody's.
+    pub(crate) fn gradient(&self, key: u32) -> Option<Tensor> {
+        self.own.take(self.layout.gradient(key))
+    }
+
+    /// Memory for a key's parameters; `None` if it is somebody's.
+    pub(crate) fn parameters(&self, key: u32) -> Option<Tensor> {
+        self.own.take(self.layout.parameters(key))
+    }
+
+    /// A key's parameters as all workers of the host see them.
+    pub(crate) fn shared_parameters(&self, key: u32) -> Option<SharedTensor> {
+        let (segment, layout) = self.common.as_ref()?;
+        Some(SharedTensor::new(segment.clone(), layout.parameters(key)))
+    }
+}

@@ -1,0 +1,14 @@
+//! What is exchanged with every other rank over shared memory is as right as over TCP, and what is wrong is said.
+
+mod cluster;
+mod consistency;
+mod numerics;
+mod offences;
+mod raw;
+mod reproducible;
+mod streams;
+mod tenants;
+
+use paramhub_worker::Transport;
+
+const TRANSPORTS: &[Transport] = &[Transport::Tcp, Transport::Shm];
