@@ -2,10 +2,12 @@ use paramhub_core::codec::Codec;
 
 use crate::convert::{assert_holds, decode};
 use crate::dispatch::Isa;
+use crate::shared::{self, Floats};
 use crate::sum;
 
-/// Values decoded at a time by the default wire forms; one tile lies on the stack.
-const TILE_ELEMENTS: usize = 256;
+/// Values decoded at a time by the default wire forms, and the most that [`Aggregator::gather`] is given; one tile lies on
+/// the stack.
+pub const TILE_ELEMENTS: usize = 256;
 
 /// How the contributions to a chunk combine (PHub section 3.2.2).
 ///
@@ -28,6 +30,22 @@ pub trait Aggregator: Send + Sync {
     /// `sum` after the first contribution, given as `sum.len()` little-endian elements at any alignment.
     fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
         by_tiles(sum, wire, codec, |sum, contribution| self.assign_f32(sum, contribution));
+    }
+
+    /// `sum` after all of `sources`, f32 contributions that other processes may overwrite meanwhile, in order; it `adds` them
+    /// to what is there or begins with them. By default a private copy of each goes through
+    /// [`assign_f32`](Self::assign_f32) and [`add_f32`](Self::add_f32).
+    fn gather(&self, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+        let mut copy = [0.0; TILE_ELEMENTS];
+        assert!(sum.len() <= TILE_ELEMENTS, "contributions in shared memory are summed tile by tile");
+        for (number, source) in sources.iter().enumerate() {
+            let contribution = &mut copy[..sum.len()];
+            source.read(contribution);
+            match number == 0 && !adds {
+                true => self.assign_f32(sum, contribution),
+                false => self.add_f32(sum, contribution),
+            }
+        }
     }
 
     /// `sum` after one more contribution, given as `sum.len()` little-endian elements at any alignment.
@@ -71,6 +89,10 @@ impl Aggregator for Sum {
 
     fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
         sum::add_with(self.isa, sum, wire, codec);
+    }
+
+    fn gather(&self, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+        shared::gather(sum, adds, sources);
     }
 }
 

@@ -52,7 +52,7 @@ mod registry;
 pub mod shared;
 pub mod sum;
 
-pub use aggregate::{Aggregator, Sum};
+pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::Isa;
 pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step};
 pub use registry::{Registry, RegistryError};

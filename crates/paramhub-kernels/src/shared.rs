@@ -9,6 +9,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use crate::dispatch::Body;
+use std::marker::PhantomData;
+
 use crate::dispatch::Isa;
 
 /// Bytes moved by one turn of a loop; targets are brought to a multiple of it first.
@@ -51,6 +53,82 @@ pub unsafe fn stream_out(source: &[u8], target: *mut u8) {
     unsafe { stream(middle.0, middle.1, middle.2) };
     // SAFETY: as above.
     unsafe { copy_volatile(last.0, last.1, last.2) };
+}
+
+/// Little-endian f32 elements, at any alignment, that another process may write meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub struct Floats<'a> {
+    start: *const u8,
+    len: usize,
+    memory: PhantomData<&'a ()>,
+}
+
+impl Floats<'_> {
+    /// No elements.
+    pub const NONE: Self = Floats { start: std::ptr::null(), len: 0, memory: PhantomData };
+
+    /// # Safety
+    /// `start` is valid for reads of `len` elements, mapped for as long as the value lives, and no reference of this
+    /// process to them allows writing. That they may change meanwhile is allowed for.
+    pub unsafe fn new(start: *const u8, len: usize) -> Self {
+        Floats { start, len, memory: PhantomData }
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies the elements.
+    ///
+    /// # Panics
+    /// If `target` is not as long.
+    pub fn read(&self, target: &mut [f32]) {
+        assert_eq!(target.len(), self.len, "a copy is as long as what is copied");
+        // SAFETY: `new`'s caller vouches for the source; `target` is borrowed exclusively, and so lies elsewhere.
+        unsafe { copy(self.start, target.as_mut_ptr().cast(), size_of_val(target)) };
+    }
+}
+
+/// `sum[i] = sources[0][i] + sources[1][i] + ...`, or `sum[i] + sources[0][i] + ...` where it `adds`: every contribution to a
+/// chunk in one pass, each added in order and rounded on its own, so that the bits are those of adding one after the other.
+///
+/// # Panics
+/// If a source is not as long as the sum, or nothing is added up.
+pub fn gather(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+    assert!(adds || !sources.is_empty(), "a sum needs a contribution");
+    assert!(sources.iter().all(|source| source.len == sum.len()), "contributions are as long as their sum");
+    match Isa::best().body() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the set was detected; every source is as long as the sum and valid while borrowed.
+        Body::Avx512 => unsafe { x86::gather_avx512(sum, adds, sources) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Body::Avx2 => unsafe { x86::gather_avx2(sum, adds, sources) },
+        _ => gather_from(0, sum, adds, sources),
+    }
+}
+
+/// [`gather`] of the elements from `first` on, tile by tile.
+fn gather_from(first: usize, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+    let mut tile = [0.0; 256];
+    for start in (first..sum.len()).step_by(tile.len()) {
+        let end = sum.len().min(start + tile.len());
+        for (number, source) in sources.iter().enumerate() {
+            let tile = &mut tile[..end - start];
+            let from = source.start.wrapping_add(start * size_of::<f32>());
+            // SAFETY: `start..end` lies within the source, which is as long as the sum.
+            unsafe { copy(from, tile.as_mut_ptr().cast(), size_of_val(tile)) };
+            for (total, value) in sum[start..end].iter_mut().zip(tile) {
+                *total = if number == 0 && !adds { *value } else { *total + *value };
+            }
+        }
+    }
 }
 
 /// Orders every [`stream_out`] of this thread before whatever it writes next: streaming stores overtake ordinary ones, even
@@ -122,7 +200,7 @@ unsafe fn copy_volatile(source: *const u8, target: *mut u8, length: usize) {
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LINE_BYTES, copy_volatile};
+    use super::{Floats, LINE_BYTES, copy_volatile, gather_from};
 
     /// One copy loop: load and store whole vectors, the rest byte by byte.
     macro_rules! copy {
@@ -190,6 +268,58 @@ mod x86 {
         _mm256_stream_si256
     );
     copy!(stream_sse2, __m128i, _mm_loadu_si128, _mm_stream_si128);
+
+    /// One sum loop: eight vectors of the sum stay in registers while every source is added to them.
+    macro_rules! gather {
+        ($(#[$attribute:meta])* $name:ident, $vector:ty, $load:ident, $store:ident, $add:ident) => {
+            $(#[$attribute])*
+            /// # Safety
+            /// The CPU has the set; every source is as long as the sum.
+            pub(super) unsafe fn $name(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+                const LANES: usize = size_of::<$vector>() / size_of::<f32>();
+                const VECTORS: usize = 8;
+                let mut at = 0;
+                while at + VECTORS * LANES <= sum.len() {
+                    let into = sum[at..at + VECTORS * LANES].as_mut_ptr();
+                    let of = |start: *const u8| {
+                        let from = start.cast::<f32>().wrapping_add(at);
+                        std::array::from_fn::<$vector, VECTORS, _>(|i| {
+                            // SAFETY: within the sum, and so within a source as long; loads need no alignment.
+                            unsafe { $load(from.wrapping_add(i * LANES)) }
+                        })
+                    };
+                    let mut total = of(if adds { sum.as_ptr().cast() } else { sources[0].start });
+                    for source in &sources[usize::from(!adds)..] {
+                        let next = of(source.start);
+                        total = std::array::from_fn(|i| $add(total[i], next[i]));
+                    }
+                    for (i, vector) in total.into_iter().enumerate() {
+                        // SAFETY: within the slice `into` was made of; stores need no alignment.
+                        unsafe { $store(into.wrapping_add(i * LANES), vector) };
+                    }
+                    at += VECTORS * LANES;
+                }
+                gather_from(at, sum, adds, sources);
+            }
+        };
+    }
+
+    gather!(
+        #[target_feature(enable = "avx512f")]
+        gather_avx512,
+        __m512,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        _mm512_add_ps
+    );
+    gather!(
+        #[target_feature(enable = "avx2")]
+        gather_avx2,
+        __m256,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        _mm256_add_ps
+    );
 }
 
 #[cfg(test)]
@@ -213,6 +343,49 @@ mod tests {
                     assert_eq!(back[..length], source[shift..shift + length]);
                     assert!(there[..shift].iter().chain(&there[shift + length..]).all(|&byte| byte == 0xee));
                     assert!(back[length..].iter().all(|&byte| byte == 0xee));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_pass_makes_the_bits_of_adding_one_after_the_other() {
+        for len in [0, 1, 15, 64, 127, 128, 129, 700] {
+            for shift in [0, 1, 4] {
+                let contributions: Vec<Vec<u8>> = (0..5_u32)
+                    .map(|rank| {
+                        let values =
+                            (0..len as u32).map(|at| ((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0);
+                        vec![0; shift].into_iter().chain(values.flat_map(f32::to_le_bytes)).collect()
+                    })
+                    .collect();
+                let sources: Vec<Floats<'_>> = contributions
+                    .iter()
+                    // SAFETY: each holds `shift` bytes and `len` elements, and outlives the sources.
+                    .map(|bytes| unsafe { Floats::new(bytes[shift..].as_ptr(), len) })
+                    .collect();
+                for adds in [false, true] {
+                    let begin = vec![0.1_f32; len];
+                    let mut expected = begin.clone();
+                    for (number, bytes) in contributions.iter().enumerate() {
+                        for (total, value) in expected.iter_mut().zip(bytes[shift..].chunks(4)) {
+                            let value = f32::from_le_bytes(value.try_into().unwrap());
+                            *total = if number == 0 && !adds { value } else { *total + value };
+                        }
+                    }
+                    type Body = unsafe fn(&mut [f32], bool, &[Floats<'_>]);
+                    let mut bodies: Vec<Body> =
+                        vec![gather, |sum, adds, from| gather_from(0, sum, adds, from)];
+                    #[cfg(target_arch = "x86_64")]
+                    if is_x86_feature_detected!("avx2") {
+                        bodies.push(x86::gather_avx2);
+                    }
+                    for body in bodies {
+                        let mut sum = begin.clone();
+                        // SAFETY: the sources are as long as the sum; the set is here.
+                        unsafe { body(&mut sum, adds, &sources) };
+                        assert_eq!(sum, expected, "{len} elements, adds {adds}");
+                    }
                 }
             }
         }

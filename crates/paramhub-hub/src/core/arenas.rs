@@ -3,8 +3,14 @@
 use paramhub_core::chunk::Extent;
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
+use paramhub_kernels::Aggregator;
+use paramhub_kernels::shared::Floats;
 
+use super::shard::BLOCK_ELEMENTS;
 use crate::local::{CommonParameters, RankArenas};
+
+/// Contributions added up in one pass.
+const SOURCES: usize = 16;
 
 /// The arenas of one job's ranks, as one route sees them.
 #[derive(Debug)]
@@ -41,9 +47,50 @@ impl Arenas {
         self.of_rank[rank as usize].is_some()
     }
 
-    /// Ranks that have one, ascending.
-    pub(crate) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
-        self.ranks.iter().copied()
+    /// Sums a block of a chunk, from its element `first` on, over every rank that has an arena, or over the `only` one, in
+    /// rank order; it `adds` to what is in `sum` or begins it.
+    #[expect(clippy::too_many_arguments, reason = "what a block of a sum is made of")]
+    pub(crate) fn gather(
+        &self,
+        aggregator: &dyn Aggregator,
+        extent: &Extent,
+        first: usize,
+        codec: Codec,
+        only: Option<u32>,
+        sum: &mut [f32],
+        adds: bool,
+    ) {
+        let mut adds = adds;
+        let ranks = only.as_ref().map_or(&self.ranks[..], std::slice::from_ref);
+        // Of one rank alone that came over TCP, everything is in the sum already.
+        let ranks = ranks.iter().filter(|&&rank| self.has(rank));
+        if codec != Codec::F32 {
+            let mut wire = [0; BLOCK_ELEMENTS * Codec::F16.bytes()];
+            for &rank in ranks {
+                let wire = &mut wire[..sum.len() * codec.bytes()];
+                self.read_gradient(rank, extent, first, codec, wire);
+                match std::mem::replace(&mut adds, true) {
+                    false => aggregator.assign(sum, wire, codec),
+                    true => aggregator.add(sum, wire, codec),
+                }
+            }
+            return;
+        }
+        let mut sources = [Floats::NONE; SOURCES];
+        let mut count = 0;
+        for &rank in ranks {
+            if count == SOURCES {
+                aggregator.gather(sum, adds, &sources);
+                (count, adds) = (0, true);
+            }
+            let arenas = self.of(rank);
+            let place = arenas.layout.gradient_chunk(extent) + first * codec.bytes();
+            sources[count] = arenas.own.floats(place, sum.len());
+            count += 1;
+        }
+        if count > 0 {
+            aggregator.gather(sum, adds, &sources[..count]);
+        }
     }
 
     /// Notes that the parameters at hand are to be written to the arena of `rank`, if they answer it and it reads them

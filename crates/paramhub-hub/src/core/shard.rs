@@ -16,7 +16,7 @@ use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Header, Operation, Retune};
-use paramhub_kernels::{Aggregator, Optimizer, Step, convert, finite};
+use paramhub_kernels::{Aggregator, Optimizer, Step, TILE_ELEMENTS, convert, finite};
 
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory, whole_lines};
@@ -26,7 +26,7 @@ use crate::local::RankArenas;
 
 /// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
 /// stream in from arenas and parameters stream out to them, so that reads and writes overlap.
-const BLOCK_ELEMENTS: usize = 256;
+pub(super) const BLOCK_ELEMENTS: usize = TILE_ELEMENTS;
 
 /// What a core must know to serve one route of a job.
 #[derive(Clone)]
@@ -396,19 +396,12 @@ impl Shard {
         let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
         let extent = slot.extent();
         let mut total = [0.0_f32; BLOCK_ELEMENTS];
-        let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
         for block in slot.blocks() {
             let at = slot.offset + block.start..slot.offset + block.end;
             let sum = if merged { &mut self.merge[at.clone()] } else { &mut total[..block.len()] };
-            let wire = &mut wire[..block.len() * slot.gradient.bytes()];
-            let mut is_empty = !merged;
-            let in_arenas = self.arenas.ranks().filter(|&of| is_of_all || of == rank);
-            for rank in in_arenas.take_while(|_| !settings.reproducible) {
-                self.arenas.read_gradient(rank, &extent, block.start, slot.gradient, wire);
-                match std::mem::take(&mut is_empty) {
-                    true => aggregator.assign(sum, wire, slot.gradient),
-                    false => aggregator.add(sum, wire, slot.gradient),
-                }
+            if !settings.reproducible {
+                let only = (!is_of_all).then_some(rank);
+                self.arenas.gather(aggregator, &extent, block.start, slot.gradient, only, sum, merged);
             }
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
             optimizer.apply(&step, &mut self.model[at.clone()], sum, state);

@@ -101,6 +101,14 @@ impl Segment {
         unsafe { shared::copy_in(source, target) };
     }
 
+    /// f32 elements of the segment, to add up where they are.
+    #[inline]
+    pub fn floats(&self, offset: usize, len: usize) -> shared::Floats<'_> {
+        let start = self.at(offset, len * size_of::<f32>());
+        // SAFETY: `at` checked that the elements are mapped, and they stay so while `self` is borrowed.
+        unsafe { shared::Floats::new(start, len) }
+    }
+
     /// Copies bytes into the segment.
     #[inline]
     pub fn write(&self, offset: usize, source: &[u8]) {

@@ -6,7 +6,6 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
-mod streams;
 mod tenants;
 
 use paramhub_worker::Transport;
