@@ -47,6 +47,7 @@ pub mod convert;
 mod dispatch;
 pub mod finite;
 mod half_precision;
+pub mod nontemporal;
 pub mod optimizer;
 mod registry;
 pub mod shared;

@@ -147,6 +147,97 @@ fn kernels_are_measured_beside_a_triad() {
         .expect_error(&["--size 1K", "32K"]);
 }
 
+/// The text of a plot; fails unless it is well-formed and every text of it stands inside.
+fn plot(svg: &[u8]) -> String {
+    let svg = std::str::from_utf8(svg).expect("UTF-8");
+    let mut open = Vec::new();
+    let mut rest = svg;
+    while let Some((before, tail)) = rest.split_once('<') {
+        assert!(!before.contains('>'), "{before}");
+        let (tag, tail) = tail.split_once('>').expect("a tag ends");
+        rest = tail;
+        let name = tag.trim_start_matches('/').split_whitespace().next().expect("a tag has a name");
+        match tag {
+            _ if tag.starts_with('/') => assert_eq!(open.pop(), Some(name), "in {svg}"),
+            _ if tag.ends_with('/') || tag.starts_with('?') => {}
+            _ => open.push(name),
+        }
+        if name == "text" && !tag.starts_with('/') {
+            let at = |name: &str| -> f64 {
+                let (_, value) = tag.split_once(&format!(" {name}=\"")).expect("it has a place");
+                value.split('"').next().expect("a value").parse().expect("a number")
+            };
+            assert!((0.0..=960.0).contains(&at("x")) && at("y") >= 0.0, "{tag}");
+        }
+    }
+    assert!(open.is_empty() && svg.starts_with("<svg") && svg.contains("</svg>"), "{open:?} are left open");
+    svg.to_owned()
+}
+
+#[test]
+fn a_sweep_measures_every_point_in_every_round_and_draws_them() {
+    for (over, points, values) in [
+        ("chunk", "64K,4K", [4096, 65_536]),
+        ("streams", "1,3", [1, 3]),
+        ("cores", "1,2", [1, 2]),
+        ("workers", "1,2", [1, 2]),
+    ] {
+        let arguments = ["bench", "sweep", over, "--points", points, "--keys", "keys.json", "--workers", "2"];
+        let more = ["--rounds", "2", "--iters", "2", "--raw", "--json", "out.json", "--svg", "out.svg"];
+        let sweep = paramhub(arguments.into_iter().chain(more)).file("keys.json", KEYS);
+        let ended = sweep.finish().expect_code(0);
+        let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+        assert_eq!((results["sweep"].as_str(), results["rounds"].as_u64()), (Some(over), Some(2)));
+        let found = results["points"].as_array().expect("points");
+        assert_eq!(found.iter().map(|point| point["value"].as_u64().unwrap()).collect::<Vec<_>>(), values);
+        for point in found {
+            let number = |name: &str| point[name].as_f64().unwrap_or_else(|| panic!("no {name} in {point}"));
+            let rounds = point["seconds"].as_array().expect("each round's").iter();
+            let rounds: Vec<f64> = rounds.map(|seconds| seconds.as_f64().unwrap()).collect();
+            assert_eq!(rounds.len(), 2);
+            assert!((number("seconds_median") - (rounds[0] + rounds[1]) / 2.0).abs() < 1e-12, "{point}");
+            let gradients = number("workers") * 4.0 * ELEMENTS / number("seconds_median") / 1e9;
+            assert!((number("gradients") / gradients - 1.0).abs() < 1e-9, "{point}");
+            assert!(number("raw_ratio") > 0.0 && number("cpu_seconds_hub") > 0.0, "{point}");
+            assert_eq!(number("max_abs_error"), 0.0);
+        }
+        let varied = if over == "chunk" { "chunk_bytes" } else { over };
+        let of = |point: &Value| {
+            let settings = point["settings"][varied].as_u64();
+            settings.or(point[varied].as_u64()).unwrap_or_else(|| panic!("no {varied} in {point}"))
+        };
+        assert_eq!([of(&found[0]), of(&found[1])], values, "it is in force");
+        assert!(ended.stdout.contains("2 rounds") && ended.stdout.contains("exact"), "{}", ended.stdout);
+        let drawn = plot(&ended.read("out.svg"));
+        assert!(drawn.contains("bare TCP streams") && drawn.contains("tiny (0.2 MB of f32)"), "{drawn}");
+    }
+}
+
+#[test]
+fn a_sweep_over_what_cannot_be_is_refused() {
+    let sweep = |arguments: &[&str]| {
+        let begin = ["bench", "sweep"].into_iter();
+        paramhub(begin.chain(arguments.iter().copied())).file("keys.json", KEYS).finish().expect_code(2)
+    };
+    let tiny = |arguments: &[&'static str]| sweep(&[arguments, &["--keys", "keys.json"]].concat());
+    tiny(&["chunk", "--points", "4K,10"]).expect_error(&["--points 10", "1K to 16M"]);
+    tiny(&["workers", "--points", "1,1025"]).expect_error(&["--points 1025", "1 to 1024"]);
+    tiny(&["streams", "--points", "64,65"]).expect_error(&["--points 65"]);
+    tiny(&["cores", "--points", "1,one"]).expect_error(&["--points one", "whole number"]);
+    tiny(&["cores", "--points", "1"]).expect_error(&["two points"]);
+    tiny(&["cores", "--svg", "gone/out.svg"])
+        .expect_error(&["--svg gone/out.svg", "there is no folder gone"]);
+    sweep(&["workers", "--model", "transformer-1.1b", "--points", "1,1024"]).expect_error(&["memory"]);
+    for (arguments, part) in [
+        (&["chunks", "--keys", "keys.json"][..], "streams"),
+        (&["chunk"], "--model"),
+        (&["chunk", "--keys", "keys.json", "--rounds", "0"], "--rounds"),
+    ] {
+        let refused = sweep(arguments);
+        assert!(refused.stderr.contains(part), "{arguments:?}: {}", refused.stderr);
+    }
+}
+
 /// The processes of a benchmark, each with its seat: a rank, or the number of workers for the hub.
 fn seats_of(bench: &Process) -> Vec<(i32, String)> {
     let processes = std::fs::read_dir("/proc").expect("/proc");

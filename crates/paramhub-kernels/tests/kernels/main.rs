@@ -2,6 +2,7 @@
 
 mod conversions;
 mod finite;
+mod nontemporal;
 mod optimizers;
 mod sums;
 mod support;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use indicatif::ProgressBar;
+use indicatif::{ProgressBar, ProgressStyle};
 
 use super::numbers::Verdict;
 use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
@@ -25,6 +25,8 @@ pub(super) struct Program {
     pub(super) spec: Spec,
     pub(super) warmup: u32,
     pub(super) iterations: u32,
+    /// What the progress bar says is going on.
+    pub(super) label: String,
 }
 
 /// What came of it.
@@ -59,7 +61,9 @@ pub(super) fn conduct(
 ) -> anyhow::Result<Measured> {
     let mut company = Company::gather(program, listener, is_over)?;
     let mut measured = Measured::default();
-    let progress = ProgressBar::new(u64::from(program.warmup + program.iterations));
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").expect("a valid template");
+    let progress = ProgressBar::new(u64::from(program.warmup + program.iterations)).with_style(style);
+    progress.set_message(program.label.clone());
     for iteration in 0..program.warmup + program.iterations {
         let mut turns = vec![Turn::Exchange];
         if program.spec.is_raw {

@@ -4,18 +4,17 @@
 //! arrays chunk by chunk, state slots side by side, as a hub core does.
 
 use std::hint::black_box;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use clap::Args;
 use comfy_table::{Table, presets};
 use paramhub::{Codec, Hyperparameters};
 use paramhub_kernels::{Adam, Aggregator, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite};
 use serde::Serialize;
 
-use super::report::megabytes;
+use super::report::{megabytes, write_json};
 use super::statistics::{quantile, sorted};
 use super::{check_destination, usage};
 use crate::cli::Usage;
@@ -51,7 +50,7 @@ struct Speed {
 }
 
 pub(super) fn kernels(flags: &KernelsFlags) -> anyhow::Result<ExitCode> {
-    check_destination(flags.json.as_deref())?;
+    check_destination("--json", flags.json.as_deref())?;
     let Bytes(size) = flags.size;
     if size < CACHED_BYTES || !size.is_multiple_of(4) {
         return Err(Usage(format!("--size {}: expected a multiple of 4 from 32K on", flags.size)).into());
@@ -74,7 +73,7 @@ pub(super) fn kernels(flags: &KernelsFlags) -> anyhow::Result<ExitCode> {
         }
     }
     println!("{}", table(&speeds, size));
-    flags.json.as_deref().map_or(Ok(()), |path| write(&speeds, path))?;
+    flags.json.as_deref().map_or(Ok(()), |path| write_json(&speeds, path))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -222,12 +221,6 @@ fn table(speeds: &[Speed], size: u64) -> String {
         table.add_row(name.into_iter().chain(of(cached)).chain(of(large)));
     }
     table.to_string()
-}
-
-fn write(speeds: &[Speed], path: &Path) -> anyhow::Result<()> {
-    let mut text = serde_json::to_string_pretty(speeds)?;
-    text.push('\n');
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]

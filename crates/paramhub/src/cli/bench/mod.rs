@@ -5,10 +5,12 @@ mod kernels;
 mod models;
 mod numbers;
 mod peer;
+mod plot;
 mod raw;
 mod report;
 mod spec;
 mod statistics;
+mod sweep;
 mod usage;
 
 use std::os::unix::net::UnixListener;
@@ -27,7 +29,7 @@ use crate::config::Bytes;
 use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
 use conductor::{Measured, Program, conduct};
 use models::Model;
-use report::{Summary, megabytes};
+use report::{Summary, megabytes, write_json};
 use spec::{Optimizer, Spec};
 
 pub(super) use peer::{PeerFlags, take_part};
@@ -46,11 +48,12 @@ enum What {
     /// ready; it pushes them back to front and waits for all parameters. An iteration takes as long as its slowest worker.
     /// After the last, one more exchange is compared with the kernels, number by number.
     Exchange(ExchangeFlags),
+    Sweep(sweep::SweepFlags),
     /// Run every sum, conversion and optimizer with every instruction set of this machine, beside a triad
     Kernels(kernels::KernelsFlags),
 }
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 struct ExchangeFlags {
     /// Whose tensors: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k or
     /// transformer-1.1b
@@ -126,6 +129,7 @@ struct Settings {
 pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
     match flags.what {
         What::Exchange(flags) => exchange(&flags),
+        What::Sweep(flags) => sweep::sweep(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }
 }
@@ -133,33 +137,30 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
 fn exchange(flags: &ExchangeFlags) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
     let (model, spec) = flags.spec()?;
-    check_destination(flags.json.as_deref())?;
+    check_destination("--json", flags.json.as_deref())?;
     check_memory(&spec)?;
     let bytes_per_worker = spec.keys.bytes();
     let settings = flags.settings(&spec);
     println!("{}", headline(&model, bytes_per_worker, &settings));
-    let program = Program { spec, warmup: flags.warmup, iterations: flags.iters };
+    let label = "exchanges".into();
+    let program = Program { spec, warmup: flags.warmup, iterations: flags.iters, label };
     let measured = match run(&program, &signals)? {
         Run::Measured(measured) => measured,
-        Run::Interrupted(signal) => {
-            let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-            eprintln!("paramhub: the benchmark was interrupted by {name}; workers and hub have ended");
-            return Ok(ExitCode::from(128 + u8::try_from(signal).unwrap_or(0)));
-        }
+        Run::Interrupted(signal) => return Ok(interrupted(signal)),
     };
     let summary = Summary::new(model, flags.transport, bytes_per_worker, settings, &measured);
     println!("{}", summary.table(&measured));
     if let Some(path) = &flags.json {
-        summary.write(path)?;
+        write_json(&summary, path)?;
     }
-    match measured.verdict.wrong {
-        0 => Ok(ExitCode::SUCCESS),
-        wrong => bail!(
-            "the exchange is wrong: {wrong} parameters of all workers together differ from what the kernels make of the \
-             same gradients, by up to {}",
-            measured.verdict.max_abs_error
-        ),
-    }
+    measured.verdict.demand()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn interrupted(signal: i32) -> ExitCode {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+    eprintln!("paramhub: the benchmark was interrupted by {name}; workers and hub have ended");
+    ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
 }
 
 impl ExchangeFlags {
@@ -209,28 +210,39 @@ impl ExchangeFlags {
 fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
     let Settings { keys, elements, dtype, iters, warmup, scale, .. } = settings;
     let scaled = if *scale > 1 { format!(", every tensor divided by {scale}") } else { String::new() };
-    let optimizer = settings.optimizer.to_possible_value().expect("none is skipped");
-    let count = |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
+    let scenery: Vec<String> = scenery(settings).into_iter().map(|(_, text)| text).collect();
     format!(
-        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {} at the hub, {} a worker and core, chunks of {}, \
-         optimizer {}, {iters} iterations after {warmup} to warm up",
+        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {iters} iterations after {warmup} to \
+         warm up",
         count(*keys, "key"),
         megabytes(bytes_per_worker),
-        count(settings.workers as usize, "worker"),
-        count(settings.cores, "core"),
-        count(settings.streams, "stream"),
-        Bytes(settings.chunk_bytes.into()),
-        optimizer.get_name(),
+        scenery.join(", "),
     )
 }
 
+/// What an exchange runs on, each with its name.
+fn scenery(settings: &Settings) -> [(&'static str, String); 5] {
+    let optimizer = settings.optimizer.to_possible_value().expect("none is skipped");
+    [
+        ("workers", count(settings.workers as usize, "worker")),
+        ("cores", format!("{} at the hub", count(settings.cores, "core"))),
+        ("streams", format!("{} a worker and core", count(settings.streams, "stream"))),
+        ("chunk size", format!("chunks of {}", Bytes(settings.chunk_bytes.into()))),
+        ("optimizer", format!("optimizer {}", optimizer.get_name())),
+    ]
+}
+
+fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 /// A long benchmark is a poor way to find out that a folder does not exist.
-fn check_destination(json: Option<&Path>) -> anyhow::Result<()> {
-    let Some(path) = json else { return Ok(()) };
+fn check_destination(flag: &str, file: Option<&Path>) -> anyhow::Result<()> {
+    let Some(path) = file else { return Ok(()) };
     let parent = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
     if !parent.is_dir() {
         let (path, parent) = (path.display(), parent.display());
-        return Err(Usage(format!("--json {path}: there is no folder {parent}")).into());
+        return Err(Usage(format!("{flag} {path}: there is no folder {parent}")).into());
     }
     Ok(())
 }

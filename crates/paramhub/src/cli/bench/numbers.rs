@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use anyhow::bail;
 use paramhub::{Codec, Dtype, Key, Registry};
 use paramhub_kernels::{Step, convert};
 use serde::{Deserialize, Serialize};
@@ -64,6 +65,19 @@ impl Verdict {
         Verdict {
             max_abs_error: self.max_abs_error.max(other.max_abs_error),
             wrong: self.wrong + other.wrong,
+        }
+    }
+
+    /// # Errors
+    /// If anything is wrong.
+    pub(super) fn demand(&self) -> anyhow::Result<()> {
+        match self.wrong {
+            0 => Ok(()),
+            wrong => bail!(
+                "the exchange is wrong: {wrong} parameters of all workers together differ from what the kernels make of \
+                 the same gradients, by up to {}",
+                self.max_abs_error
+            ),
         }
     }
 }

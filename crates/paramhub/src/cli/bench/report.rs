@@ -103,12 +103,6 @@ impl Summary {
         }
     }
 
-    pub(super) fn write(&self, path: &Path) -> anyhow::Result<()> {
-        let mut text = serde_json::to_string_pretty(self)?;
-        text.push('\n');
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-    }
-
     pub(super) fn table(&self, measured: &Measured) -> String {
         let columns: Vec<Column> =
             [&measured.exchanges, &measured.raw].into_iter().filter_map(|turns| Column::of(turns)).collect();
@@ -156,7 +150,14 @@ fn hub_busy(exchanges: &[Timed]) -> Vec<f64> {
     (0..cores).map(|core| of_core(core) / seconds).collect()
 }
 
-fn milliseconds(seconds: f64) -> String {
+/// Results as indented JSON.
+pub(super) fn write_json(results: &impl Serialize, path: &Path) -> anyhow::Result<()> {
+    let mut text = serde_json::to_string_pretty(results)?;
+    text.push('\n');
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+pub(super) fn milliseconds(seconds: f64) -> String {
     format!("{:.2} ms", 1e3 * seconds)
 }
 
