@@ -58,4 +58,7 @@ pub use paramhub_core::{auth, limits, placement, service, settings};
 pub use paramhub_hub::{HubConfig, HubError, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
-pub use paramhub_worker::{Handle, HubNotice, Job, Member, Membership, Statistics, WorkerError};
+pub use paramhub_worker::{
+    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Statistics, Tensor, Transport,
+    WorkerError,
+};

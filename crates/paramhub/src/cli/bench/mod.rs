@@ -30,7 +30,7 @@ use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
 use conductor::{Measured, Program, conduct};
 use models::Model;
 use report::{Summary, megabytes, write_json};
-use spec::{Optimizer, Spec};
+use spec::{Optimizer, Spec, Transport};
 
 pub(super) use peer::{PeerFlags, take_part};
 
@@ -71,6 +71,9 @@ struct ExchangeFlags {
     /// How bytes travel
     #[arg(long, value_enum, default_value_t = Transport::Tcp)]
     transport: Transport,
+    /// Workers read parameters from one copy that the hub writes, instead of receiving one each; not over TCP
+    #[arg(long)]
+    shared_parameters: bool,
     /// What the hub does with the gradients
     #[arg(long, value_enum, default_value_t = Optimizer::Mean)]
     optimizer: Optimizer,
@@ -92,19 +95,13 @@ struct ExchangeFlags {
     /// Iterations before them
     #[arg(long, value_name = "W", default_value_t = 2, value_parser = value_parser!(u32).range(..=1_000_000))]
     warmup: u32,
-    /// Also move as many bytes over as many bare TCP streams, in turn with the exchanges
+    /// In turn with the exchanges, also measure the bound: as many bytes over as many bare TCP streams, or one pass over
+    /// as much shared memory
     #[arg(long)]
     raw: bool,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-enum Transport {
-    /// Loopback TCP
-    Tcp,
 }
 
 /// What a result depends on, beside the machine.
@@ -124,6 +121,7 @@ struct Settings {
     warmup: u32,
     scale: u64,
     raw: bool,
+    shared_parameters: bool,
 }
 
 pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
@@ -170,6 +168,10 @@ impl ExchangeFlags {
             (None, Some(path)) => Model::read(path)?,
             (None, None) => unreachable!("clap requires one of them"),
         };
+        if self.shared_parameters && self.transport == Transport::Tcp {
+            let why = "--shared-parameters needs shared memory: give --transport shm or auto with it";
+            return Err(Usage(why.into()).into());
+        }
         let name = model.name.clone();
         let dtype = match self.dtype {
             Codec::F32 => Dtype::F32,
@@ -184,6 +186,8 @@ impl ExchangeFlags {
             streams: self.streams.into(),
             chunk_bytes: u32::try_from(self.chunk.0).unwrap_or(u32::MAX),
             is_raw: self.raw,
+            transport: self.transport,
+            shares_parameters: self.shared_parameters,
         };
         spec.settings()?.check().map_err(|error| Usage(error.to_string()))?;
         Ok((name, spec))
@@ -203,6 +207,7 @@ impl ExchangeFlags {
             warmup: self.warmup,
             scale: self.scale,
             raw: self.raw,
+            shared_parameters: self.shared_parameters,
         }
     }
 }

@@ -12,44 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::spec::Spec;
 
-/// Tensors begin at multiples of this in a buffer, as an allocator would place them.
-const ALIGNMENT: usize = 64;
 const BLOCK_ELEMENTS: usize = 8192;
 /// The parameters to start from are the contribution of nobody.
 pub(super) const START: u32 = u32::MAX;
-
-/// Where the tensors lie in a buffer that holds them all.
-pub(super) struct Layout {
-    tensors: Vec<Range<usize>>,
-    pub(super) bytes: usize,
-}
-
-impl Layout {
-    pub(super) fn new(keys: &[Key]) -> Layout {
-        let mut end = 0_usize;
-        let tensors = keys.iter().map(|key| {
-            let start = end.next_multiple_of(ALIGNMENT);
-            end = start + elements(key) * key.dtype.bytes();
-            start..end
-        });
-        let tensors = tensors.collect();
-        Layout { tensors, bytes: end }
-    }
-
-    pub(super) fn slices<'a>(&self, buffer: &'a [u8]) -> Vec<&'a [u8]> {
-        self.tensors.iter().map(|tensor| &buffer[tensor.clone()]).collect()
-    }
-
-    pub(super) fn slices_mut<'a>(&self, buffer: &'a mut [u8]) -> Vec<&'a mut [u8]> {
-        let (mut rest, mut at) = (buffer, 0);
-        let tensors = self.tensors.iter().map(|tensor| {
-            let (slice, tail) = std::mem::take(&mut rest)[tensor.start - at..].split_at_mut(tensor.len());
-            (rest, at) = (tail, tensor.end);
-            slice
-        });
-        tensors.collect()
-    }
-}
 
 /// What the comparison of all parameters came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -183,6 +148,40 @@ mod tests {
     use super::*;
     use crate::cli::bench::spec::Optimizer;
     use paramhub::KeyTable;
+    use std::ops::Range;
+
+    /// Where the tensors lie in a buffer that holds them all.
+    struct Layout {
+        tensors: Vec<Range<usize>>,
+        bytes: usize,
+    }
+
+    impl Layout {
+        fn new(keys: &[Key]) -> Layout {
+            let mut end = 0_usize;
+            let tensors = keys.iter().map(|key| {
+                let start = end.next_multiple_of(64);
+                end = start + elements(key) * key.dtype.bytes();
+                start..end
+            });
+            let tensors = tensors.collect();
+            Layout { tensors, bytes: end }
+        }
+
+        fn slices<'a>(&self, buffer: &'a [u8]) -> Vec<&'a [u8]> {
+            self.tensors.iter().map(|tensor| &buffer[tensor.clone()]).collect()
+        }
+
+        fn slices_mut<'a>(&self, buffer: &'a mut [u8]) -> Vec<&'a mut [u8]> {
+            let (mut rest, mut at) = (buffer, 0);
+            let tensors = self.tensors.iter().map(|tensor| {
+                let (slice, tail) = std::mem::take(&mut rest)[tensor.start - at..].split_at_mut(tensor.len());
+                (rest, at) = (tail, tensor.end);
+                slice
+            });
+            tensors.collect()
+        }
+    }
 
     fn spec(optimizer: Optimizer, dtype: Dtype) -> Spec {
         let keys = [7, 8200, 1].iter().enumerate();
@@ -195,6 +194,8 @@ mod tests {
             streams: 1,
             chunk_bytes: 1024,
             is_raw: false,
+            transport: crate::cli::bench::spec::Transport::Tcp,
+            shares_parameters: false,
         }
     }
 

@@ -9,11 +9,11 @@ use anyhow::{Context, bail};
 use clap::Args;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
-use paramhub::{Job, Member, Membership, WorkerError};
+use paramhub::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
 
-use super::numbers::{self, Layout, START, Verdict};
-use super::raw::{self, RawStreams};
-use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
+use super::numbers::{self, START, Verdict};
+use super::raw::{self, Raw};
+use super::spec::{self, HubUse, Line, Order, Report, Spec, Turn};
 use super::usage;
 use crate::cli::hub::raise_descriptor_limit;
 
@@ -35,7 +35,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     match line.hear()? {
         Some(Order::Host { spec }) => host(&spec, &mut line)?,
         Some(Order::Join { spec, rank, url, job, raw }) => {
-            let raw = (!raw.is_empty()).then(|| RawStreams::connect(&raw, spec.raw_bytes())).transpose()?;
+            let raw = Raw::connect(&raw, &spec, rank)?;
             let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
             Worker::join(spec, membership, raw)?.work(&mut line)?;
         }
@@ -53,8 +53,7 @@ fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
     let hub = EmbeddedHub::start(config)?;
     let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
     let job = hub.client().create_service(&request)?;
-    let raw =
-        if spec.is_raw { raw::serve(spec.workers, spec.streams, &spec.raw_bytes())? } else { Vec::new() };
+    let raw = raw::serve(spec)?;
     line.say(&Report::Hosting { url: hub.url().into(), job, raw })?;
     while let Some(order) = line.hear()? {
         let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
@@ -75,28 +74,41 @@ fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
 struct Worker {
     spec: Spec,
     job: Job,
-    raw: Option<RawStreams>,
-    layout: Layout,
-    gradients: Vec<u8>,
-    parameters: Vec<u8>,
+    raw: Option<Raw>,
+    gradients: Vec<Tensor>,
+    parameters: Parameters,
+}
+
+/// Where parameters are received, key by key.
+enum Parameters {
+    Own(Vec<Tensor>),
+    /// In the copy that all workers read.
+    Shared(Vec<SharedTensor>),
 }
 
 impl Worker {
-    fn join(spec: Spec, membership: Membership, raw: Option<RawStreams>) -> anyhow::Result<Worker> {
-        let rank = membership.rank;
-        let layout = Layout::new(spec.keys.keys());
-        let mut gradients = vec![0; layout.bytes];
-        numbers::fill(rank, spec.keys.keys(), layout.slices_mut(&mut gradients));
-        // Written once, so that no exchange pays for memory the kernel has only promised.
-        let mut parameters = vec![POISON; layout.bytes];
-        let job = Member::connect(membership)?.init(spec.settings()?)?;
+    fn join(spec: Spec, membership: Membership, raw: Option<Raw>) -> anyhow::Result<Worker> {
+        let transport = match spec.transport {
+            spec::Transport::Tcp => Transport::Tcp,
+            spec::Transport::Shm => Transport::Shm,
+            spec::Transport::Auto => Transport::Auto,
+        };
+        let shared_parameters = spec.shares_parameters;
+        let options = Options { transport, shared_parameters, ..Default::default() };
+        let job = Member::connect_with(membership, options)?.init(spec.settings()?)?;
+        let keys = 0..spec.keys.len() as u32;
+        let mut gradients: Vec<Tensor> =
+            keys.clone().map(|key| job.gradient_tensor(key)).collect::<Result<_, _>>()?;
+        numbers::fill(job.rank(), spec.keys.keys(), bytes_mut(&mut gradients));
+        let mut parameters = match shared_parameters {
+            true => Parameters::Shared(keys.map(|key| job.shared_parameters(key)).collect::<Result<_, _>>()?),
+            false => Parameters::Own(keys.map(|key| job.parameter_tensor(key)).collect::<Result<_, _>>()?),
+        };
+        parameters.poison();
         if job.settings().has_parameters() {
-            if rank == 0 {
-                numbers::fill(START, spec.keys.keys(), layout.slices_mut(&mut parameters));
-            }
-            job.broadcast(&mut layout.slices_mut(&mut parameters), 0)?;
+            start(&job, &spec, &mut parameters)?;
         }
-        Ok(Worker { spec, job, raw, layout, gradients, parameters })
+        Ok(Worker { spec, job, raw, gradients, parameters })
     }
 
     fn work(mut self, line: &mut Line) -> anyhow::Result<()> {
@@ -118,7 +130,7 @@ impl Worker {
             Turn::Raw => {
                 let raw = self.raw.as_mut().context("this run has no raw server")?;
                 let clock = Clock::start_at(start);
-                raw.exchange(&self.gradients, &mut self.parameters)?;
+                raw.exchange()?;
                 clock.read()
             }
         };
@@ -127,25 +139,94 @@ impl Worker {
 
     /// All keys, pushed back to front as a backward pass would; wall and processor seconds.
     fn exchange(&mut self, start: Duration) -> Result<(f64, f64), WorkerError> {
-        let gradients = self.layout.slices(&self.gradients);
-        let parameters = self.layout.slices_mut(&mut self.parameters);
+        let gradients: Vec<&[u8]> = self.gradients.iter().map(Tensor::elements).collect();
         let mut handles = Vec::with_capacity(gradients.len());
-        let clock = Clock::start_at(start);
-        self.job.scope(|scope| {
-            for (key, (gradient, parameters)) in gradients.into_iter().zip(parameters).enumerate().rev() {
-                handles.push(scope.push_pull(key as u32, gradient, parameters)?);
+        let gradients = (0..self.spec.keys.len() as u32).rev().zip(gradients.into_iter().rev());
+        match &mut self.parameters {
+            Parameters::Own(parameters) => {
+                let parameters = bytes_mut(parameters);
+                let clock = Clock::start_at(start);
+                self.job.scope(|scope| {
+                    for ((key, gradient), parameters) in gradients.zip(parameters.into_iter().rev()) {
+                        handles.push(scope.push_pull(key, gradient, parameters)?);
+                    }
+                    // The back is the least urgent and arrives last: this thread sleeps once, not once a key.
+                    handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+                })?;
+                Ok(clock.read())
             }
-            // The back is the least urgent and arrives last: this thread sleeps once, not once a key.
-            handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
-        })?;
-        Ok(clock.read())
+            Parameters::Shared(_) => {
+                let clock = Clock::start_at(start);
+                self.job.scope(|scope| {
+                    for (key, gradient) in gradients {
+                        handles.push(scope.push_pull_shared(key, gradient)?);
+                    }
+                    handles.into_iter().try_for_each(|handle| handle.wait().map(drop))
+                })?;
+                Ok(clock.read())
+            }
+        }
     }
 
     fn check(&mut self, exchanges: u64) -> anyhow::Result<Verdict> {
-        self.parameters.fill(POISON);
+        self.parameters.poison();
         self.exchange(Duration::ZERO)?;
-        numbers::check(&self.spec, exchanges + 1, &self.layout.slices(&self.parameters))
+        match &self.parameters {
+            Parameters::Own(parameters) => {
+                let parameters: Vec<&[u8]> = parameters.iter().map(Tensor::elements).collect();
+                numbers::check(&self.spec, exchanges + 1, &parameters)
+            }
+            Parameters::Shared(parameters) => {
+                let copies = parameters.iter().map(|parameters| {
+                    let mut copy = vec![POISON; parameters.len()];
+                    parameters.read(&mut copy);
+                    copy
+                });
+                let copies: Vec<Vec<u8>> = copies.collect();
+                let copies: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
+                numbers::check(&self.spec, exchanges + 1, &copies)
+            }
+        }
     }
+}
+
+impl Parameters {
+    /// Written once at the beginning, so that no exchange pays for memory the kernel has only promised, and once before
+    /// the check. What the hub writes for all cannot be written here.
+    fn poison(&mut self) {
+        if let Parameters::Own(parameters) = self {
+            bytes_mut(parameters).into_iter().for_each(|bytes| bytes.fill(POISON));
+        }
+    }
+}
+
+/// Rank 0 sends the parameters to start from, the others receive them.
+fn start(job: &Job, spec: &Spec, parameters: &mut Parameters) -> anyhow::Result<()> {
+    match parameters {
+        Parameters::Own(parameters) => {
+            let mut parameters = bytes_mut(parameters);
+            if job.rank() == 0 {
+                numbers::fill(
+                    START,
+                    spec.keys.keys(),
+                    parameters.iter_mut().map(|bytes| &mut **bytes).collect(),
+                );
+            }
+            job.broadcast(&mut parameters, 0)?;
+        }
+        Parameters::Shared(shared) => {
+            let mut own: Vec<Vec<u8>> = shared.iter().map(|tensor| vec![POISON; tensor.len()]).collect();
+            if job.rank() == 0 {
+                numbers::fill(START, spec.keys.keys(), own.iter_mut().map(Vec::as_mut_slice).collect());
+            }
+            job.broadcast(&mut own, 0)?;
+        }
+    }
+    Ok(())
+}
+
+fn bytes_mut(tensors: &mut [Tensor]) -> Vec<&mut [u8]> {
+    tensors.iter_mut().map(Tensor::elements_mut).collect()
 }
 
 /// Wall and processor time of one turn.

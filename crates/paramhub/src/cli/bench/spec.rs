@@ -1,7 +1,7 @@
 //! What is exchanged, and what launcher and processes say to one another: a line of JSON each.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{Shutdown, SocketAddr};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::numbers::Verdict;
+use super::raw;
 
 /// What the hub does with the gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -28,6 +29,18 @@ pub(super) enum Optimizer {
     Adam,
 }
 
+/// How bytes travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Transport {
+    /// Loopback TCP
+    Tcp,
+    /// Memory that workers and hub share
+    Shm,
+    /// What workers choose by themselves: shared memory, since all are on one host
+    Auto,
+}
+
 /// One exchange, as all processes must know it.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Spec {
@@ -39,6 +52,9 @@ pub(super) struct Spec {
     pub(super) streams: usize,
     pub(super) chunk_bytes: u32,
     pub(super) is_raw: bool,
+    pub(super) transport: Transport,
+    /// Workers read parameters from one copy.
+    pub(super) shares_parameters: bool,
 }
 
 impl Spec {
@@ -85,7 +101,7 @@ pub(super) enum Order {
     /// Be the hub. Answered by [`Report::Hosting`].
     Host { spec: Spec },
     /// Be this rank of the job. Answered by [`Report::Joined`].
-    Join { spec: Spec, rank: u32, url: String, job: ServiceCreated, raw: Vec<SocketAddr> },
+    Join { spec: Spec, rank: u32, url: String, job: ServiceCreated, raw: raw::Server },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
     Turn { turn: Turn, start: Duration },
     /// Say what the hub has used. Answered by [`Report::Used`].
@@ -106,7 +122,7 @@ pub(super) enum Report {
     Hosting {
         url: String,
         job: ServiceCreated,
-        raw: Vec<SocketAddr>,
+        raw: raw::Server,
     },
     Joined,
     Done {
@@ -178,6 +194,8 @@ mod tests {
             streams: 1,
             chunk_bytes: 4096,
             is_raw: true,
+            transport: Transport::Tcp,
+            shares_parameters: false,
         };
         assert_eq!(spec.raw_bytes(), [1334, 1335, 1335]);
         let twice = Spec { streams: 2, ..spec };

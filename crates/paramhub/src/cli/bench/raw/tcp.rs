@@ -1,4 +1,4 @@
-//! The bound: as many bytes over as many streams, with nothing done to them.
+//! As many bytes over as many streams, with nothing done to them.
 //!
 //! The server has a thread for each core the hub has, each with as many streams of every worker as a core has. It reads into one buffer and
 //! answers from another as many bytes as came, both ways at once. The worker serves all its streams on one thread. Both
@@ -47,7 +47,7 @@ pub(super) fn serve(
 }
 
 /// A worker's end of all its streams.
-pub(super) struct RawStreams {
+pub(in crate::cli::bench) struct RawStreams {
     ready: Ready,
     pipes: Vec<Pipe>,
     /// Of each stream, one way.
