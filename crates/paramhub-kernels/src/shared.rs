@@ -204,7 +204,7 @@ mod x86 {
 
     /// One copy loop: load and store whole vectors, the rest byte by byte.
     macro_rules! copy {
-        ($(#[$attribute:meta])* $name:ident, $vector:ty, $load:ident, $store:ident) => {
+        ($(#[$attribute:meta])* $name:ident, $vector:ty, $zero:ident, $load:ident, $store:ident) => {
             $(#[$attribute])*
             /// # Safety
             /// The CPU has the set; both pointers are valid for `length` bytes and the ranges do not overlap; a
@@ -213,16 +213,18 @@ mod x86 {
                 const VECTOR: usize = size_of::<$vector>();
                 const LOADS: usize = LINE_BYTES / VECTOR * 2;
                 let mut at = 0;
+                // Loops, not iterators: a closure that is not inlined here would lose the instruction set.
                 while at + LOADS * VECTOR <= length {
-                    let vectors: [$vector; LOADS] = std::array::from_fn(|i| {
+                    let mut vectors = [$zero(); LOADS];
+                    for i in 0..LOADS {
                         let from = source.wrapping_add(at + i * VECTOR);
                         // SAFETY: the vector ends at or before `length`; loads need no alignment.
-                        unsafe { $load(from.cast()) }
-                    });
-                    for (i, vector) in vectors.into_iter().enumerate() {
+                        vectors[i] = unsafe { $load(from.cast()) };
+                    }
+                    for i in 0..LOADS {
                         let to = target.wrapping_add(at + i * VECTOR);
                         // SAFETY: as above; a streaming store's alignment is the caller's duty.
-                        unsafe { $store(to.cast(), vector) };
+                        unsafe { $store(to.cast(), vectors[i]) };
                     }
                     at += LOADS * VECTOR;
                 }
@@ -243,6 +245,7 @@ mod x86 {
         #[target_feature(enable = "avx512f")]
         copy_avx512,
         __m512i,
+        _mm512_setzero_si512,
         _mm512_loadu_si512,
         _mm512_storeu_si512
     );
@@ -250,6 +253,7 @@ mod x86 {
         #[target_feature(enable = "avx2")]
         copy_avx2,
         __m256i,
+        _mm256_setzero_si256,
         _mm256_loadu_si256,
         _mm256_storeu_si256
     );
@@ -257,6 +261,7 @@ mod x86 {
         #[target_feature(enable = "avx512f")]
         stream_avx512,
         __m512i,
+        _mm512_setzero_si512,
         _mm512_loadu_si512,
         _mm512_stream_si512
     );
@@ -264,14 +269,22 @@ mod x86 {
         #[target_feature(enable = "avx2")]
         stream_avx2,
         __m256i,
+        _mm256_setzero_si256,
         _mm256_loadu_si256,
         _mm256_stream_si256
     );
-    copy!(stream_sse2, __m128i, _mm_loadu_si128, _mm_stream_si128);
+    copy!(
+        #[target_feature(enable = "sse2")]
+        stream_sse2,
+        __m128i,
+        _mm_setzero_si128,
+        _mm_loadu_si128,
+        _mm_stream_si128
+    );
 
     /// One sum loop: eight vectors of the sum stay in registers while every source is added to them.
     macro_rules! gather {
-        ($(#[$attribute:meta])* $name:ident, $vector:ty, $load:ident, $store:ident, $add:ident) => {
+        ($(#[$attribute:meta])* $name:ident, $vector:ty, $zero:ident, $load:ident, $store:ident, $add:ident) => {
             $(#[$attribute])*
             /// # Safety
             /// The CPU has the set; every source is as long as the sum.
@@ -281,21 +294,23 @@ mod x86 {
                 let mut at = 0;
                 while at + VECTORS * LANES <= sum.len() {
                     let into = sum[at..at + VECTORS * LANES].as_mut_ptr();
-                    let of = |start: *const u8| {
-                        let from = start.cast::<f32>().wrapping_add(at);
-                        std::array::from_fn::<$vector, VECTORS, _>(|i| {
-                            // SAFETY: within the sum, and so within a source as long; loads need no alignment.
-                            unsafe { $load(from.wrapping_add(i * LANES)) }
-                        })
-                    };
-                    let mut total = of(if adds { sum.as_ptr().cast() } else { sources[0].start });
-                    for source in &sources[usize::from(!adds)..] {
-                        let next = of(source.start);
-                        total = std::array::from_fn(|i| $add(total[i], next[i]));
+                    let mut total = [$zero(); VECTORS];
+                    let first = if adds { into.cast_const() } else { sources[0].start.cast::<f32>().wrapping_add(at) };
+                    for i in 0..VECTORS {
+                        // SAFETY: within the sum, and so within a source as long; loads need no alignment.
+                        total[i] = unsafe { $load(first.wrapping_add(i * LANES)) };
                     }
-                    for (i, vector) in total.into_iter().enumerate() {
+                    for source in &sources[usize::from(!adds)..] {
+                        let from = source.start.cast::<f32>().wrapping_add(at);
+                        for i in 0..VECTORS {
+                            // SAFETY: as above.
+                            let next = unsafe { $load(from.wrapping_add(i * LANES)) };
+                            total[i] = $add(total[i], next);
+                        }
+                    }
+                    for i in 0..VECTORS {
                         // SAFETY: within the slice `into` was made of; stores need no alignment.
-                        unsafe { $store(into.wrapping_add(i * LANES), vector) };
+                        unsafe { $store(into.wrapping_add(i * LANES), total[i]) };
                     }
                     at += VECTORS * LANES;
                 }
@@ -308,6 +323,7 @@ mod x86 {
         #[target_feature(enable = "avx512f")]
         gather_avx512,
         __m512,
+        _mm512_setzero_ps,
         _mm512_loadu_ps,
         _mm512_storeu_ps,
         _mm512_add_ps
@@ -316,6 +332,7 @@ mod x86 {
         #[target_feature(enable = "avx2")]
         gather_avx2,
         __m256,
+        _mm256_setzero_ps,
         _mm256_loadu_ps,
         _mm256_storeu_ps,
         _mm256_add_ps

@@ -35,6 +35,19 @@ impl Connection {
         matches!(self, Connection::Shm(_))
     }
 
+    /// Wakes a peer that was left asleep over something sent: see [`ShmStream::announce`].
+    pub fn announce(&mut self) -> Result<(), StreamError> {
+        match self {
+            Connection::Tcp(_) => Ok(()),
+            Connection::Shm(stream) => stream.announce(),
+        }
+    }
+
+    /// Whether [`announce`](Self::announce) may have something to say.
+    pub fn is_unannounced(&self) -> bool {
+        matches!(self, Connection::Shm(stream) if stream.is_unannounced())
+    }
+
     /// Says that nothing more will be sent; the other direction goes on.
     pub fn end_sending(&mut self) -> io::Result<()> {
         match self {

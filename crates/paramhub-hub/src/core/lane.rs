@@ -22,6 +22,9 @@ use crate::local::LocalMemory;
 const RECEIVE_BUDGET_BYTES: usize = 256 << 10;
 /// Bytes sent to one stream before the others get their turn, unless a single write takes more.
 const SEND_BUDGET_BYTES: usize = 1 << 20;
+/// Bytes a worker over shared memory may be left asleep over: a third of a millisecond's work. A core wakes everybody
+/// before it sleeps itself.
+const PATIENCE_BYTES: usize = 4 << 20;
 /// Frames gathered into one write.
 const BATCH_FRAMES: usize = 32;
 /// A stream on which nothing left for this long carries a heartbeat, or sooner where the job calls silence dead sooner.
@@ -114,7 +117,7 @@ impl Arrival {
             None => Connection::Tcp(TcpStream::new(self.socket, to, max)?),
             Some(memory) => {
                 let stream = ShmStream::new(self.socket, memory.rings, RING_BYTES_DEFAULT, to, max)?;
-                Connection::Shm(stream.with_arena())
+                Connection::Shm(stream.with_arena().with_patience(PATIENCE_BYTES))
             }
         })
     }
@@ -150,6 +153,16 @@ impl Lane {
             waits_writable: false,
             draining: None,
         }
+    }
+
+    /// Wakes a worker that was left asleep over something sent.
+    pub(crate) fn announce(&mut self) -> Result<(), StreamError> {
+        self.stream.announce()
+    }
+
+    /// Whether the worker may have been left asleep.
+    pub(crate) fn is_unannounced(&self) -> bool {
+        self.stream.is_unannounced()
     }
 
     pub(crate) fn is_shm(&self) -> bool {

@@ -34,6 +34,8 @@ pub(crate) use shard::{Shard, ShardPlan, memory_bytes};
 const TICK: Duration = Duration::from_millis(250);
 /// Readiness reports taken at once.
 const EVENTS: usize = 256;
+/// Turns a worker may be left asleep over an answer while the core serves others.
+const UNANNOUNCED_TURNS: u32 = 8;
 const WAKER: u64 = u64::MAX;
 
 /// The state of a core's thread.
@@ -48,6 +50,9 @@ pub(crate) struct Core {
     again: Vec<u64>,
     /// Those of the turn before.
     due: Vec<u64>,
+    /// Lanes whose workers may sleep over something sent.
+    unannounced: Vec<u64>,
+    turns_unannounced: u32,
     farewells: Farewells,
     busy: Duration,
     idle: Duration,
@@ -75,6 +80,8 @@ impl Core {
             lanes: Table::default(),
             again: Vec::new(),
             due: Vec::new(),
+            unannounced: Vec::new(),
+            turns_unannounced: 0,
             farewells: Farewells::default(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
@@ -89,7 +96,7 @@ impl Core {
         loop {
             // A TCP lane whose budget ran out before its bytes did is reported again, behind the others; what lies in
             // shared memory is reported once.
-            let timeout = match self.again.is_empty() {
+            let timeout = match self.again.is_empty() && self.unannounced.is_empty() {
                 true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
                 false => Duration::ZERO,
             };
@@ -97,6 +104,11 @@ impl Core {
             let now = Instant::now();
             self.idle += now - turn_ended;
             std::mem::swap(&mut self.again, &mut self.due);
+            // Others' work must not keep a worker asleep over its answer for long.
+            self.turns_unannounced += u32::from(!self.unannounced.is_empty());
+            if (events.is_empty() && self.due.is_empty()) || self.turns_unannounced > UNANNOUNCED_TURNS {
+                self.announce(now);
+            }
             for event in events.iter() {
                 if event.token == WAKER {
                     self.mailbox.waker.drain();
@@ -165,6 +177,9 @@ impl Core {
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
                 let (unfinished, is_shm) = (flushed != Flushed::All, lane.is_shm());
+                if lane.is_unannounced() && !self.unannounced.contains(&token) {
+                    self.unannounced.push(token);
+                }
                 if unfinished != lane.waits_writable {
                     lane.waits_writable = unfinished;
                     let interest = lane.interest();
@@ -179,6 +194,16 @@ impl Core {
                 }
             }
             Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
+        }
+    }
+
+    /// There is nothing else to do: wakes the workers that were left asleep over an answer.
+    fn announce(&mut self, now: Instant) {
+        self.turns_unannounced = 0;
+        while let Some(token) = self.unannounced.pop() {
+            if let Some(Err(error)) = self.lanes.at_mut(token).map(Lane::announce) {
+                self.fault(token, &Fault::Lost(error.to_string()), now);
+            }
         }
     }
 

@@ -95,20 +95,18 @@ impl Writer {
         Ok(length)
     }
 
-    /// Shows what was written; `true` if the reader sleeps and must be woken.
-    pub(super) fn publish(&mut self) -> bool {
-        if self.published == self.written {
-            return false;
+    /// Shows what was written. A reader that sleeps goes on sleeping until [`wakes_reader`](Self::wakes_reader) says so.
+    pub(super) fn publish(&mut self) {
+        if self.published < self.written {
+            // What was streamed into an arena before must be there when its frame is.
+            shared::fence();
+            self.place.segment.counter(self.place.base + WRITTEN).store(self.written, Release);
+            self.published = self.written;
         }
-        // What was streamed into an arena before must be there when its frame is.
-        shared::fence();
-        self.place.segment.counter(self.place.base + WRITTEN).store(self.written, Release);
-        self.published = self.written;
-        self.wakes_reader()
     }
 
     /// Whether the reader sleeps; it is taken to be awake from now on.
-    fn wakes_reader(&self) -> bool {
+    pub(super) fn wakes_reader(&self) -> bool {
         // Between the store before and the load here lies the reader's chance to see one of both.
         fence(SeqCst);
         let sleeps = self.place.segment.flag(self.place.base + READER_SLEEPS);
@@ -270,7 +268,8 @@ mod tests {
         assert_eq!(writer.write(&[1; 100]).unwrap(), 64);
         assert!(reader.is_empty().unwrap());
         assert!(writer.sleep().unwrap());
-        assert!(!writer.publish() && !reader.is_empty().unwrap());
+        writer.publish();
+        assert!(!writer.wakes_reader() && !reader.is_empty().unwrap());
         assert_eq!(take(&mut reader, 10).len(), 10);
         assert!(reader.wakes_writer() && !reader.wakes_writer());
         assert!(!writer.sleep().unwrap());
@@ -283,9 +282,11 @@ mod tests {
         let (mut writer, mut reader, _) = ring(64);
         assert!(reader.sleep().unwrap());
         writer.write(&[1]).unwrap();
-        assert!(writer.publish());
+        writer.publish();
+        assert!(writer.wakes_reader());
         writer.write(&[1]).unwrap();
-        assert!(!writer.publish());
+        writer.publish();
+        assert!(!writer.wakes_reader());
         assert!(!reader.sleep().unwrap(), "something is there");
         take(&mut reader, 2);
         assert!(reader.sleep().unwrap());

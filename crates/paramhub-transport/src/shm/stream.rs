@@ -50,6 +50,10 @@ pub struct ShmStream {
     /// The other process has closed the socket, or died.
     hung_up: Option<HungUp>,
     receiving_is_over: bool,
+    /// Bytes the other side may be left asleep over.
+    patience_bytes: usize,
+    /// Bytes sent since the other side was last known to be awake or woken.
+    unannounced: usize,
     unfinished: usize,
     /// The header of the unfinished frame.
     begun: [u8; HEADER_BYTES],
@@ -97,6 +101,8 @@ impl ShmStream {
             has_arena: false,
             hung_up: None,
             receiving_is_over: false,
+            patience_bytes: 0,
+            unannounced: 0,
             unfinished: 0,
             begun: [0; HEADER_BYTES],
             bytes_received: 0,
@@ -110,6 +116,26 @@ impl ShmStream {
         self.has_arena = true;
         self.assembly = self.assembly.with_arena();
         self
+    }
+
+    /// Lets a sleeping peer sleep until `bytes` bytes, payloads in arenas included, have been sent, or until
+    /// [`announce`](Self::announce): waking it costs both sides more than a few frames do.
+    pub fn with_patience(mut self, bytes: usize) -> Self {
+        self.patience_bytes = bytes;
+        self
+    }
+
+    /// Wakes a peer that sleeps over something sent. To be called before this side waits for anything.
+    pub fn announce(&mut self) -> Result<(), StreamError> {
+        if std::mem::take(&mut self.unannounced) > 0 && self.writer.wakes_reader() {
+            self.ring_bell()?;
+        }
+        Ok(())
+    }
+
+    /// Whether [`announce`](Self::announce) may have something to say.
+    pub fn is_unannounced(&self) -> bool {
+        self.unannounced > 0
     }
 
     /// Says that nothing more will be sent. The other direction goes on.
@@ -217,8 +243,10 @@ impl ShmStream {
         }
     }
 
-    fn publish(&mut self) -> Result<(), StreamError> {
-        if self.writer.publish() { self.ring_bell() } else { Ok(()) }
+    fn publish(&mut self, bytes: usize) -> Result<(), StreamError> {
+        self.writer.publish();
+        self.unannounced += bytes;
+        if self.unannounced > self.patience_bytes { self.announce() } else { Ok(()) }
     }
 }
 
@@ -260,7 +288,9 @@ impl Stream for ShmStream {
                 self.unfinished += wrote;
                 sent.bytes += wrote;
                 if wrote == 0 {
-                    self.publish()?;
+                    // Whoever is to make room must be awake.
+                    self.publish(sent.bytes)?;
+                    self.announce()?;
                     if self.writer.sleep()? {
                         self.begun = head;
                         sent.blocked = true;
@@ -274,7 +304,7 @@ impl Stream for ShmStream {
             sent.bytes += frame.header.length as usize - length;
         }
         self.bytes_sent += sent.bytes as u64;
-        self.publish()?;
+        self.publish(sent.bytes)?;
         Ok(sent)
     }
 

@@ -3,8 +3,6 @@
 //! Gradients and the parameters to start from are eighths between -1 and 7/8: exact in every dtype, and so is the sum of
 //! any number of ranks in any order. What the optimizer makes of that sum is repeated with its own kernel.
 
-use std::ops::Range;
-
 use anyhow::bail;
 use paramhub::{Codec, Dtype, Key, Registry};
 use paramhub_kernels::{Step, convert};
@@ -138,17 +136,17 @@ fn contribute(rank: u32, key: u32, first: u64, values: &mut [f32]) {
     }
 }
 
-/// A key's elements, which its table has bounded.
-fn elements(key: &Key) -> usize {
-    key.elements().expect("a table bounds its keys") as usize
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::bench::spec::Optimizer;
     use paramhub::KeyTable;
     use std::ops::Range;
+
+    /// A key's elements, which its table has bounded.
+    fn elements(key: &Key) -> usize {
+        key.elements().expect("a table bounds its keys") as usize
+    }
 
     /// Where the tensors lie in a buffer that holds them all.
     struct Layout {
