@@ -41,18 +41,20 @@ pub unsafe fn copy_out(source: &[u8], target: *mut u8) {
 /// # Safety
 /// As [`copy_out`].
 pub unsafe fn stream_out(source: &[u8], target: *mut u8) {
-    let head = target.align_offset(LINE_BYTES).min(source.len());
-    let body = (source.len() - head) / LINE_BYTES * LINE_BYTES;
-    let pieces = [(0, head), (head, body), (head + body, source.len() - head - body)];
-    let [first, middle, last] =
-        pieces.map(|(at, length)| (source.as_ptr().wrapping_add(at), target.wrapping_add(at), length));
-    // SAFETY: the three pieces lie one behind the other within `source.len()` bytes, which the caller vouches for at
-    // `target`.
-    unsafe { copy_volatile(first.0, first.1, first.2) };
-    // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores want it.
-    unsafe { stream(middle.0, middle.1, middle.2) };
-    // SAFETY: as above.
-    unsafe { copy_volatile(last.0, last.1, last.2) };
+    // SAFETY: the duties are those of `stream_bytes`, and the caller's.
+    unsafe { stream_bytes(source.as_ptr(), target, source.len()) };
+}
+
+/// [`stream_out`] into this process's own memory, for what will not be read again soon. Call [`fence`] before another thread
+/// reads it.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn stream(source: &[f32], target: &mut [f32]) {
+    assert_eq!(source.len(), target.len(), "a copy is as long as what is copied");
+    let bytes = size_of_val(source);
+    // SAFETY: `target` is as many bytes and borrowed exclusively, and so lies elsewhere.
+    unsafe { stream_bytes(source.as_ptr().cast(), target.as_mut_ptr().cast(), bytes) };
 }
 
 /// Little-endian f32 elements, at any alignment, that another process may write meanwhile.
@@ -157,8 +159,22 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize) {
 }
 
 /// # Safety
+/// As [`copy`].
+unsafe fn stream_bytes(source: *const u8, target: *mut u8, length: usize) {
+    let head = (target.addr().next_multiple_of(LINE_BYTES) - target.addr()).min(length);
+    let body = (length - head) / LINE_BYTES * LINE_BYTES;
+    let done = head + body;
+    // SAFETY: the three pieces lie one behind the other within `length` bytes, which the caller vouches for.
+    unsafe { copy_volatile(source, target, head) };
+    // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores want it.
+    unsafe { stream_lines(source.wrapping_add(head), target.wrapping_add(head), body) };
+    // SAFETY: as above.
+    unsafe { copy_volatile(source.wrapping_add(done), target.wrapping_add(done), length - done) };
+}
+
+/// # Safety
 /// As [`copy`], and `target` is a multiple of 64.
-unsafe fn stream(source: *const u8, target: *mut u8, length: usize) {
+unsafe fn stream_lines(source: *const u8, target: *mut u8, length: usize) {
     match Isa::best().body() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the caller's ranges and alignment; the set was detected.

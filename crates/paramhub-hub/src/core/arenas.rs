@@ -10,7 +10,7 @@ use super::shard::BLOCK_ELEMENTS;
 use crate::local::{CommonParameters, RankArenas};
 
 /// Contributions added up in one pass.
-const SOURCES: usize = 16;
+const SOURCES: usize = 8;
 
 /// The arenas of one job's ranks, as one route sees them.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub(crate) struct Arenas {
     ranks: Vec<u32>,
     /// Where ranks of this host read parameters in common, if any does.
     common: Option<CommonParameters>,
+    /// Of the contributions at hand: rank and place.
+    sources: Vec<(u32, usize)>,
     /// Ranks in whose own arenas the parameters at hand belong; empty between frames.
     targets: Vec<u32>,
 }
@@ -27,8 +29,9 @@ pub(crate) struct Arenas {
 impl Arenas {
     pub(crate) fn new(workers: u32) -> Self {
         let of_rank = (0..workers).map(|_| None).collect();
-        let (ranks, targets) = (Vec::new(), Vec::with_capacity(workers as usize));
-        Arenas { of_rank, ranks, common: None, targets }
+        let (ranks, room) = (Vec::new(), workers as usize);
+        let (sources, targets) = (Vec::with_capacity(room), Vec::with_capacity(room));
+        Arenas { of_rank, ranks, common: None, sources, targets }
     }
 
     /// From now on `rank` exchanges through these; `true` if they are the first that share parameters.
@@ -47,28 +50,32 @@ impl Arenas {
         self.of_rank[rank as usize].is_some()
     }
 
-    /// Sums a block of a chunk, from its element `first` on, over every rank that has an arena, or over the `only` one, in
-    /// rank order; it `adds` to what is in `sum` or begins it.
-    #[expect(clippy::too_many_arguments, reason = "what a block of a sum is made of")]
+    /// Finds where the contributions to a chunk lie: of every rank that has an arena, or of the `only` one.
+    pub(crate) fn find_sources(&mut self, extent: &Extent, only: Option<u32>) {
+        self.sources.clear();
+        // Of one rank alone that came over TCP, everything is in the sum already.
+        for &rank in self.ranks.iter().filter(|&&rank| only.is_none_or(|only| only == rank)) {
+            let arenas = self.of_rank[rank as usize].as_ref().expect("a listed rank has an arena");
+            self.sources.push((rank, arenas.layout.gradient_chunk(extent)));
+        }
+    }
+
+    /// Sums a block of the contributions found, from their element `first` on, in rank order; it `adds` to what is in `sum`
+    /// or begins it.
     pub(crate) fn gather(
         &self,
         aggregator: &dyn Aggregator,
-        extent: &Extent,
-        first: usize,
         codec: Codec,
-        only: Option<u32>,
+        first: usize,
         sum: &mut [f32],
-        adds: bool,
+        mut adds: bool,
     ) {
-        let mut adds = adds;
-        let ranks = only.as_ref().map_or(&self.ranks[..], std::slice::from_ref);
-        // Of one rank alone that came over TCP, everything is in the sum already.
-        let ranks = ranks.iter().filter(|&&rank| self.has(rank));
+        let at = first * codec.bytes();
         if codec != Codec::F32 {
             let mut wire = [0; BLOCK_ELEMENTS * Codec::F16.bytes()];
-            for &rank in ranks {
+            for &(rank, place) in &self.sources {
                 let wire = &mut wire[..sum.len() * codec.bytes()];
-                self.read_gradient(rank, extent, first, codec, wire);
+                self.of(rank).own.read(place + at, wire);
                 match std::mem::replace(&mut adds, true) {
                     false => aggregator.assign(sum, wire, codec),
                     true => aggregator.add(sum, wire, codec),
@@ -76,20 +83,13 @@ impl Arenas {
             }
             return;
         }
-        let mut sources = [Floats::NONE; SOURCES];
-        let mut count = 0;
-        for &rank in ranks {
-            if count == SOURCES {
-                aggregator.gather(sum, adds, &sources);
-                (count, adds) = (0, true);
+        for ranks in self.sources.chunks(SOURCES) {
+            let mut sources = [Floats::NONE; SOURCES];
+            for (source, &(rank, place)) in sources.iter_mut().zip(ranks) {
+                *source = self.of(rank).own.floats(place + at, sum.len());
             }
-            let arenas = self.of(rank);
-            let place = arenas.layout.gradient_chunk(extent) + first * codec.bytes();
-            sources[count] = arenas.own.floats(place, sum.len());
-            count += 1;
-        }
-        if count > 0 {
-            aggregator.gather(sum, adds, &sources[..count]);
+            aggregator.gather(sum, adds, &sources[..ranks.len()]);
+            adds = true;
         }
     }
 
@@ -100,6 +100,11 @@ impl Arenas {
         if answer == Answer::Parameters && own.is_some() {
             self.targets.push(rank);
         }
+    }
+
+    /// Whether any rank has one.
+    pub(crate) fn has_any(&self) -> bool {
+        !self.ranks.is_empty()
     }
 
     /// Whether any rank was aimed at.

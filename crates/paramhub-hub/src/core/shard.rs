@@ -16,7 +16,7 @@ use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Header, Operation, Retune};
-use paramhub_kernels::{Aggregator, Optimizer, Step, TILE_ELEMENTS, convert, finite};
+use paramhub_kernels::{Aggregator, Optimizer, Step, TILE_ELEMENTS, convert, finite, shared};
 
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory, whole_lines};
@@ -395,17 +395,28 @@ impl Shard {
         let merged = std::mem::take(&mut self.merged[index as usize]) || settings.reproducible;
         let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
         let extent = slot.extent();
-        let mut total = [0.0_f32; BLOCK_ELEMENTS];
+        self.arenas.find_sources(&extent, (!is_of_all).then_some(rank));
+        // A mean replaces what was there, and where arenas take it nobody reads it here soon: it need not pass the caches.
+        let overwrites = !settings.has_parameters() && !merged && self.arenas.has_any();
+        let (mut total, mut fresh) = ([0.0_f32; BLOCK_ELEMENTS], [0.0_f32; BLOCK_ELEMENTS]);
         for block in slot.blocks() {
             let at = slot.offset + block.start..slot.offset + block.end;
             let sum = if merged { &mut self.merge[at.clone()] } else { &mut total[..block.len()] };
             if !settings.reproducible {
-                let only = (!is_of_all).then_some(rank);
-                self.arenas.gather(aggregator, &extent, block.start, slot.gradient, only, sum, merged);
+                self.arenas.gather(aggregator, slot.gradient, block.start, sum, merged);
             }
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
-            optimizer.apply(&step, &mut self.model[at.clone()], sum, state);
-            let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
+            let model = &mut self.model[at.clone()];
+            let model = if overwrites {
+                let fresh = &mut fresh[..block.len()];
+                optimizer.apply(&step, fresh, sum, state);
+                shared::stream(fresh, model);
+                fresh
+            } else {
+                optimizer.apply(&step, model, sum, state);
+                model
+            };
+            let parameters = encode(model, &mut self.encoded, at, slot.parameter);
             self.arenas.hand_out(&extent, block.start, slot.parameter, parameters);
         }
         self.arenas.forget_targets();
