@@ -10,10 +10,12 @@ use clap::Args;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
 use paramhub::{Job, Member, Membership, WorkerError};
+use paramhub_worker::{Options, Transport};
 
+use super::ablate::{Server, Variant, join_by_worker, serve_by_worker};
 use super::numbers::{self, Layout, START, Verdict};
 use super::raw::{self, RawStreams};
-use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
+use super::spec::{HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
 use crate::cli::hub::raise_descriptor_limit;
 
@@ -34,11 +36,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     line.say(&Report::Here { seat: flags.seat })?;
     match line.hear()? {
         Some(Order::Host { spec }) => host(&spec, &mut line)?,
-        Some(Order::Join { spec, rank, url, job, raw }) => {
-            let raw = (!raw.is_empty()).then(|| RawStreams::connect(&raw, spec.raw_bytes())).transpose()?;
-            let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
-            Worker::join(spec, membership, raw)?.work(&mut line)?;
-        }
+        Some(Order::Join { spec, rank, at }) => Worker::join(spec, rank, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}
     }
@@ -48,17 +46,29 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
 /// A hub, its manager and the raw server.
 fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
     raise_descriptor_limit();
-    let mut config = EmbeddedConfig::with_cores(spec.cores);
-    config.hub.streams = spec.streams;
-    let hub = EmbeddedHub::start(config)?;
-    let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
-    let job = hub.client().create_service(&request)?;
     let raw =
         if spec.is_raw { raw::serve(spec.workers, spec.streams, &spec.raw_bytes())? } else { Vec::new() };
-    line.say(&Report::Hosting { url: hub.url().into(), job, raw })?;
+    let (hub, at) = match spec.variant {
+        Variant::WorkerByInterface => {
+            let Server { job, addresses } = serve_by_worker(spec)?;
+            (None, Meeting { url: String::new(), job, cores: addresses, raw })
+        }
+        variant => {
+            let mut config = EmbeddedConfig::with_cores(spec.cores);
+            config.hub.streams = spec.streams;
+            config.hub.registry = variant.registry(spec.cores)?;
+            let hub = EmbeddedHub::start(config)?;
+            let request =
+                CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
+            let job = hub.client().create_service(&request)?;
+            let url = hub.url().to_owned();
+            (Some(hub), Meeting { url, job, cores: Vec::new(), raw })
+        }
+    };
+    line.say(&Report::Hosting(at))?;
     while let Some(order) = line.hear()? {
         let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
-        if let Some(reason) = hub.has_failed() {
+        if let Some(reason) = hub.as_ref().and_then(EmbeddedHub::has_failed) {
             bail!("the hub has failed: {reason}");
         }
         line.say(&Report::Used(HubUse {
@@ -67,7 +77,9 @@ fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
             peak_bytes: usage::peak_bytes(),
         }))?;
     }
-    hub.stop();
+    if let Some(hub) = hub {
+        hub.stop();
+    }
     Ok(())
 }
 
@@ -82,14 +94,22 @@ struct Worker {
 }
 
 impl Worker {
-    fn join(spec: Spec, membership: Membership, raw: Option<RawStreams>) -> anyhow::Result<Worker> {
-        let rank = membership.rank;
+    fn join(spec: Spec, rank: u32, at: Meeting) -> anyhow::Result<Worker> {
+        let Meeting { url, job, cores, raw } = at;
+        let raw = (!raw.is_empty()).then(|| RawStreams::connect(&raw, spec.raw_bytes())).transpose()?;
         let layout = Layout::new(spec.keys.keys());
         let mut gradients = vec![0; layout.bytes];
         numbers::fill(rank, spec.keys.keys(), layout.slices_mut(&mut gradients));
         // Written once, so that no exchange pays for memory the kernel has only promised.
         let mut parameters = vec![POISON; layout.bytes];
-        let job = Member::connect(membership)?.init(spec.settings()?)?;
+        let job = match spec.variant {
+            Variant::WorkerByInterface => join_by_worker(&spec, rank, &job, &cores)?,
+            _ => {
+                let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+                let options = Options { transport: Transport::Tcp, ..Options::default() };
+                Member::connect_with(membership, options)?.init(spec.settings()?)?
+            }
+        };
         if job.settings().has_parameters() {
             if rank == 0 {
                 numbers::fill(START, spec.keys.keys(), layout.slices_mut(&mut parameters));
@@ -131,6 +151,10 @@ impl Worker {
         let parameters = self.layout.slices_mut(&mut self.parameters);
         let mut handles = Vec::with_capacity(gradients.len());
         let clock = Clock::start_at(start);
+        if self.spec.variant == Variant::PushThenPull {
+            push_then_pull(&self.job, gradients, parameters)?;
+            return Ok(clock.read());
+        }
         self.job.scope(|scope| {
             for (key, (gradient, parameters)) in gradients.into_iter().zip(parameters).enumerate().rev() {
                 handles.push(scope.push_pull(key as u32, gradient, parameters)?);
@@ -146,6 +170,21 @@ impl Worker {
         self.exchange(Duration::ZERO)?;
         numbers::check(&self.spec, exchanges + 1, &self.layout.slices(&self.parameters))
     }
+}
+
+/// The same in two requests a key, the second as soon as the first is answered: a step is pushed before it is pulled.
+fn push_then_pull(job: &Job, gradients: Vec<&[u8]>, parameters: Vec<&mut [u8]>) -> Result<(), WorkerError> {
+    job.scope(|scope| {
+        let back_to_front = || (0..gradients.len()).rev();
+        let pushes: Vec<_> =
+            back_to_front().map(|key| scope.push(key as u32, gradients[key])).collect::<Result<_, _>>()?;
+        let mut pulls = Vec::with_capacity(gradients.len());
+        for ((key, push), parameters) in back_to_front().zip(pushes).zip(parameters.into_iter().rev()) {
+            push.wait()?;
+            pulls.push(scope.pull(key as u32, parameters)?);
+        }
+        pulls.into_iter().try_for_each(|pull| pull.wait().map(drop))
+    })
 }
 
 /// Wall and processor time of one turn.

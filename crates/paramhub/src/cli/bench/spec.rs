@@ -12,6 +12,7 @@ use paramhub::{Hyperparameters, KeyTable, Registry};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::ablate::Variant;
 use super::numbers::Verdict;
 
 /// What the hub does with the gradients.
@@ -39,6 +40,8 @@ pub(super) struct Spec {
     pub(super) streams: usize,
     pub(super) chunk_bytes: u32,
     pub(super) is_raw: bool,
+    /// How all of it is done.
+    pub(super) variant: Variant,
 }
 
 impl Spec {
@@ -78,6 +81,18 @@ pub(super) enum Turn {
     Raw,
 }
 
+/// Where the workers meet the hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Meeting {
+    /// The hub's connection manager; empty where there is none.
+    pub(super) url: String,
+    pub(super) job: ServiceCreated,
+    /// Where cores that have workers of their own listen.
+    pub(super) cores: Vec<SocketAddr>,
+    /// Where the raw server listens.
+    pub(super) raw: Vec<SocketAddr>,
+}
+
 /// From the launcher.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
@@ -85,7 +100,7 @@ pub(super) enum Order {
     /// Be the hub. Answered by [`Report::Hosting`].
     Host { spec: Spec },
     /// Be this rank of the job. Answered by [`Report::Joined`].
-    Join { spec: Spec, rank: u32, url: String, job: ServiceCreated, raw: Vec<SocketAddr> },
+    Join { spec: Spec, rank: u32, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
     Turn { turn: Turn, start: Duration },
     /// Say what the hub has used. Answered by [`Report::Used`].
@@ -103,11 +118,7 @@ pub(super) enum Report {
     Here {
         seat: usize,
     },
-    Hosting {
-        url: String,
-        job: ServiceCreated,
-        raw: Vec<SocketAddr>,
-    },
+    Hosting(Meeting),
     Joined,
     Done {
         seconds: f64,
@@ -163,6 +174,23 @@ impl Line {
 }
 
 #[cfg(test)]
+impl Spec {
+    /// In small chunks.
+    pub(super) fn small(keys: KeyTable, workers: u32, cores: usize) -> Spec {
+        Spec {
+            keys,
+            workers,
+            optimizer: Optimizer::Mean,
+            cores,
+            streams: 1,
+            chunk_bytes: 1024,
+            is_raw: false,
+            variant: Variant::Normal,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use paramhub::Key;
@@ -170,15 +198,7 @@ mod tests {
     #[test]
     fn raw_streams_share_all_bytes_evenly() {
         let keys = KeyTable::new(vec![Key::new("k", [1001])]).unwrap();
-        let spec = Spec {
-            keys,
-            workers: 2,
-            optimizer: Optimizer::Mean,
-            cores: 3,
-            streams: 1,
-            chunk_bytes: 4096,
-            is_raw: true,
-        };
+        let spec = Spec::small(keys, 2, 3);
         assert_eq!(spec.raw_bytes(), [1334, 1335, 1335]);
         let twice = Spec { streams: 2, ..spec };
         assert_eq!(twice.raw_bytes(), [667, 667, 668, 667, 667, 668]);
