@@ -9,6 +9,8 @@ pub use adam::Adam;
 pub use mean::Mean;
 pub use sgd::Sgd;
 
+use std::sync::Arc;
+
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
 /// One update of one chunk.
@@ -73,6 +75,12 @@ pub trait Optimizer: Send + Sync {
         Hyperparameters::default()
     }
 
+    /// Whether every call must bring a whole chunk as the job cut it. By default a hub may cut chunks smaller still, into
+    /// blocks that stay in the first cache while other things happen to them.
+    fn needs_whole_chunks(&self) -> bool {
+        false
+    }
+
     /// Whether this optimizer can run on `hyperparameters`. By default it can on any.
     ///
     /// # Errors
@@ -98,6 +106,36 @@ pub trait Optimizer: Send + Sync {
             return Err(HyperparameterError::MoreState { needed, allocated });
         }
         Ok(())
+    }
+}
+
+impl<O: Optimizer + ?Sized> Optimizer for Arc<O> {
+    fn state_slots(&self, hyperparameters: &Hyperparameters) -> usize {
+        (**self).state_slots(hyperparameters)
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        (**self).apply(step, model, sum, state);
+    }
+
+    fn defaults(&self) -> Hyperparameters {
+        (**self).defaults()
+    }
+
+    fn needs_whole_chunks(&self) -> bool {
+        (**self).needs_whole_chunks()
+    }
+
+    fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
+        (**self).check(hyperparameters)
+    }
+
+    fn check_change(
+        &self,
+        initial: &Hyperparameters,
+        next: &Hyperparameters,
+    ) -> Result<(), HyperparameterError> {
+        (**self).check_change(initial, next)
     }
 }
 

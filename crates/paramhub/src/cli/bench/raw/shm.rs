@@ -216,16 +216,12 @@ mod tests {
 
     #[test]
     fn every_word_of_every_worker_is_added_and_handed_back() {
+        let keys = KeyTable::new(vec![Key::new("k", [1001])]).unwrap();
         let spec = Spec {
-            keys: KeyTable::new(vec![Key::new("k", [1001])]).unwrap(),
-            workers: 3,
             optimizer: Optimizer::Nesterov,
-            cores: 2,
-            streams: 1,
-            chunk_bytes: 4096,
             is_raw: true,
             transport: Transport::Shm,
-            shares_parameters: false,
+            ..Spec::small(keys, 3, 2)
         };
         let name = serve(&spec).unwrap();
         std::thread::scope(|threads| {
