@@ -5,6 +5,10 @@
 //! the last one, runs the optimizer; a `lane` sends the new parameters straight from the model. No thread but that core
 //! ever touches the chunk.
 //!
+//! Workers of the hub's own host come in by a `local` socket and bring their memory. Their gradients stay there until
+//! the step's last contribution: then the shard adds up all of them, runs the optimizer and writes the parameters back,
+//! block by block, and only headers pass through the lane.
+//!
 //! Everything else is slow and rare: the `steward` opens and ends jobs on all cores, and the `link` speaks with the
 //! connection manager.
 #![forbid(unsafe_code)]

@@ -1,9 +1,13 @@
-//! Moves frames between registered buffers: TCP streams and the memory they read and write.
+//! Moves frames between registered buffers: streams over TCP or shared memory, and the memory they read and write.
 //!
 //! Everything is non-blocking and meant for single-threaded event loops: a hub core, a worker's I/O thread. A [`Poller`]
 //! says which [`Stream`]s are ready; [`Stream::receive`] hands whole frames to a [`FrameSink`], straight from a
 //! [`Scratch`] shared by the thread's streams or straight into the slice the sink names; [`Stream::send`] writes frames
 //! from wherever their payloads lie. Nothing is allocated and nothing is locked per frame.
+//!
+//! [`TcpStream`] joins any two hosts, [`ShmStream`] two processes of one; a [`Connection`] is either. With an arena
+//! ([`shm`]) tensors lie where both ends reach them, only headers pass through the stream, and the sink is told with
+//! [`FrameSink::placed`].
 //!
 //! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them; [`socket`] makes the
 //! connections and carries their handshake.

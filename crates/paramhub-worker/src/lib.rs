@@ -22,6 +22,10 @@
 //! where they lie and parameters arrive where they are wanted; what a request needs is handed to the I/O thread and handed
 //! back, so the data path allocates nothing, locks nothing and logs nothing per chunk.
 //!
+//! To a hub on the same host tensors do not travel at all: they lie in an arena that the hub maps, and frames only say
+//! which chunk is ready. Any buffer is copied there and back; those of [`Job::gradient_tensor`] and
+//! [`Job::parameter_tensor`] lie there already. [`Options::transport`] chooses otherwise.
+//!
 //! A request's way through these modules: [`Job`] checks it and claims its key, the inbox takes it to the I/O thread, a
 //! lane (one stream's sending side) sends its chunks by urgency, the inbound side lands the answers, and the [`Handle`]
 //! gives the buffers back.
