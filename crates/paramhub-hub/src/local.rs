@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
+use paramhub_core::consistency::Consistency;
 use paramhub_core::settings::Settings;
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, rings_bytes};
 
@@ -38,6 +39,7 @@ pub(crate) struct JobMemory {
     common_layout: Arc<ArenaLayout>,
     /// Chunks of a key may be anywhere; the hub that writes the common parameters must have them all.
     is_only_hub: bool,
+    is_synchronous: bool,
     /// Of every rank here, one for all its streams.
     own: HashMap<u32, Arc<Segment>>,
     common: Option<Arc<Segment>>,
@@ -49,6 +51,7 @@ impl JobMemory {
             layout: Arc::new(ArenaLayout::new(settings)),
             common_layout: Arc::new(ArenaLayout::parameters_only(settings)),
             is_only_hub: hubs == 1,
+            is_synchronous: settings.consistency == Consistency::Synchronous,
             own: HashMap::new(),
             common: None,
         }
@@ -78,6 +81,11 @@ impl JobMemory {
     }
 
     fn common(&mut self) -> Result<CommonParameters, String> {
+        if !self.is_synchronous {
+            let why =
+                "parameters can be shared only in a synchronous job, where they stand still between steps";
+            return Err(why.into());
+        }
         if !self.is_only_hub {
             return Err("parameters can be shared only where the job has a single hub".into());
         }

@@ -206,12 +206,17 @@ impl Admission {
         shape: &HubShape,
         options: &Options,
     ) -> Result<Option<UnixStream>, WorkerError> {
-        let is_needed = options.transport == Transport::Shm || options.shared_parameters;
-        if options.transport == Transport::Tcp && !options.shared_parameters {
-            return Ok(None);
+        match options {
+            Options { transport: Transport::Tcp, shared_parameters: true, .. } => {
+                let why =
+                    "shared parameters need shared memory with the hub, but TCP was asked for".to_owned();
+                return Err(dialler.fail(hub, why));
+            }
+            Options { transport: Transport::Tcp, .. } => return Ok(None),
+            _ => {}
         }
         let reached = match &shape.local {
-            Some(name) => Dialler::connect_locally(name).map_err(|error| match error.kind() {
+            Some(name) => dialler.connect_locally(name).map_err(|error| match error.kind() {
                 ErrorKind::ConnectionRefused => {
                     "it is on another host, or in another network namespace".into()
                 }
@@ -219,12 +224,14 @@ impl Admission {
             }),
             None => Err("it offers none".to_string()),
         };
+        let is_needed = options.transport == Transport::Shm || options.shared_parameters;
         match reached {
             Ok(socket) => Ok(Some(socket)),
             Err(why) if is_needed => {
-                let what =
-                    if options.shared_parameters { "shared parameters need" } else { "shm was asked for:" };
-                Err(dialler.fail(hub, format!("{what} shared memory with the hub, but {why}")))
+                let what = if options.shared_parameters { "shared parameters need" } else { "shm needs" };
+                let help =
+                    "choose transport auto or tcp, or start the hub on this host with shared memory on";
+                Err(dialler.fail(hub, format!("{what} shared memory with the hub, but {why}: {help}")))
             }
             Err(_) => Ok(None),
         }

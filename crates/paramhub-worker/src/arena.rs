@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
 use paramhub_core::chunk::Extent;
+use paramhub_core::requests::Request;
 use paramhub_core::wire::{Header, Operation};
 use paramhub_transport::shm::{Arena, Segment, SharedTensor, Tensor};
 
@@ -36,6 +37,27 @@ impl WorkerArena {
         if target.as_ptr() != self.own.segment().pointer(place) {
             self.own.segment().read(place, target);
         }
+    }
+
+    /// Claims the places that a request's chunks pass through on their way from or to memory elsewhere, so that nobody holds
+    /// them meanwhile; `None` if somebody does.
+    pub(crate) fn claim(
+        &self,
+        key: u32,
+        request: Request,
+        send: Option<&[u8]>,
+        receive: Option<&[u8]>,
+    ) -> Option<[Option<Tensor>; 2]> {
+        let (gradient, parameters) = (self.layout.gradient(key), self.layout.parameters(key));
+        let from = if request == Request::Initialise { parameters.clone() } else { gradient };
+        let into = parameters.start..if self.common.is_some() { parameters.start } else { parameters.end };
+        let claim = |bytes: Option<&[u8]>, place: std::ops::Range<usize>| match bytes {
+            Some(bytes) if bytes.as_ptr() != self.own.segment().pointer(place.start) => {
+                self.own.take(place).map(Some)
+            }
+            _ => Some(None),
+        };
+        Some([claim(send, from)?, claim(receive, into)?])
     }
 
     /// Memory for a key's gradient; `None` if it is somebody's.

@@ -3,14 +3,15 @@
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Nonce, Proof};
 use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, Verdict, stream_proofs};
-use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, receive_segments, send_segments};
+use paramhub_transport::shm::{
+    RING_BYTES_DEFAULT, Segment, connect, create_rings, receive_segments, send_segments,
+};
 use paramhub_transport::socket::{dial, read_exact_by, write_all_by};
 
 use crate::error::{Who, WorkerError};
@@ -43,8 +44,8 @@ impl Dialler<'_> {
     }
 
     /// The hub of this host that listens to `name`, if there is one.
-    pub(crate) fn connect_locally(name: &str) -> io::Result<UnixStream> {
-        UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)
+    pub(crate) fn connect_locally(&self, name: &str) -> io::Result<UnixStream> {
+        connect(name, self.deadline.saturating_duration_since(Instant::now()))
     }
 
     /// [`open`](Self::open) to a hub of this host, which is given `arena` and the rings of the stream.
@@ -137,13 +138,13 @@ impl Dialler<'_> {
         arena: &Segment,
         rings: &Segment,
     ) -> io::Result<(Proof, [u8; VERDICT_BYTES], Option<OwnedFd>)> {
-        let left = self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        socket.set_read_timeout(Some(left))?;
-        socket.set_write_timeout(Some(left))?;
+        let left = || self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        socket.set_write_timeout(Some(left()))?;
         let mut common = None;
         let mut hear = |bytes: &mut [u8]| {
             let mut filled = 0;
             while filled < bytes.len() {
+                socket.set_read_timeout(Some(left()))?;
                 let (read, descriptors) = receive_segments(socket, &mut bytes[filled..])?;
                 if read == 0 {
                     return Err(io::Error::from(io::ErrorKind::UnexpectedEof));

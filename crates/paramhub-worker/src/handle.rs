@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use paramhub_transport::shm::Tensor;
 use paramhub_transport::{ReceiveRegion, SendRegion};
 
 use crate::error::{WorkerError, panic_message};
@@ -107,6 +108,8 @@ type Callback = Box<dyn FnOnce(&Result<(), WorkerError>) + Send>;
 pub(crate) struct Buffers {
     pub(crate) send: Option<SendRegion>,
     pub(crate) receive: Option<ReceiveRegion>,
+    /// Places in the arena that the request passes through; nobody's until it ends.
+    pub(crate) claims: [Option<Tensor>; 2],
 }
 
 /// What a handle and the I/O thread share of a request.
@@ -225,7 +228,7 @@ mod tests {
     }
 
     fn owned() -> (Ticket, Handle<Vec<f32>, ()>) {
-        let buffers = Buffers { send: Some(SendRegion::owned(vec![1.0_f32, 2.0])), receive: None };
+        let buffers = Buffers { send: Some(SendRegion::owned(vec![1.0_f32, 2.0])), ..Default::default() };
         let (ticket, completion) = Ticket::new(buffers, true, lost());
         (ticket, Handle::new(completion, |buffers| (buffers.send.unwrap().into_owned().unwrap(), ())))
     }
@@ -288,7 +291,7 @@ mod tests {
             let mut out = [0.0_f32; 2];
             // `lend` returns once the region is gone.
             let handle: Handle<(), ()> = paramhub_transport::lend(|lending| {
-                let buffers = Buffers { send: None, receive: Some(lending.receive(&mut out)) };
+                let buffers = Buffers { receive: Some(lending.receive(&mut out)), ..Default::default() };
                 let (mut ticket, completion) = Ticket::new(buffers, false, lost());
                 ticket.buffers.receive.as_mut().unwrap().bytes_mut().fill(1);
                 ticket.finish(Ok(())).unwrap();
@@ -308,7 +311,7 @@ mod tests {
         let lender = std::thread::spawn(move || {
             let out = [0.0_f32; 2];
             paramhub_transport::lend(|lending| {
-                let buffers = Buffers { send: Some(lending.send(&out)), receive: None };
+                let buffers = Buffers { send: Some(lending.send(&out)), ..Default::default() };
                 give.send(Ticket::new(buffers, false, lost())).unwrap();
             });
             returned.send(()).unwrap();

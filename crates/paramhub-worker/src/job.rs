@@ -148,7 +148,7 @@ impl Job {
     ) -> Result<Handle<G, P>, WorkerError> {
         let errand = Errand::PushPull(SendRegion::owned(gradient), ReceiveRegion::owned(out));
         self.shared.submit(key, errand, true, |mut buffers| {
-            let gradient = sent(Buffers { send: buffers.send.take(), receive: None });
+            let gradient = sent(Buffers { send: buffers.send.take(), ..Default::default() });
             (gradient, received(buffers))
         })
     }
@@ -351,7 +351,7 @@ impl Shared {
         if matches!(errand, Errand::PushPullShared(_) | Errand::PullShared) {
             self.check_shares_parameters()?;
         }
-        let (request, version, buffers) = errand.open();
+        let (request, version, mut buffers) = errand.open();
         if request == Request::Initialise {
             self.check_has_parameters()?;
             if self.who.rank != 0 {
@@ -374,6 +374,18 @@ impl Shared {
             key: named.to_string().into(),
             request,
         })?;
+        if let Some(arena) = &self.arena {
+            let (send, receive) = (buffers.send.as_ref(), buffers.receive.as_ref());
+            let (send, receive) = (send.map(SendRegion::bytes), receive.map(ReceiveRegion::bytes));
+            let claims = arena.claim(key, request, send, receive);
+            buffers.claims = claims.ok_or_else(|| {
+                self.steps.undo(key, claim);
+                self.misplaced(format!(
+                    "key {named}: a tensor was given out for memory this request would pass through: exchange that \
+                     tensor, or drop it"
+                ))
+            })?;
+        }
         let (ticket, completion) = Ticket::new(buffers, keep, WorkerError::Left { who: self.who.clone() });
         match self.inbox.put(Command::Request { key, request, step: claim.step, ticket }) {
             Ok(()) => Ok(Handle::new(completion, unpack)),
@@ -415,7 +427,7 @@ impl Shared {
 
 impl Errand {
     fn open(self) -> (Request, u32, Buffers) {
-        let buffers = |send, receive| Buffers { send, receive };
+        let buffers = |send, receive| Buffers { send, receive, claims: [None, None] };
         match self {
             Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
             Errand::PushPullShared(send) => (Request::PushPull, 0, buffers(Some(send), None)),

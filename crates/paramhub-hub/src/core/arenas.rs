@@ -143,15 +143,15 @@ impl Arenas {
         arenas.own.read(arenas.layout.parameters_chunk(extent) + first * codec.bytes(), wire);
     }
 
-    /// Writes a piece of a chunk of the parameters, from its element `first` on, to every rank aimed at and to the common
-    /// place.
-    pub(crate) fn hand_out(&self, extent: &Extent, first: usize, codec: Codec, wire: &[u8]) {
+    /// Writes a piece of a chunk of the parameters, from its element `first` on, to every rank aimed at, and to the common
+    /// place where they are new.
+    pub(crate) fn hand_out(&self, extent: &Extent, first: usize, codec: Codec, wire: &[u8], are_new: bool) {
         let at = first * codec.bytes();
         for &rank in &self.targets {
             let arenas = self.of(rank);
             arenas.own.stream(arenas.layout.parameters_chunk(extent) + at, wire);
         }
-        if let Some(common) = &self.common {
+        if let Some(common) = self.common.as_ref().filter(|_| are_new) {
             common.segment.stream(common.layout.parameters_chunk(extent) + at, wire);
         }
     }

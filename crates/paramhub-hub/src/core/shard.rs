@@ -250,7 +250,7 @@ impl Shard {
     pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) {
         if self.arenas.attach(rank, arenas) {
             for index in 0..self.slots.len() {
-                self.deliver(self.slots[index]);
+                self.deliver(self.slots[index], true);
             }
         }
     }
@@ -306,7 +306,7 @@ impl Shard {
                 pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
                 self.settle(index);
                 if self.arenas.has_targets() {
-                    self.deliver(slot);
+                    self.deliver(slot, false);
                 }
                 self.exchange.stranded_at(index).map_err(Fault::Stranded)
             }
@@ -432,7 +432,7 @@ impl Shard {
                 model
             };
             let parameters = encode(model, &mut self.encoded, at, slot.parameter);
-            self.arenas.hand_out(&extent, block.start, slot.parameter, parameters);
+            self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
         }
         self.arenas.forget_targets();
         self.counters.updates += 1;
@@ -456,16 +456,16 @@ impl Shard {
             }
         }
         self.settle(index);
-        self.deliver(slot);
+        self.deliver(slot, true);
         Ok(())
     }
 
     /// Hands the chunk's parameters out as they are.
-    fn deliver(&mut self, slot: Slot) {
+    fn deliver(&mut self, slot: Slot, are_new: bool) {
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let at = slot.offset + block.start..slot.offset + block.end;
             let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
-            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters);
+            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, are_new);
         }
         self.arenas.forget_targets();
     }
@@ -509,7 +509,7 @@ impl Shard {
         for (slot, rank, answer) in answers {
             self.arenas.aim(rank, answer);
             if self.arenas.has_targets() {
-                self.deliver(self.slots[slot as usize]);
+                self.deliver(self.slots[slot as usize], false);
             }
         }
         left

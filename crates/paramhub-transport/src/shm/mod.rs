@@ -15,7 +15,7 @@ mod segment;
 mod stream;
 mod tensor;
 
-pub use passing::{receive_segments, send_segments};
+pub use passing::{connect, receive_segments, send_segments};
 pub use ring::RING_BYTES_DEFAULT;
 pub use segment::Segment;
 pub use stream::{ShmStream, create_rings, rings_bytes};

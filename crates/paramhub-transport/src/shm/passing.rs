@@ -3,6 +3,8 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -12,6 +14,16 @@ use rustix::net::{
 
 /// Descriptors of one message.
 const DESCRIPTORS_MAX: usize = 4;
+
+/// Connects to the abstract Unix socket of this name, within `timeout` even where its owner accepts nobody.
+pub fn connect(name: &str, timeout: Duration) -> io::Result<UnixStream> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    // The kernel takes zero for "no timeout".
+    socket.set_write_timeout(Some(timeout.max(Duration::from_millis(1))))?;
+    socket.connect(&socket2::SockAddr::unix(format!("\0{name}"))?)?;
+    socket.set_write_timeout(None)?;
+    Ok(UnixStream::from(OwnedFd::from(socket)))
+}
 
 /// Sends `bytes` and duplicates of `descriptors`, at most four, over a Unix socket. All of it or an error: the message is
 /// small, and the socket's buffer empty.

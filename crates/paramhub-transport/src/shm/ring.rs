@@ -177,8 +177,12 @@ impl Reader {
         Ok(taken)
     }
 
-    /// Whether the writer waits for the room that was made; it is taken to be awake from now on.
+    /// Whether the writer waits for room and half of the ring is free; it is taken to be awake from now on. A writer woken
+    /// over a few bytes would sleep again at once.
     pub(super) fn wakes_writer(&self) -> bool {
+        if (self.written - self.read) as usize > self.place.capacity / 2 {
+            return false;
+        }
         fence(SeqCst);
         let sleeps = self.place.segment.flag(self.place.base + WRITER_SLEEPS);
         sleeps.load(Relaxed) != 0 && sleeps.swap(0, AcqRel) != 0
@@ -270,11 +274,13 @@ mod tests {
         assert!(writer.sleep().unwrap());
         writer.publish();
         assert!(!writer.wakes_reader() && !reader.is_empty().unwrap());
-        assert_eq!(take(&mut reader, 10).len(), 10);
+        assert_eq!(take(&mut reader, 31).len(), 31);
+        assert!(!reader.wakes_writer(), "half of the ring is not free yet");
+        assert_eq!(take(&mut reader, 1).len(), 1);
         assert!(reader.wakes_writer() && !reader.wakes_writer());
         assert!(!writer.sleep().unwrap());
         assert!(!reader.wakes_writer());
-        assert_eq!(writer.write(&[2; 100]).unwrap(), 10);
+        assert_eq!(writer.write(&[2; 100]).unwrap(), 32);
     }
 
     #[test]

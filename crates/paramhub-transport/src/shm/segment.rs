@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use paramhub_kernels::shared;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// `statfs` of anonymous memory files whose pages cannot be missing when they are touched; those of huge pages can.
@@ -34,9 +35,17 @@ unsafe impl Sync for Segment {}
 impl Segment {
     /// A new segment of `length` bytes of zeros, whose pages are allocated now and whose size is sealed.
     pub fn create(name: &str, length: usize) -> io::Result<Self> {
-        let memory = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        // Allocates where it can fail in order, and charges this process rather than the first to write.
-        rustix::fs::fallocate(&memory, FallocateFlags::empty(), 0, length as u64)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // Some systems insist that it is not executable, older ones cannot be told.
+        let memory = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags)?,
+            memory => memory?,
+        };
+        // Allocates where it can fail in order, and charges this process rather than the first to write. A signal undoes
+        // what was allocated.
+        rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&memory, FallocateFlags::empty(), 0, length as u64)
+        })?;
         rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(memory, length, true)
     }

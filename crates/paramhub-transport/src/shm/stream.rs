@@ -148,10 +148,20 @@ impl ShmStream {
 
     /// Throws away what has come; `true` once nothing more will.
     pub fn discard(&mut self) -> bool {
-        let ended = self.reader.has_ended();
-        self.drain_bell();
-        let broken = self.reader.discard().is_err();
-        ended || broken || self.hung_up.is_some() || !self.reader.sleep().unwrap_or(false)
+        // One that never stops sending must not keep the thread here.
+        for _ in 0..16 {
+            let ended = self.reader.has_ended();
+            self.drain_bell();
+            if self.reader.discard().is_err() || ended || self.hung_up.is_some() {
+                return true;
+            }
+            match self.reader.sleep() {
+                Ok(true) => return false,
+                Ok(false) => {}
+                Err(_) => return true,
+            }
+        }
+        false
     }
 
     /// Times the other side had to be woken, a system call each.

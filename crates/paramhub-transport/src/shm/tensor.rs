@@ -96,9 +96,10 @@ impl Tensor {
 
 // SAFETY: heap words stay where they are when the value moves, and so does a mapping, which lives as long as the `Arc` in
 // `arena`. Address and length never change. Within this process the bytes are the value's alone: `take` gives none out
-// twice. The hub at the other end writes them only between a request that hands the tensor over and its answer, when no
-// reference to them exists here; a worker trusts its hub that far, as the documentation of shared memory says. Mapped bytes
-// are initialised, and bytes are valid whatever is written.
+// twice, and whoever else writes to an arena takes the range first. The hub at the other end, which a worker trusts with its
+// memory, writes them only between a request that hands the tensor over and its answer, when nobody here looks at them; of a
+// job that has failed it may still write an answer under way, and then only numbers change. Mapped bytes are initialised,
+// and bytes are valid whatever is written.
 unsafe impl StableBytes for Tensor {
     fn as_bytes(&self) -> &[u8] {
         match &self.place {
@@ -177,8 +178,8 @@ impl SharedTensor {
     /// The bytes in place.
     ///
     /// # Safety
-    /// Until the slice is gone the hub does not write them: the caller has the answer to its last request for this key, has
-    /// not asked for the key's next step since, and the job is synchronous.
+    /// Until the slice is gone the hub does not write them: the caller has the answer to its last request for this key and has
+    /// not asked for the key's next step since, and nobody has sent parameters to start from.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: mapped while `self` lives and within the segment; unwritten by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.segment.pointer(self.range.start), self.range.len()) }
