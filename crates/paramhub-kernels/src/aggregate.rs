@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use paramhub_core::codec::Codec;
 
 use crate::convert::{assert_holds, decode};
@@ -51,6 +53,28 @@ pub trait Aggregator: Send + Sync {
     /// `sum` after one more contribution, given as `sum.len()` little-endian elements at any alignment.
     fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
         by_tiles(sum, wire, codec, |sum, contribution| self.add_f32(sum, contribution));
+    }
+}
+
+impl<A: Aggregator + ?Sized> Aggregator for Arc<A> {
+    fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        (**self).assign_f32(sum, contribution);
+    }
+
+    fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        (**self).add_f32(sum, contribution);
+    }
+
+    fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        (**self).assign(sum, wire, codec);
+    }
+
+    fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        (**self).add(sum, wire, codec);
+    }
+
+    fn gather(&self, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
+        (**self).gather(sum, adds, sources);
     }
 }
 

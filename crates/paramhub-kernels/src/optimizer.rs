@@ -9,6 +9,8 @@ pub use adam::Adam;
 pub use mean::Mean;
 pub use sgd::Sgd;
 
+use std::sync::Arc;
+
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 
 /// One update of one chunk.
@@ -98,6 +100,32 @@ pub trait Optimizer: Send + Sync {
             return Err(HyperparameterError::MoreState { needed, allocated });
         }
         Ok(())
+    }
+}
+
+impl<O: Optimizer + ?Sized> Optimizer for Arc<O> {
+    fn state_slots(&self, hyperparameters: &Hyperparameters) -> usize {
+        (**self).state_slots(hyperparameters)
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        (**self).apply(step, model, sum, state);
+    }
+
+    fn defaults(&self) -> Hyperparameters {
+        (**self).defaults()
+    }
+
+    fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
+        (**self).check(hyperparameters)
+    }
+
+    fn check_change(
+        &self,
+        initial: &Hyperparameters,
+        next: &Hyperparameters,
+    ) -> Result<(), HyperparameterError> {
+        (**self).check_change(initial, next)
     }
 }
 

@@ -147,6 +147,74 @@ fn kernels_are_measured_beside_a_triad() {
         .expect_error(&["--size 1K", "32K"]);
 }
 
+const VARIANTS: [(&str, bool); 8] = [
+    ("normal", true),
+    ("non-temporal", true),
+    ("wide", true),
+    ("worker-by-interface", true),
+    ("push-then-pull", true),
+    ("no-aggregator", false),
+    ("no-optimizer", false),
+    ("communication", false),
+];
+
+#[test]
+fn every_variant_of_an_ablation_is_exact_or_says_that_it_was_not_checked() {
+    let arguments =
+        ["bench", "ablate", "--keys", "keys.json", "--workers", "3", "--cores", "2", "--iters", "2"];
+    let more =
+        ["--rounds", "2", "--raw", "--optimizer", "nesterov", "--json", "out.json", "--svg", "out.svg"];
+    let ablation = paramhub(arguments.into_iter().chain(more)).file("keys.json", KEYS);
+    let ended = ablation.finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let found = results["variants"].as_array().expect("variants");
+    assert!(results["raw_seconds_median"].as_f64() > Some(0.0));
+    let of = |variant: &str| {
+        let position = found.iter().position(|found| found["variant"] == variant);
+        &found[position.unwrap_or_else(|| panic!("no {variant} in {results}"))]
+    };
+    let normal: Vec<f64> = serde_json::from_value(of("normal")["seconds"].clone()).expect("each round's");
+    for (variant, is_exact) in VARIANTS {
+        // There are no such stores elsewhere.
+        if variant == "non-temporal" && !cfg!(target_arch = "x86_64") {
+            continue;
+        }
+        let seconds: Vec<f64> = serde_json::from_value(of(variant)["seconds"].clone()).expect("each round's");
+        assert!(seconds.len() == 2 && seconds.iter().all(|seconds| *seconds > 0.0), "{variant}: {seconds:?}");
+        // The median of two is their mean.
+        let factor = (seconds[0] / normal[0] + seconds[1] / normal[1]) / 2.0;
+        assert!((of(variant)["factor"].as_f64().unwrap() / factor - 1.0).abs() < 1e-9, "{variant}");
+        assert!(of(variant)["cpu_seconds_hub"].as_f64() > Some(0.0), "{variant}");
+        assert_eq!(of(variant)["max_abs_error"].as_f64(), is_exact.then_some(0.0), "{variant}");
+        // The largest key is one chunk, in whole kilobytes.
+        let chunk_bytes = if variant == "wide" { 157 << 10 } else { 32 << 10 };
+        assert_eq!(of(variant)["chunk_bytes"].as_u64(), Some(chunk_bytes), "{variant}");
+    }
+    assert_eq!(ended.stdout.matches("not checked").count(), 3, "{}", ended.stdout);
+    let drawn = plot(&ended.read("out.svg"));
+    assert!(drawn.contains("worker by interface") && drawn.contains("numbers not checked"), "{drawn}");
+}
+
+#[test]
+fn single_variants_can_be_asked_for_in_every_dtype() {
+    for (variant, more) in [
+        ("worker-by-interface", &["--dtype", "f16", "--optimizer", "adam", "--cores", "3"][..]),
+        ("wide", &["--dtype", "bf16", "--optimizer", "adam", "--cores", "3"]),
+        ("push-then-pull", &["--dtype", "bf16", "--optimizer", "mean"]),
+    ] {
+        let arguments = ["bench", "ablate", variant, "--keys", "keys.json", "--workers", "2", "--iters", "1"];
+        let ablation = paramhub(arguments.into_iter().chain(["--rounds", "1"]).chain(more.iter().copied()));
+        let ended = ablation.file("keys.json", KEYS).finish().expect_code(0);
+        assert_eq!(ended.stdout.matches("exact").count(), 2, "{}", ended.stdout);
+    }
+    let refused = paramhub(["bench", "ablate", "tall", "--keys", "keys.json"]).finish().expect_code(2);
+    assert!(refused.stderr.contains("push-then-pull"), "{}", refused.stderr);
+    let refused = paramhub(["bench", "ablate", "--keys", "gone.json"]).finish().expect_code(2);
+    refused.expect_error(&["gone.json"]);
+    let refused = paramhub(["bench", "ablate", "normal", "--keys", "keys.json"]).finish().expect_code(2);
+    assert!(refused.stderr.contains("invalid value 'normal'"), "{}", refused.stderr);
+}
+
 /// The text of a plot; fails unless it is well-formed and every text of it stands inside.
 fn plot(svg: &[u8]) -> String {
     let svg = std::str::from_utf8(svg).expect("UTF-8");

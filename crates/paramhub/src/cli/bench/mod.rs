@@ -1,5 +1,6 @@
 //! `paramhub bench`: how fast gradients are exchanged here, how fast bare bytes are, and how fast the kernels.
 
+mod ablate;
 mod conductor;
 mod kernels;
 mod models;
@@ -8,6 +9,7 @@ mod peer;
 mod plot;
 mod raw;
 mod report;
+mod rounds;
 mod spec;
 mod statistics;
 mod sweep;
@@ -27,6 +29,7 @@ use serde::Serialize;
 use super::Usage;
 use crate::config::Bytes;
 use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
+use ablate::Variant;
 use conductor::{Measured, Program, conduct};
 use models::Model;
 use report::{Summary, megabytes, write_json};
@@ -49,6 +52,7 @@ enum What {
     /// After the last, one more exchange is compared with the kernels, number by number.
     Exchange(ExchangeFlags),
     Sweep(sweep::SweepFlags),
+    Ablate(ablate::AblateFlags),
     /// Run every sum, conversion and optimizer with every instruction set of this machine, beside a triad
     Kernels(kernels::KernelsFlags),
 }
@@ -128,6 +132,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
     match flags.what {
         What::Exchange(flags) => exchange(&flags),
         What::Sweep(flags) => sweep::sweep(&flags),
+        What::Ablate(flags) => ablate::ablate(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }
 }
@@ -188,6 +193,7 @@ impl ExchangeFlags {
             is_raw: self.raw,
             transport: self.transport,
             shares_parameters: self.shared_parameters,
+            variant: Variant::Normal,
         };
         spec.settings()?.check().map_err(|error| Usage(error.to_string()))?;
         Ok((name, spec))
@@ -235,6 +241,14 @@ fn scenery(settings: &Settings) -> [(&'static str, String); 5] {
         ("chunk size", format!("chunks of {}", Bytes(settings.chunk_bytes.into()))),
         ("optimizer", format!("optimizer {}", optimizer.get_name())),
     ]
+}
+
+/// All of that in a line, but for what is not fixed.
+fn place(model: &str, bytes_per_worker: u64, settings: &Settings, varied: Option<&str>) -> String {
+    let scaled = if settings.scale > 1 { format!(" ÷ {}", settings.scale) } else { String::new() };
+    let first = format!("{model}{scaled} ({} of {})", megabytes(bytes_per_worker), settings.dtype);
+    let fixed = scenery(settings).into_iter().filter(|(name, _)| Some(*name) != varied).map(|(_, text)| text);
+    [first].into_iter().chain(fixed).collect::<Vec<_>>().join(", ")
 }
 
 fn count(number: usize, what: &str) -> String {

@@ -184,17 +184,7 @@ mod tests {
     fn spec(optimizer: Optimizer, dtype: Dtype) -> Spec {
         let keys = [7, 8200, 1].iter().enumerate();
         let keys = keys.map(|(i, &n)| Key { dtype, ..Key::new(format!("k{i}"), [n]) }).collect();
-        Spec {
-            keys: KeyTable::new(keys).unwrap(),
-            workers: 3,
-            optimizer,
-            cores: 1,
-            streams: 1,
-            chunk_bytes: 1024,
-            is_raw: false,
-            transport: crate::cli::bench::spec::Transport::Tcp,
-            shares_parameters: false,
-        }
+        Spec { optimizer, ..Spec::small(KeyTable::new(keys).unwrap(), 3, 1) }
     }
 
     #[test]

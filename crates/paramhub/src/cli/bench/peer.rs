@@ -11,9 +11,10 @@ use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
 use paramhub::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
 
+use super::ablate::{Server, Variant, join_by_worker, serve_by_worker};
 use super::numbers::{self, START, Verdict};
 use super::raw::{self, Raw};
-use super::spec::{self, HubUse, Line, Order, Report, Spec, Turn};
+use super::spec::{self, HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
 use crate::cli::hub::raise_descriptor_limit;
 
@@ -34,11 +35,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     line.say(&Report::Here { seat: flags.seat })?;
     match line.hear()? {
         Some(Order::Host { spec }) => host(&spec, &mut line)?,
-        Some(Order::Join { spec, rank, url, job, raw }) => {
-            let raw = Raw::connect(&raw, &spec, rank)?;
-            let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
-            Worker::join(spec, membership, raw)?.work(&mut line)?;
-        }
+        Some(Order::Join { spec, rank, at }) => Worker::join(spec, rank, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}
     }
@@ -48,16 +45,28 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
 /// A hub, its manager and the raw server.
 fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
     raise_descriptor_limit();
-    let mut config = EmbeddedConfig::with_cores(spec.cores);
-    config.hub.streams = spec.streams;
-    let hub = EmbeddedHub::start(config)?;
-    let request = CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
-    let job = hub.client().create_service(&request)?;
     let raw = raw::serve(spec)?;
-    line.say(&Report::Hosting { url: hub.url().into(), job, raw })?;
+    let (hub, at) = match spec.variant {
+        Variant::WorkerByInterface => {
+            let Server { job, addresses } = serve_by_worker(spec)?;
+            (None, Meeting { url: String::new(), job, cores: addresses, raw })
+        }
+        variant => {
+            let mut config = EmbeddedConfig::with_cores(spec.cores);
+            config.hub.streams = spec.streams;
+            config.hub.registry = variant.registry(spec.cores)?;
+            let hub = EmbeddedHub::start(config)?;
+            let request =
+                CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
+            let job = hub.client().create_service(&request)?;
+            let url = hub.url().to_owned();
+            (Some(hub), Meeting { url, job, cores: Vec::new(), raw })
+        }
+    };
+    line.say(&Report::Hosting(at))?;
     while let Some(order) = line.hear()? {
         let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
-        if let Some(reason) = hub.has_failed() {
+        if let Some(reason) = hub.as_ref().and_then(EmbeddedHub::has_failed) {
             bail!("the hub has failed: {reason}");
         }
         line.say(&Report::Used(HubUse {
@@ -66,7 +75,9 @@ fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
             peak_bytes: usage::peak_bytes(),
         }))?;
     }
-    hub.stop();
+    if let Some(hub) = hub {
+        hub.stop();
+    }
     Ok(())
 }
 
@@ -87,15 +98,23 @@ enum Parameters {
 }
 
 impl Worker {
-    fn join(spec: Spec, membership: Membership, raw: Option<Raw>) -> anyhow::Result<Worker> {
+    fn join(spec: Spec, rank: u32, at: Meeting) -> anyhow::Result<Worker> {
+        let Meeting { url, job, cores, raw } = at;
+        let raw = Raw::connect(&raw, &spec, rank)?;
         let transport = match spec.transport {
             spec::Transport::Tcp => Transport::Tcp,
             spec::Transport::Shm => Transport::Shm,
             spec::Transport::Auto => Transport::Auto,
         };
         let shared_parameters = spec.shares_parameters;
-        let options = Options { transport, shared_parameters, ..Default::default() };
-        let job = Member::connect_with(membership, options)?.init(spec.settings()?)?;
+        let job = match spec.variant {
+            Variant::WorkerByInterface => join_by_worker(&spec, rank, &job, &cores)?,
+            _ => {
+                let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
+                let options = Options { transport, shared_parameters, ..Default::default() };
+                Member::connect_with(membership, options)?.init(spec.settings()?)?
+            }
+        };
         let keys = 0..spec.keys.len() as u32;
         let mut gradients: Vec<Tensor> =
             keys.clone().map(|key| job.gradient_tensor(key)).collect::<Result<_, _>>()?;
@@ -146,6 +165,10 @@ impl Worker {
             Parameters::Own(parameters) => {
                 let parameters = bytes_mut(parameters);
                 let clock = Clock::start_at(start);
+                if self.spec.variant == Variant::PushThenPull {
+                    push_then_pull(&self.job, gradients.collect(), parameters)?;
+                    return Ok(clock.read());
+                }
                 self.job.scope(|scope| {
                     for ((key, gradient), parameters) in gradients.zip(parameters.into_iter().rev()) {
                         handles.push(scope.push_pull(key, gradient, parameters)?);
@@ -227,6 +250,22 @@ fn start(job: &Job, spec: &Spec, parameters: &mut Parameters) -> anyhow::Result<
 
 fn bytes_mut(tensors: &mut [Tensor]) -> Vec<&mut [u8]> {
     tensors.iter_mut().map(Tensor::elements_mut).collect()
+}
+
+/// The same in two requests a key, the second as soon as the first is answered: a step is pushed before it is pulled.
+fn push_then_pull(job: &Job, gradients: Vec<(u32, &[u8])>, parameters: Vec<&mut [u8]>) -> Result<(), WorkerError> {
+    job.scope(|scope| {
+        let pushes: Vec<_> = gradients
+            .into_iter()
+            .map(|(key, gradient)| Ok((key, scope.push(key, gradient)?)))
+            .collect::<Result<_, WorkerError>>()?;
+        let mut pulls = Vec::with_capacity(pushes.len());
+        for ((key, push), parameters) in pushes.into_iter().zip(parameters.into_iter().rev()) {
+            push.wait()?;
+            pulls.push(scope.pull(key, parameters)?);
+        }
+        pulls.into_iter().try_for_each(|pull| pull.wait().map(drop))
+    })
 }
 
 /// Wall and processor time of one turn.

@@ -1,7 +1,7 @@
 //! What is exchanged, and what launcher and processes say to one another: a line of JSON each.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use paramhub::{Hyperparameters, KeyTable, Registry};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::ablate::Variant;
 use super::numbers::Verdict;
 use super::raw;
 
@@ -55,6 +56,8 @@ pub(super) struct Spec {
     pub(super) transport: Transport,
     /// Workers read parameters from one copy.
     pub(super) shares_parameters: bool,
+    /// How all of it is done.
+    pub(super) variant: Variant,
 }
 
 impl Spec {
@@ -94,6 +97,18 @@ pub(super) enum Turn {
     Raw,
 }
 
+/// Where the workers meet the hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Meeting {
+    /// The hub's connection manager; empty where there is none.
+    pub(super) url: String,
+    pub(super) job: ServiceCreated,
+    /// Where cores that have workers of their own listen.
+    pub(super) cores: Vec<SocketAddr>,
+    /// Where the raw server listens.
+    pub(super) raw: raw::Server,
+}
+
 /// From the launcher.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
@@ -101,7 +116,7 @@ pub(super) enum Order {
     /// Be the hub. Answered by [`Report::Hosting`].
     Host { spec: Spec },
     /// Be this rank of the job. Answered by [`Report::Joined`].
-    Join { spec: Spec, rank: u32, url: String, job: ServiceCreated, raw: raw::Server },
+    Join { spec: Spec, rank: u32, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
     Turn { turn: Turn, start: Duration },
     /// Say what the hub has used. Answered by [`Report::Used`].
@@ -119,11 +134,7 @@ pub(super) enum Report {
     Here {
         seat: usize,
     },
-    Hosting {
-        url: String,
-        job: ServiceCreated,
-        raw: raw::Server,
-    },
+    Hosting(Meeting),
     Joined,
     Done {
         seconds: f64,
@@ -179,6 +190,25 @@ impl Line {
 }
 
 #[cfg(test)]
+impl Spec {
+    /// In small chunks.
+    pub(super) fn small(keys: KeyTable, workers: u32, cores: usize) -> Spec {
+        Spec {
+            keys,
+            workers,
+            optimizer: Optimizer::Mean,
+            cores,
+            streams: 1,
+            chunk_bytes: 1024,
+            is_raw: false,
+            transport: Transport::Tcp,
+            shares_parameters: false,
+            variant: Variant::Normal,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use paramhub::Key;
@@ -186,17 +216,7 @@ mod tests {
     #[test]
     fn raw_streams_share_all_bytes_evenly() {
         let keys = KeyTable::new(vec![Key::new("k", [1001])]).unwrap();
-        let spec = Spec {
-            keys,
-            workers: 2,
-            optimizer: Optimizer::Mean,
-            cores: 3,
-            streams: 1,
-            chunk_bytes: 4096,
-            is_raw: true,
-            transport: Transport::Tcp,
-            shares_parameters: false,
-        };
+        let spec = Spec::small(keys, 2, 3);
         assert_eq!(spec.raw_bytes(), [1334, 1335, 1335]);
         let twice = Spec { streams: 2, ..spec };
         assert_eq!(twice.raw_bytes(), [667, 667, 668, 667, 667, 668]);

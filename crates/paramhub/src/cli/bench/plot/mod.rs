@@ -1,5 +1,6 @@
 //! Results as pictures: one SVG file, readable on light and dark pages alike.
 
+mod bars;
 mod lines;
 
 use std::path::Path;
@@ -9,6 +10,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+pub(super) use bars::{Bar, Bars, Part};
 pub(super) use lines::{Lines, Point, Scale, Series};
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -84,6 +86,7 @@ fn head(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::
 enum Mark {
     Line(RGBColor),
     Dashes(RGBColor),
+    Box(RGBColor),
 }
 
 impl Mark {
@@ -97,6 +100,9 @@ impl Mark {
                 for start in [x, x + 10, x + 20] {
                     area.draw(&PathElement::new([(start, y), (start + 6, y)], colour.stroke_width(3)))?;
                 }
+            }
+            Mark::Box(colour) => {
+                area.draw(&Rectangle::new([(x + 6, y - 7), (x + 24, y + 7)], colour.filled()))?;
             }
         }
         Ok(())

@@ -10,6 +10,7 @@ use clap::{Args, value_parser};
 
 use super::conductor::Program;
 use super::report::write_json;
+use super::rounds::order;
 use super::{ExchangeFlags, Run, check_destination, check_memory, interrupted, run};
 use crate::launch::Signals;
 use axis::Axis;
@@ -57,11 +58,7 @@ pub(super) fn sweep(flags: &SweepFlags) -> anyhow::Result<ExitCode> {
     let mut sweep = Sweep::new(flags.over, flags.rounds, &flags.exchange, points)?;
     println!("{}", sweep.headline());
     for round in 0..flags.rounds {
-        let mut order: Vec<usize> = (0..sweep.points.len()).collect();
-        if !round.is_multiple_of(2) {
-            order.reverse();
-        }
-        for number in order {
+        for number in order(round, sweep.points.len()) {
             let program = program(flags, round, &sweep.points[number]);
             match run(&program, &signals)? {
                 Run::Measured(measured) => sweep.points[number].add(&measured),

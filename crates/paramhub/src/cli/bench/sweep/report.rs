@@ -4,13 +4,14 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::axis::{Axis, Value};
-use crate::cli::bench::conductor::{Measured, Timed};
+use crate::cli::bench::conductor::Measured;
 use crate::cli::bench::numbers::Verdict;
 use crate::cli::bench::plot::{Heading, Lines, Point, Series};
-use crate::cli::bench::report::{megabytes, milliseconds};
+use crate::cli::bench::report::milliseconds;
+use crate::cli::bench::rounds::{Round, median};
 use crate::cli::bench::spec::Spec;
 use crate::cli::bench::statistics::{mean, quantile, sorted};
-use crate::cli::bench::{ExchangeFlags, Settings, Transport, scenery};
+use crate::cli::bench::{ExchangeFlags, Settings, Transport, place};
 
 /// All points of a sweep.
 pub(super) struct Sweep {
@@ -29,15 +30,6 @@ pub(super) struct SweepPoint {
     settings: Settings,
     rounds: Vec<Round>,
     verdict: Verdict,
-}
-
-/// Medians and means over the iterations of one round.
-#[derive(Clone, Copy)]
-struct Round {
-    seconds: f64,
-    raw_seconds: Option<f64>,
-    cpu_seconds_worker: f64,
-    cpu_seconds_hub: f64,
 }
 
 /// Written with `--json`. Seconds and bytes are of one exchange; what was not measured is null.
@@ -81,14 +73,7 @@ impl SweepPoint {
 
     /// One more round.
     pub(super) fn add(&mut self, measured: &Measured) {
-        let seconds = |turns: &[Timed]| median(turns.iter().map(|turn| turn.seconds));
-        let exchanges = &measured.exchanges;
-        self.rounds.push(Round {
-            seconds: seconds(exchanges).expect("at least one iteration"),
-            raw_seconds: seconds(&measured.raw),
-            cpu_seconds_worker: mean(exchanges.iter().map(|turn| turn.cpu_seconds_worker)),
-            cpu_seconds_hub: mean(exchanges.iter().map(|turn| turn.cpu_seconds_hub)),
-        });
+        self.rounds.push(Round::of(measured));
         self.verdict = self.verdict.and(measured.verdict);
     }
 
@@ -143,14 +128,8 @@ impl Sweep {
         points: Vec<SweepPoint>,
     ) -> anyhow::Result<Sweep> {
         let (model, spec) = flags.spec()?;
-        let fixed = scenery(&flags.settings(&spec)).into_iter();
-        // What the sweep is over is not fixed.
-        let fixed = fixed.filter(|(name, _)| *name != axis.name()).map(|(_, text)| text);
-        let bytes = megabytes(spec.keys.bytes());
-        let scaled = if flags.scale > 1 { format!(" ÷ {}", flags.scale) } else { String::new() };
-        let scenery: Vec<String> =
-            [format!("{model}{scaled} ({bytes} of {})", flags.dtype)].into_iter().chain(fixed).collect();
-        Ok(Sweep { axis, rounds, model, transport: flags.transport, scenery: scenery.join(", "), points })
+        let scenery = place(&model, spec.keys.bytes(), &flags.settings(&spec), Some(axis.name()));
+        Ok(Sweep { axis, rounds, model, transport: flags.transport, scenery, points })
     }
 
     pub(super) fn headline(&self) -> String {
@@ -246,9 +225,4 @@ impl Sweep {
             series: ours.into_iter().chain(raw).collect(),
         }
     }
-}
-
-fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
-    let values = sorted(values);
-    (!values.is_empty()).then(|| quantile(&values, 0.5))
 }

@@ -1,0 +1,132 @@
+//! Things side by side: a horizontal bar each, of one part or of several.
+
+use std::path::Path;
+
+use plotters::prelude::*;
+use plotters::style::text_anchor::HPos;
+
+use super::{
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
+    width_of, write,
+};
+
+const ROW: i32 = 40;
+const BAR: i32 = 24;
+/// Between a bar and what stands beside it.
+const GAP: i32 = 10;
+/// The scale below the bars and its label.
+const FOOT: i32 = 64;
+
+/// A bar plot.
+pub(in crate::cli::bench) struct Bars {
+    pub(in crate::cli::bench) heading: Heading,
+    /// What lengths mean.
+    pub(in crate::cli::bench) x_label: String,
+    /// Names of the parts, in the order of the bars' parts; none if every bar is one.
+    pub(in crate::cli::bench) parts: Vec<String>,
+    pub(in crate::cli::bench) bars: Vec<Bar>,
+}
+
+/// One bar.
+pub(in crate::cli::bench) struct Bar {
+    pub(in crate::cli::bench) name: String,
+    /// From the left on.
+    pub(in crate::cli::bench) parts: Vec<Part>,
+    /// Lowest and highest of the rounds.
+    pub(in crate::cli::bench) range: Option<(f64, f64)>,
+    /// Beside its end.
+    pub(in crate::cli::bench) note: String,
+}
+
+/// A piece of a bar.
+pub(in crate::cli::bench) struct Part {
+    pub(in crate::cli::bench) length: f64,
+    /// Which of the colours; parts of one meaning have one colour.
+    pub(in crate::cli::bench) colour: usize,
+    /// Written inside where it fits.
+    pub(in crate::cli::bench) text: String,
+}
+
+impl Bar {
+    fn length(&self) -> f64 {
+        self.parts.iter().map(|part| part.length).sum()
+    }
+
+    fn reach(&self) -> f64 {
+        self.range.map_or(0.0, |(_, high)| high).max(self.length())
+    }
+}
+
+impl Bars {
+    pub(in crate::cli::bench) fn write(&self, path: &Path) -> anyhow::Result<()> {
+        let legend: Vec<(&str, Mark)> =
+            (0..).zip(&self.parts).map(|(number, name)| (name.as_str(), Mark::Box(colour(number)))).collect();
+        // Laid out once to learn its height.
+        let above = head(&scratch(&mut String::new()), &self.heading, &legend)?;
+        let height = above + ROW * self.bars.len() as i32 + FOOT;
+        draw(path, height as u32, |area| {
+            head(area, &self.heading, &legend)?;
+            self.draw(area, above)
+        })
+    }
+
+    fn draw(&self, area: &Area<'_>, above: i32) -> anyhow::Result<()> {
+        let widest = |texts: &mut dyn Iterator<Item = &String>, size| {
+            texts.map(|text| width_of(text, size)).max().unwrap_or(0)
+        };
+        let left = MARGIN + widest(&mut self.bars.iter().map(|bar| &bar.name), TEXT) + GAP;
+        let right = WIDTH as i32 - MARGIN - widest(&mut self.bars.iter().map(|bar| &bar.note), TEXT) - GAP;
+        let right = right.max(left + 200);
+        let top = self.bars.iter().map(Bar::reach).fold(f64::MIN_POSITIVE, f64::max);
+        let scale = ticks(top, 6);
+        // The notes need no room beyond the longest bar, so the scale ends there and not at the next round number.
+        let place = |value: f64| left + (value / top * f64::from(right - left)).round() as i32;
+        let below = above + ROW * self.bars.len() as i32;
+        for &tick in scale.iter().filter(|&&tick| tick <= top) {
+            let x = place(tick);
+            area.draw(&PathElement::new([(x, above), (x, below)], RULE))?;
+            write(area, &short(tick), (x, below + 6), SMALL, &INK, HPos::Center)?;
+        }
+        write(area, &self.x_label, ((left + right) / 2, below + 32), TEXT, &INK, HPos::Center)?;
+        for (row, bar) in (0..).zip(&self.bars) {
+            let middle = above + ROW * row + ROW / 2;
+            let text = middle - TEXT / 2;
+            write(area, &bar.name, (left - GAP, text), TEXT, &INK, HPos::Right)?;
+            let mut end = 0.0;
+            for part in &bar.parts {
+                let (from, to) = (place(end), place(end + part.length));
+                end += part.length;
+                let corners = [(from, middle - BAR / 2), (to, middle + BAR / 2)];
+                area.draw(&Rectangle::new(corners, colour(part.colour).filled()))?;
+                if width_of(&part.text, SMALL) + 4 < to - from {
+                    let at = ((from + to) / 2, middle - SMALL / 2);
+                    write(area, &part.text, at, SMALL, ink_on(part.colour), HPos::Center)?;
+                }
+            }
+            if let Some((low, high)) = bar.range {
+                area.draw(&PathElement::new([(place(low), middle), (place(high), middle)], INK))?;
+                for end in [low, high] {
+                    area.draw(&PathElement::new([(place(end), middle - 5), (place(end), middle + 5)], INK))?;
+                }
+            }
+            write(area, &bar.note, (place(bar.reach()) + GAP, text), TEXT, &INK, HPos::Left)?;
+        }
+        area.draw(&PathElement::new([(left, above), (left, below)], FAINT))?;
+        Ok(())
+    }
+}
+
+fn colour(number: usize) -> RGBColor {
+    COLOURS[number % COLOURS.len()]
+}
+
+/// What can be read on that colour.
+fn ink_on(number: usize) -> &'static RGBColor {
+    let RGBColor(red, green, blue) = colour(number);
+    let lightness = 0.3 * f64::from(red) + 0.59 * f64::from(green) + 0.11 * f64::from(blue);
+    if lightness > 120.0 { &INK } else { &WHITE }
+}
+
+fn scratch(svg: &mut String) -> Area<'_> {
+    SVGBackend::with_string(svg, (WIDTH, 1)).into_drawing_area()
+}
