@@ -122,6 +122,10 @@ impl<R: Optimizer> Optimizer for NonTemporal<R> {
         self.rule.defaults()
     }
 
+    fn needs_whole_chunks(&self) -> bool {
+        self.rule.needs_whole_chunks()
+    }
+
     fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
         self.rule.check(hyperparameters)
     }

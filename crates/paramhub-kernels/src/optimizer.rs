@@ -75,6 +75,12 @@ pub trait Optimizer: Send + Sync {
         Hyperparameters::default()
     }
 
+    /// Whether every call must bring a whole chunk as the job cut it. By default a hub may cut chunks smaller still, into
+    /// blocks that stay in the first cache while other things happen to them.
+    fn needs_whole_chunks(&self) -> bool {
+        false
+    }
+
     /// Whether this optimizer can run on `hyperparameters`. By default it can on any.
     ///
     /// # Errors
@@ -114,6 +120,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Arc<O> {
 
     fn defaults(&self) -> Hyperparameters {
         (**self).defaults()
+    }
+
+    fn needs_whole_chunks(&self) -> bool {
+        (**self).needs_whole_chunks()
     }
 
     fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {

@@ -78,6 +78,8 @@ pub(crate) struct Shard {
     /// The newest step of which an update was made.
     newest_step: u32,
     state_slots: usize,
+    /// What the optimizer is given at once, at most.
+    block_elements: usize,
     model: Buffer,
     /// Apart from `model`, so that a fast worker's next step never meets a slow worker's unsent parameters.
     merge: Buffer,
@@ -126,9 +128,10 @@ impl Slot {
     }
 
     /// Ranges of the chunk's elements that are worked on one after the other.
-    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn blocks(&self, block_elements: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let elements = self.elements as usize;
-        (0..elements).step_by(BLOCK_ELEMENTS).map(move |start| start..elements.min(start + BLOCK_ELEMENTS))
+        let end = move |start: usize| elements.min(start.saturating_add(block_elements));
+        (0..elements).step_by(block_elements).map(move |start| start..end(start))
     }
 }
 
@@ -209,6 +212,7 @@ impl Shard {
             schedule: Schedule::new(plan.hyperparameters),
             newest_step: 0,
             state_slots: layout.state_slots,
+            block_elements: if plan.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS },
             model: Buffer::zeroed(layout.elements, 0)?,
             merge: Buffer::zeroed(layout.elements, 1)?,
             state: Buffer::zeroed(layout.elements * layout.state_slots, 2)?,
@@ -397,13 +401,22 @@ impl Shard {
         let extent = slot.extent();
         self.arenas.find_sources(&extent, (!is_of_all).then_some(rank));
         // A mean replaces what was there, and where arenas take it nobody reads it here soon: it need not pass the caches.
-        let overwrites = !settings.has_parameters() && !merged && self.arenas.has_any();
+        let overwrites = !settings.has_parameters()
+            && !merged
+            && self.arenas.has_any()
+            && self.block_elements == BLOCK_ELEMENTS;
         let (mut total, mut fresh) = ([0.0_f32; BLOCK_ELEMENTS], [0.0_f32; BLOCK_ELEMENTS]);
-        for block in slot.blocks() {
+        for block in slot.blocks(self.block_elements) {
             let at = slot.offset + block.start..slot.offset + block.end;
-            let sum = if merged { &mut self.merge[at.clone()] } else { &mut total[..block.len()] };
+            let is_small = block.len() <= BLOCK_ELEMENTS;
+            let sum =
+                if merged || !is_small { &mut self.merge[at.clone()] } else { &mut total[..block.len()] };
             if !settings.reproducible {
-                self.arenas.gather(aggregator, slot.gradient, block.start, sum, merged);
+                for (first, sum) in
+                    (block.start..).step_by(BLOCK_ELEMENTS).zip(sum.chunks_mut(BLOCK_ELEMENTS))
+                {
+                    self.arenas.gather(aggregator, slot.gradient, first, sum, merged);
+                }
             }
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
             let model = &mut self.model[at.clone()];
@@ -433,7 +446,7 @@ impl Shard {
             Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
             Payload::InArena => {
                 let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
-                for block in slot.blocks() {
+                for block in slot.blocks(BLOCK_ELEMENTS) {
                     let wire = &mut wire[..block.len() * slot.parameter.bytes()];
                     self.arenas.read_parameters(rank, &slot.extent(), block.start, slot.parameter, wire);
                     convert::decode(wire, &mut model[block], slot.parameter);
@@ -447,7 +460,7 @@ impl Shard {
 
     /// Hands the chunk's parameters out as they are.
     fn deliver(&mut self, slot: Slot) {
-        for block in slot.blocks() {
+        for block in slot.blocks(BLOCK_ELEMENTS) {
             let at = slot.offset + block.start..slot.offset + block.end;
             let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
             self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters);
@@ -460,7 +473,7 @@ impl Shard {
             Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
             Payload::InArena => {
                 let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
-                slot.blocks().find_map(|block| {
+                slot.blocks(BLOCK_ELEMENTS).find_map(|block| {
                     let wire = &mut wire[..block.len() * slot.gradient.bytes()];
                     self.arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
                     finite::first_non_finite(wire, slot.gradient).map(|element| block.start + element)
@@ -639,7 +652,7 @@ fn add_from_arena(
     first: bool,
 ) {
     let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
-    for block in slot.blocks() {
+    for block in slot.blocks(BLOCK_ELEMENTS) {
         let wire = &mut wire[..block.len() * slot.gradient.bytes()];
         arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
         match first {

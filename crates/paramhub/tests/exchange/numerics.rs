@@ -260,6 +260,55 @@ fn an_optimizer_of_the_users_own_runs_by_its_name() {
     );
 }
 
+/// Leaves in each parameter how many it was given together, and the mean above it.
+struct Together;
+
+impl Optimizer for Together {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        0
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], _: &mut [f32]) {
+        let together = model.len() as f32;
+        for (parameter, sum) in model.iter_mut().zip(sum) {
+            *parameter = together + sum * step.mean_factor() * 65_536.0;
+        }
+    }
+
+    fn needs_whole_chunks(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn an_optimizer_that_needs_whole_chunks_gets_them() {
+    let cluster = Cluster::with(|config| {
+        config.registry.register_optimizer("together", Arc::new(Together)).unwrap();
+    });
+    for reproducible in [false, true] {
+        let optimizer = OptimizerChoice { name: "together".into(), hyperparameters: None };
+        let settings =
+            Settings { optimizer, reproducible, chunk_bytes: 4096, ..Settings::new(keys(&[2500, 3])) };
+        cluster.job(&format!("together-{reproducible}"), 3).run(&settings, |job| {
+            let mut model = zeros(&settings);
+            job.broadcast(&mut model, 0).unwrap();
+            for (key, expected) in
+                [(0, [vec![1024.0_f32; 2048], vec![452.0; 452]].concat()), (1, vec![3.0; 3])]
+            {
+                let gradient = vec![(job.rank() * 3) as f32; expected.len()];
+                let out = std::mem::take(&mut model[key as usize]);
+                let (_, out) = job.push_pull(key, gradient, out).unwrap().wait().unwrap();
+                // The mean of 0, 3 and 6, times what the optimizer says.
+                let expected: Vec<f32> = expected
+                    .into_iter()
+                    .map(|together| together + 9.0 * (1.0_f32 / 3.0) * 65_536.0)
+                    .collect();
+                assert_eq!(out, expected, "reproducible: {reproducible}");
+            }
+        });
+    }
+}
+
 /// A way to combine contributions of a user's own, from outside: the largest of each element.
 struct Largest;
 

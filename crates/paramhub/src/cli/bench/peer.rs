@@ -253,7 +253,11 @@ fn bytes_mut(tensors: &mut [Tensor]) -> Vec<&mut [u8]> {
 }
 
 /// The same in two requests a key, the second as soon as the first is answered: a step is pushed before it is pulled.
-fn push_then_pull(job: &Job, gradients: Vec<(u32, &[u8])>, parameters: Vec<&mut [u8]>) -> Result<(), WorkerError> {
+fn push_then_pull(
+    job: &Job,
+    gradients: Vec<(u32, &[u8])>,
+    parameters: Vec<&mut [u8]>,
+) -> Result<(), WorkerError> {
     job.scope(|scope| {
         let pushes: Vec<_> = gradients
             .into_iter()

@@ -102,6 +102,10 @@ impl<R: Optimizer> Optimizer for Wide<R> {
         self.rule.defaults()
     }
 
+    fn needs_whole_chunks(&self) -> bool {
+        true
+    }
+
     fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
         self.rule.check(hyperparameters)
     }
