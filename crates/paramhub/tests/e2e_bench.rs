@@ -215,6 +215,54 @@ fn single_variants_can_be_asked_for_in_every_dtype() {
     assert!(refused.stderr.contains("invalid value 'normal'"), "{}", refused.stderr);
 }
 
+#[test]
+fn a_breakdown_adds_up_to_the_whole_step_and_is_drawn() {
+    let arguments = ["bench", "breakdown", "--net", "mlp,lenet", "--workers", "2", "--batch", "100"];
+    let more = ["--epochs", "1", "--rounds", "2", "--json", "out.json", "--svg", "out.svg"];
+    let ended = paramhub(arguments.into_iter().chain(more)).finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    assert_eq!((results["workers"].as_u64(), results["data"].as_str()), (Some(2), Some("digits")));
+    let nets = results["nets"].as_array().expect("nets");
+    assert_eq!(nets.iter().map(|net| net["net"].as_str().unwrap()).collect::<Vec<_>>(), ["mlp", "lenet"]);
+    for net in nets {
+        let stages = net["stages"].as_array().expect("stages");
+        let names: Vec<&str> = stages.iter().map(|stage| stage["stage"].as_str().unwrap()).collect();
+        assert_eq!(names, ["compute", "copy", "aggregation", "optimisation", "whole"]);
+        let number = |stage: &Value, name: &str| {
+            stage[name].as_f64().unwrap_or_else(|| panic!("no {name} in {stage}"))
+        };
+        assert!(stages.iter().all(|stage| number(stage, "adds_seconds") >= 0.0), "{net}");
+        assert!(stages.iter().all(|stage| number(stage, "cpu_seconds_worker") > 0.0), "{net}");
+        let all: f64 = stages.iter().map(|stage| number(stage, "adds_seconds")).sum();
+        assert!((all / number(&stages[4], "seconds_median") - 1.0).abs() < 1e-9, "{net}");
+        assert!(net["steps"].as_u64() >= Some(2) && net["elements"].as_u64() > Some(1000), "{net}");
+    }
+    for part in ["aggregation", "synchronisation and other", "lenet"] {
+        assert!(ended.stdout.contains(part), "{}", ended.stdout);
+    }
+    assert!(plot(&ended.read("out.svg")).contains("milliseconds a step"));
+}
+
+#[test]
+fn a_breakdown_of_what_cannot_be_trained_is_refused() {
+    let breakdown = |more: &[&str]| {
+        paramhub(["bench", "breakdown"].into_iter().chain(more.iter().copied())).finish().expect_code(2)
+    };
+    breakdown(&["--net", "mlp,mlp"]).expect_error(&["--net mlp", "twice"]);
+    breakdown(&["--workers", "1000", "--batch", "1000"]).expect_error(&["--batch"]);
+    breakdown(&["--svg", "gone/out.svg"]).expect_error(&["--svg gone/out.svg"]);
+    for (more, part) in [
+        (&["--net", "resnet"][..], "cifar-quick"),
+        (&["--optimizer", "mean"], "updates no parameters"),
+        (&["--batch", "0"], "--batch"),
+        (&["--cores", "0"], "--cores"),
+        (&["--chunk", "big"], "no size"),
+    ] {
+        let refused = breakdown(more);
+        assert!(refused.stderr.contains(part), "{more:?}: {}", refused.stderr);
+    }
+}
+
 /// The text of a plot; fails unless it is well-formed and every text of it stands inside.
 fn plot(svg: &[u8]) -> String {
     let svg = std::str::from_utf8(svg).expect("UTF-8");

@@ -18,7 +18,7 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 /// How long one answer may take: a very large exchange, or the check of its numbers.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(600);
 /// From the first order of a turn to its start: all workers have theirs by then.
-const LEAD: Duration = Duration::from_millis(5);
+pub(super) const LEAD: Duration = Duration::from_millis(5);
 
 /// What to do.
 pub(super) struct Program {
@@ -93,9 +93,9 @@ pub(super) fn conduct(
 }
 
 /// All processes, by what they are.
-struct Company {
-    workers: Vec<Line>,
-    hub: Line,
+pub(super) struct Company {
+    pub(super) workers: Vec<Line>,
+    pub(super) hub: Line,
 }
 
 impl Company {
@@ -151,7 +151,7 @@ impl Company {
     }
 
     /// Lets the workers leave before the hub ends.
-    fn part(mut self) {
+    pub(super) fn part(mut self) {
         for worker in &mut self.workers {
             worker.hang_up();
         }
@@ -161,7 +161,7 @@ impl Company {
         }
     }
 
-    fn order_workers(&mut self, order: &Order) -> anyhow::Result<()> {
+    pub(super) fn order_workers(&mut self, order: &Order) -> anyhow::Result<()> {
         for (rank, line) in self.workers.iter_mut().enumerate() {
             line.say(order).with_context(|| format!("worker {rank}"))?;
         }
@@ -169,7 +169,7 @@ impl Company {
     }
 
     /// Every worker's next report, by rank.
-    fn reports(&mut self) -> impl Iterator<Item = anyhow::Result<Report>> {
+    pub(super) fn reports(&mut self) -> impl Iterator<Item = anyhow::Result<Report>> {
         self.workers.iter_mut().enumerate().map(|(rank, line)| hear(&format!("worker {rank}"), line))
     }
 
@@ -181,7 +181,7 @@ impl Company {
     }
 }
 
-fn ask(name: &str, line: &mut Line, order: &Order) -> anyhow::Result<Report> {
+pub(super) fn ask(name: &str, line: &mut Line, order: &Order) -> anyhow::Result<Report> {
     line.say(order).with_context(|| name.to_owned())?;
     hear(name, line)
 }
@@ -191,7 +191,11 @@ fn hear(name: &str, line: &mut Line) -> anyhow::Result<Report> {
 }
 
 /// Lines to as many processes, by seat.
-fn accept(listener: &UnixListener, count: usize, is_over: &AtomicBool) -> anyhow::Result<Vec<Line>> {
+pub(super) fn accept(
+    listener: &UnixListener,
+    count: usize,
+    is_over: &AtomicBool,
+) -> anyhow::Result<Vec<Line>> {
     listener.set_nonblocking(true)?;
     let deadline = Instant::now() + START_PATIENCE;
     let mut seats: Vec<Option<Line>> = (0..count).map(|_| None).collect();

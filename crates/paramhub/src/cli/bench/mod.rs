@@ -1,6 +1,7 @@
 //! `paramhub bench`: how fast gradients are exchanged here, how fast bare bytes are, and how fast the kernels.
 
 mod ablate;
+mod breakdown;
 mod conductor;
 mod kernels;
 mod models;
@@ -24,6 +25,7 @@ use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum, value_parser};
 use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
 use paramhub::{Codec, Dtype, Registry};
+use paramhub_train::THREADS_VARIABLE;
 use serde::Serialize;
 
 use super::Usage;
@@ -53,6 +55,7 @@ enum What {
     Exchange(ExchangeFlags),
     Sweep(sweep::SweepFlags),
     Ablate(ablate::AblateFlags),
+    Breakdown(breakdown::BreakdownFlags),
     /// Run every sum, conversion and optimizer with every instruction set of this machine, beside a triad
     Kernels(kernels::KernelsFlags),
 }
@@ -133,6 +136,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Exchange(flags) => exchange(&flags),
         What::Sweep(flags) => sweep::sweep(&flags),
         What::Ablate(flags) => ablate::ablate(&flags),
+        What::Breakdown(flags) => breakdown::breakdown(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }
 }
@@ -286,13 +290,23 @@ fn check_memory(spec: &Spec) -> anyhow::Result<()> {
     }
 }
 
-enum Run {
-    Measured(Measured),
+enum Run<M> {
+    Measured(M),
     Interrupted(i32),
 }
 
-/// Starts all processes and conducts them on a thread of its own while this one watches over them.
-fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run> {
+/// Runs a program.
+fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Measured>> {
+    launch(program.spec.workers, signals, |listener, is_over| conduct(program, listener, is_over))
+}
+
+/// Starts so many workers' processes and a hub's, and conducts them on a thread of its own while this one watches over
+/// them.
+fn launch<M: Send>(
+    workers: u32,
+    signals: &Signals,
+    conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
+) -> anyhow::Result<Run<M>> {
     // Only this user may enter it, so nobody else can speak for a worker.
     let scratch = tempfile::Builder::new()
         .prefix("paramhub-bench-")
@@ -301,16 +315,17 @@ fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run> {
     let socket = scratch.path().join("launcher");
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
     let executable = std::env::current_exe().context("cannot find this program's own file")?;
-    let workers = program.spec.workers as usize;
+    let workers = workers as usize;
     let commands = (0..=workers).map(|seat| {
         let mut command = Command::new(&executable);
         command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
+        command.env(THREADS_VARIABLE, "1");
         command
     });
     let launch = Launch::start(commands.collect())?;
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
-        let conductor = threads.spawn(|| conduct(program, &listener, &is_over));
+        let conductor = threads.spawn(|| conduct(&listener, &is_over));
         let ended = launch.supervise(signals, &mut Lines { workers });
         is_over.store(true, Ordering::Release);
         (ended, conductor.join().expect("the conductor does not panic"))
@@ -318,7 +333,7 @@ fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run> {
     judge(&ended, measured, workers)
 }
 
-fn judge(ended: &Ended, measured: anyhow::Result<Measured>, workers: usize) -> anyhow::Result<Run> {
+fn judge<M>(ended: &Ended, measured: anyhow::Result<M>, workers: usize) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }

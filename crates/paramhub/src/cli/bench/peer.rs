@@ -12,6 +12,7 @@ use paramhub::service::CreateService;
 use paramhub::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
 
 use super::ablate::{Server, Variant, join_by_worker, serve_by_worker};
+use super::breakdown;
 use super::numbers::{self, START, Verdict};
 use super::raw::{self, Raw};
 use super::spec::{self, HubUse, Line, Meeting, Order, Report, Spec, Turn};
@@ -35,6 +36,8 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     line.say(&Report::Here { seat: flags.seat })?;
     match line.hear()? {
         Some(Order::Host { spec }) => host(&spec, &mut line)?,
+        Some(Order::Teach { lesson }) => breakdown::teach(&lesson, &mut line)?,
+        Some(Order::Attend { lesson, rank, at }) => breakdown::learn(&lesson, rank, at, &mut line)?,
         Some(Order::Join { spec, rank, at }) => Worker::join(spec, rank, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}

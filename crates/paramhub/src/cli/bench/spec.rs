@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::ablate::Variant;
+use super::breakdown::{Learnt, Lesson};
 use super::numbers::Verdict;
 use super::raw;
 
@@ -119,6 +120,12 @@ pub(super) enum Order {
     Join { spec: Spec, rank: u32, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
     Turn { turn: Turn, start: Duration },
+    /// Be the hub of a training. Answered by [`Report::Hosting`].
+    Teach { lesson: Lesson },
+    /// Be this rank of it, through the hub if there is one. Answered by [`Report::Joined`].
+    Attend { lesson: Lesson, rank: u32, at: Option<Meeting> },
+    /// Train, from this instant of the monotonic clock on. Answered by [`Report::Learnt`].
+    Learn { start: Duration },
     /// Say what the hub has used. Answered by [`Report::Used`].
     Tell,
     /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
@@ -143,6 +150,7 @@ pub(super) enum Report {
     },
     Used(HubUse),
     Checked(Verdict),
+    Learnt(Learnt),
 }
 
 /// What the hub's process has used since its start.

@@ -26,6 +26,7 @@ use report::Summary;
 use spec::{Message, Spec, WorkerReport};
 
 pub(super) use flags::TrainFlags;
+pub(super) use spec::rehearse;
 pub(super) use worker::{WorkerFlags, work};
 
 pub(super) fn train(config: &Config) -> anyhow::Result<ExitCode> {

@@ -78,11 +78,11 @@ impl From<&Report> for WorkerReport {
 }
 
 impl TrainSection {
-    pub(super) fn trainer(&self, evaluate: bool) -> TrainConfig {
+    pub(in crate::cli) fn trainer(&self, evaluate: bool) -> TrainConfig {
         TrainConfig { epochs: self.epochs, batch: self.batch, seed: self.seed, evaluate }
     }
 
-    pub(super) fn hyperparameters(&self, registry: &Registry) -> anyhow::Result<Hyperparameters> {
+    pub(in crate::cli) fn hyperparameters(&self, registry: &Registry) -> anyhow::Result<Hyperparameters> {
         let optimizer = registry.optimizer(self.optimizer.kernel())?;
         let defaults = optimizer.defaults();
         let hyperparameters = Hyperparameters {
@@ -97,7 +97,7 @@ impl TrainSection {
     }
 
     /// What all ranks ask of the hub.
-    pub(super) fn settings(&self, network: &Network) -> anyhow::Result<Settings> {
+    pub(in crate::cli) fn settings(&self, network: &Network) -> anyhow::Result<Settings> {
         let hyperparameters = self.hyperparameters(&Registry::with_builtins())?;
         let chunk_bytes = u32::try_from(self.chunk_bytes.0).unwrap_or(u32::MAX);
         let settings = Settings {
@@ -140,7 +140,7 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
 
 /// Finds out in this one process what all workers would stumble over: data that cannot be read, a network it does not
 /// fit, settings that no hub takes.
-pub(super) fn rehearse(section: &TrainSection) -> anyhow::Result<()> {
+pub(in crate::cli) fn rehearse(section: &TrainSection) -> anyhow::Result<()> {
     let data = section.data.load()?;
     let network = Network::new(section.net, data.train.geometry(), section.seed)?;
     section.settings(&network)?;

@@ -21,6 +21,7 @@ use crate::launch::Signals;
 use report::{Ablation, Tried};
 
 pub(super) use by_worker::{Server, join as join_by_worker, serve as serve_by_worker};
+pub(super) use idle::{NoSum, NoUpdate};
 pub(super) use variant::Variant;
 
 /// Do one thing otherwise than the hub does, and see what it costs or saves

@@ -125,7 +125,7 @@ fn write(
 
 /// About how wide a text is, on the safe side: whoever shows the picture chooses the font.
 fn width_of(text: &str, size: i32) -> i32 {
-    (text.chars().count() as f64 * f64::from(size) * 0.54) as i32
+    (text.chars().count() as f64 * f64::from(size) * 0.48) as i32
 }
 
 /// Round numbers from 0 on, at most `count` of them above it, the last not below `top`.
