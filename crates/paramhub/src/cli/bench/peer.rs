@@ -163,14 +163,13 @@ impl Worker {
     fn exchange(&mut self, start: Duration) -> Result<(f64, f64), WorkerError> {
         let gradients: Vec<&[u8]> = self.gradients.iter().map(Tensor::elements).collect();
         let mut handles = Vec::with_capacity(gradients.len());
-        let gradients_in_order = gradients.clone();
         let gradients = (0..self.spec.keys.len() as u32).rev().zip(gradients.into_iter().rev());
         match &mut self.parameters {
             Parameters::Own(parameters) => {
                 let parameters = bytes_mut(parameters);
                 let clock = Clock::start_at(start);
                 if self.spec.variant == Variant::PushThenPull {
-                    push_then_pull(&self.job, gradients_in_order, parameters)?;
+                    push_then_pull(&self.job, gradients.collect(), parameters)?;
                     return Ok(clock.read());
                 }
                 self.job.scope(|scope| {
@@ -257,15 +256,20 @@ fn bytes_mut(tensors: &mut [Tensor]) -> Vec<&mut [u8]> {
 }
 
 /// The same in two requests a key, the second as soon as the first is answered: a step is pushed before it is pulled.
-fn push_then_pull(job: &Job, gradients: Vec<&[u8]>, parameters: Vec<&mut [u8]>) -> Result<(), WorkerError> {
+fn push_then_pull(
+    job: &Job,
+    gradients: Vec<(u32, &[u8])>,
+    parameters: Vec<&mut [u8]>,
+) -> Result<(), WorkerError> {
     job.scope(|scope| {
-        let back_to_front = || (0..gradients.len()).rev();
-        let pushes: Vec<_> =
-            back_to_front().map(|key| scope.push(key as u32, gradients[key])).collect::<Result<_, _>>()?;
-        let mut pulls = Vec::with_capacity(gradients.len());
-        for ((key, push), parameters) in back_to_front().zip(pushes).zip(parameters.into_iter().rev()) {
+        let pushes: Vec<_> = gradients
+            .into_iter()
+            .map(|(key, gradient)| Ok((key, scope.push(key, gradient)?)))
+            .collect::<Result<_, WorkerError>>()?;
+        let mut pulls = Vec::with_capacity(pushes.len());
+        for ((key, push), parameters) in pushes.into_iter().zip(parameters.into_iter().rev()) {
             push.wait()?;
-            pulls.push(scope.pull(key as u32, parameters)?);
+            pulls.push(scope.pull(key, parameters)?);
         }
         pulls.into_iter().try_for_each(|pull| pull.wait().map(drop))
     })

@@ -15,7 +15,6 @@ use paramhub_worker::{Options, Transport};
 use serde::{Deserialize, Serialize};
 
 use super::stage::Stage;
-use crate::cli::bench::raw;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report};
 use crate::cli::bench::usage;
 use crate::config::TrainSection;
@@ -47,7 +46,7 @@ pub(in crate::cli::bench) fn teach(lesson: &Lesson, line: &mut Line) -> anyhow::
     let request = CreateService { name: "breakdown".into(), workers, options: Default::default() };
     let job = hub.client().create_service(&request)?;
     let url = hub.url().to_owned();
-    line.say(&Report::Hosting(Meeting { url, job, cores: Vec::new(), raw: raw::Server::Nowhere }))?;
+    line.say(&Report::Hosting(Meeting { url, job, cores: Vec::new(), raw: Default::default() }))?;
     while let Some(order) = line.hear()? {
         let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
         if let Some(reason) = hub.has_failed() {
