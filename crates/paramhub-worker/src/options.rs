@@ -1,10 +1,13 @@
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::consistency::Consistency;
+use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 
-use crate::error::WorkerError;
+use crate::error::{Who, WorkerError};
 
 /// How tensors travel between a worker and its hubs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,6 +101,26 @@ impl Options {
             expected: "auto, tcp or shm, or leave it out",
         })
     }
+
+    /// Refuses what contradicts itself or the job.
+    pub(crate) fn check(&self, who: &Who, settings: &Settings) -> Result<(), WorkerError> {
+        if !self.shared_parameters {
+            return Ok(());
+        }
+        let refused =
+            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
+        if self.transport == Transport::Tcp {
+            return refused(
+                "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",
+            );
+        }
+        if settings.consistency != Consistency::Synchronous {
+            return refused(
+                "parameters can be shared only in a synchronous job: elsewhere the hub writes them while workers read",
+            );
+        }
+        Ok(())
+    }
 }
 
 /// What says how tensors travel where the program does not.
@@ -128,6 +151,8 @@ pub(crate) fn deadline(wait: Duration) -> Instant {
 
 #[cfg(test)]
 mod tests {
+    use paramhub_core::key::{Key, KeyTable};
+
     use super::*;
 
     #[test]
@@ -140,6 +165,25 @@ mod tests {
         let refused = read("ipc").unwrap_err().to_string();
         assert!(refused.starts_with("PARAMHUB_TRANSPORT cannot be read"), "{refused}");
         assert!(refused.contains("unknown transport `ipc`: expected auto, tcp or shm"), "{refused}");
+    }
+
+    #[test]
+    fn parameters_are_shared_over_shared_memory_and_in_step_only() {
+        let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
+        let who = Who { job: "digits".into(), rank: 2 };
+        let check = |transport, consistency| {
+            let options = Options { transport, shared_parameters: true, ..Options::default() };
+            options.check(&who, &Settings { consistency, ..Settings::new(keys.clone()) })
+        };
+        for transport in [Transport::Auto, Transport::Shm] {
+            check(transport, Consistency::Synchronous).unwrap();
+            for consistency in [Consistency::Asynchronous, Consistency::BoundedStaleness(1)] {
+                let refused = check(transport, consistency).unwrap_err().to_string();
+                assert!(refused.starts_with("job `digits`, rank 2: parameters can be shared"), "{refused}");
+            }
+        }
+        let refused = check(Transport::Tcp, Consistency::Synchronous).unwrap_err().to_string();
+        assert!(refused.ends_with("but the options ask for tcp: use auto or shm"), "{refused}");
     }
 
     #[test]
