@@ -438,6 +438,24 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     });
 }
 
+#[test]
+fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
+    let cluster = Cluster::new(1);
+    for round in 0..40 {
+        let name = format!("flood{round}");
+        let ticket = cluster.job(&name, 1);
+        let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
+        raw.send(&push(5));
+        let heartbeat = Header::bare(Operation::Heartbeat).encode();
+        // As a worker in the middle of a step, which hears of the failure when it has sent what it had begun.
+        for _ in 0..3000 {
+            raw.send(&heartbeat);
+        }
+        let failure = raw.await_failure();
+        assert!(failure.message.contains("step 5 was asked for"), "{name}: {}", failure.message);
+    }
+}
+
 /// A job of one rank with so many chunks that the answers fill the hub's ring, and their pushes.
 fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
     let chunks = 2 * RING_BYTES_DEFAULT / HEADER_BYTES;
