@@ -8,6 +8,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod shared;
 mod tenants;
 
 use paramhub_worker::Transport;
