@@ -76,6 +76,7 @@ impl Admission {
         self.settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
+        options.check(&who, &self.settings)?;
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
@@ -222,16 +223,17 @@ impl Admission {
                 }
                 _ => error.to_string(),
             }),
-            None => Err("it offers none".to_string()),
+            None => Err("it offers none (was it started with --no-shared-memory?)".to_string()),
         };
         let is_needed = options.transport == Transport::Shm || options.shared_parameters;
         match reached {
             Ok(socket) => Ok(Some(socket)),
             Err(why) if is_needed => {
-                let what = if options.shared_parameters { "shared parameters need" } else { "shm needs" };
-                let help =
-                    "choose transport auto or tcp, or start the hub on this host with shared memory on";
-                Err(dialler.fail(hub, format!("{what} shared memory with the hub, but {why}: {help}")))
+                let (what, instead) = match options.shared_parameters {
+                    true => ("shared parameters need", "join without shared parameters"),
+                    false => ("the transport shm needs", "use the transport auto or tcp"),
+                };
+                Err(dialler.fail(hub, format!("{what} memory shared with the hub, but {why}: {instead}")))
             }
             Err(_) => Ok(None),
         }

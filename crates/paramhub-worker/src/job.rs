@@ -214,6 +214,12 @@ impl Job {
         self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
     }
 
+    /// [`pull`](Self::pull) into the parameters that the workers of this host share: from its end on they are those to start
+    /// from, or those after the last step this worker has pushed.
+    pub fn pull_shared(&self, key: u32) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit(key, Errand::PullShared, true, |_| ((), ()))
+    }
+
     /// Any request over regions. They are dropped when the request ends, before its handle or a callback says so.
     pub fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
         self.shared.submit(key, errand, false, |_| ((), ()))

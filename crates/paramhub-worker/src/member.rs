@@ -94,6 +94,8 @@ impl Member {
         settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
+        // Before the hubs count on this rank.
+        self.options.check(&who, &settings)?;
         let request = InitService {
             rank,
             incarnation: self.incarnation,

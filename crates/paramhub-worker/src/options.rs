@@ -1,6 +1,13 @@
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::consistency::Consistency;
+use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
+
+use crate::error::{Who, WorkerError};
 
 /// How tensors travel between a worker and its hubs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,6 +20,29 @@ pub enum Transport {
     Tcp,
     /// Shared memory; a hub on another host is an error.
     Shm,
+}
+
+impl Transport {
+    const ALL: [Transport; 3] = [Transport::Auto, Transport::Tcp, Transport::Shm];
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Auto => "auto",
+            Transport::Tcp => "tcp",
+            Transport::Shm => "shm",
+        })
+    }
+}
+
+impl FromStr for Transport {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let named = Transport::ALL.into_iter().find(|transport| transport.to_string() == text);
+        named.ok_or_else(|| format!("unknown transport `{text}`: expected auto, tcp or shm"))
+    }
 }
 
 /// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
@@ -46,7 +76,55 @@ pub struct Options {
 impl Options {
     /// How long dropping a job waits for requests under way.
     pub const DROP_TIMEOUT: Duration = Duration::from_secs(5);
+
+    /// The default with what the environment says: `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), for whoever starts a
+    /// worker and cannot change it.
+    ///
+    /// # Errors
+    /// [`WorkerError::Environment`] if the variable cannot be read.
+    pub fn from_env() -> Result<Self, WorkerError> {
+        Self::from_variable(std::env::var_os(TRANSPORT_VARIABLE).map(|value| value.into_string()))
+    }
+
+    fn from_variable(transport: Option<Result<String, std::ffi::OsString>>) -> Result<Self, WorkerError> {
+        let problem = match transport {
+            None => return Ok(Options::default()),
+            Some(Ok(text)) => match text.trim().parse() {
+                Ok(transport) => return Ok(Options { transport, ..Options::default() }),
+                Err(problem) => problem,
+            },
+            Some(Err(_)) => "it is not UTF-8".into(),
+        };
+        Err(WorkerError::Environment {
+            variable: TRANSPORT_VARIABLE,
+            problem: format!("cannot be read ({problem})").into(),
+            expected: "auto, tcp or shm, or leave it out",
+        })
+    }
+
+    /// Refuses what contradicts itself or the job.
+    pub(crate) fn check(&self, who: &Who, settings: &Settings) -> Result<(), WorkerError> {
+        if !self.shared_parameters {
+            return Ok(());
+        }
+        let refused =
+            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
+        if self.transport == Transport::Tcp {
+            return refused(
+                "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",
+            );
+        }
+        if settings.consistency != Consistency::Synchronous {
+            return refused(
+                "parameters can be shared only in a synchronous job: elsewhere the hub writes them while workers read",
+            );
+        }
+        Ok(())
+    }
 }
+
+/// What says how tensors travel where the program does not.
+const TRANSPORT_VARIABLE: &str = "PARAMHUB_TRANSPORT";
 
 impl Default for Options {
     fn default() -> Self {
@@ -73,7 +151,40 @@ pub(crate) fn deadline(wait: Duration) -> Instant {
 
 #[cfg(test)]
 mod tests {
+    use paramhub_core::key::{Key, KeyTable};
+
     use super::*;
+
+    #[test]
+    fn the_environment_may_choose_the_transport() {
+        let read = |text: &str| Options::from_variable(Some(Ok(text.to_owned())));
+        assert_eq!(Options::from_variable(None).unwrap(), Options::default());
+        for transport in Transport::ALL {
+            assert_eq!(read(&format!(" {transport}\n")).unwrap().transport, transport);
+        }
+        let refused = read("ipc").unwrap_err().to_string();
+        assert!(refused.starts_with("PARAMHUB_TRANSPORT cannot be read"), "{refused}");
+        assert!(refused.contains("unknown transport `ipc`: expected auto, tcp or shm"), "{refused}");
+    }
+
+    #[test]
+    fn parameters_are_shared_over_shared_memory_and_in_step_only() {
+        let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
+        let who = Who { job: "digits".into(), rank: 2 };
+        let check = |transport, consistency| {
+            let options = Options { transport, shared_parameters: true, ..Options::default() };
+            options.check(&who, &Settings { consistency, ..Settings::new(keys.clone()) })
+        };
+        for transport in [Transport::Auto, Transport::Shm] {
+            check(transport, Consistency::Synchronous).unwrap();
+            for consistency in [Consistency::Asynchronous, Consistency::BoundedStaleness(1)] {
+                let refused = check(transport, consistency).unwrap_err().to_string();
+                assert!(refused.starts_with("job `digits`, rank 2: parameters can be shared"), "{refused}");
+            }
+        }
+        let refused = check(Transport::Tcp, Consistency::Synchronous).unwrap_err().to_string();
+        assert!(refused.ends_with("but the options ask for tcp: use auto or shm"), "{refused}");
+    }
 
     #[test]
     fn a_wait_without_end_has_a_deadline_all_the_same() {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 
 use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Consistency, Hyperparameters, Key, KeyTable, Member, Membership};
+use paramhub::{Consistency, Hyperparameters, Key, KeyTable, Member, Membership, Options};
 
 const LEARNING_RATE: f32 = 1.0 / 1024.0;
 
@@ -54,7 +54,7 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
         ..Settings::new(KeyTable::new(keys)?)
     };
 
-    let member = Member::connect(Membership::from_env()?)?;
+    let member = Member::connect_with(Membership::from_env()?, Options::from_env()?)?;
     let job = member.init(settings)?;
     job.on_notice(|notice| println!("notice: {}", notice.message));
     let mut parameters: Vec<Vec<f32>> = arguments.elements.iter().map(|&n| vec![0.0; n as usize]).collect();

@@ -6,6 +6,7 @@ mod values;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use paramhub::Transport;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
@@ -45,6 +46,7 @@ pub(crate) struct HubSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cores: Option<usize>,
     pub(crate) streams: usize,
+    pub(crate) shared_memory: bool,
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
@@ -96,6 +98,8 @@ pub(crate) struct TrainSection {
     pub(crate) weight_decay: Option<f64>,
     pub(crate) seed: u64,
     pub(crate) exchange: ExchangeKind,
+    #[serde(with = "text")]
+    pub(crate) transport: Transport,
     pub(crate) reproducible: bool,
     #[serde(with = "text")]
     pub(crate) consistency: Consistency,
@@ -116,6 +120,7 @@ impl Default for HubSection {
             advertise: Vec::new(),
             cores: None,
             streams: 1,
+            shared_memory: true,
             pin: Pin::Auto,
             memory: None,
             manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
@@ -175,6 +180,7 @@ impl Default for TrainSection {
             weight_decay: None,
             seed: 1,
             exchange: ExchangeKind::Hub,
+            transport: Transport::Auto,
             reproducible: false,
             consistency: Consistency::Synchronous,
             codec: Codec::F32,

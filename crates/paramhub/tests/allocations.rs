@@ -4,8 +4,8 @@
 use paramhub::service::CreateService;
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
-    HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient, ManagerConfig, Member, Membership,
-    RunningHub,
+    Codec, HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient, ManagerConfig, Member,
+    Membership, Options, RunningHub, Transport,
 };
 
 #[global_allocator]
@@ -15,10 +15,20 @@ const ELEMENTS: usize = 1 << 20;
 const WORKERS: u32 = 2;
 const STEPS: u32 = 20;
 
+/// What two ranks exchange through, and how.
+#[derive(Clone, Copy)]
+struct Way {
+    name: &'static str,
+    transports: [Transport; WORKERS as usize],
+    shared_parameters: bool,
+    reproducible: bool,
+    codec: Codec,
+}
+
 /// Allocations during the steady steps of a job whose one key is cut into chunks of this size.
-fn allocations(client: &ManagerClient, chunk_bytes: u32, reproducible: bool) -> u64 {
+fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
     let request = CreateService {
-        name: format!("{chunk_bytes}-{reproducible}"),
+        name: format!("{chunk_bytes}-{}-{}-{}", way.name, way.reproducible, way.codec),
         workers: WORKERS,
         options: Default::default(),
     };
@@ -27,7 +37,8 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, reproducible: bool) -> 
     let settings = Settings {
         optimizer: OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) },
         chunk_bytes,
-        reproducible,
+        reproducible: way.reproducible,
+        codec: Some(way.codec),
         ..Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64])]).unwrap())
     };
     let barrier = std::sync::Barrier::new(WORKERS as usize);
@@ -37,14 +48,24 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, reproducible: bool) -> 
                 let (settings, barrier, url) = (settings.clone(), &barrier, client.url().to_owned());
                 scope.spawn(move || {
                     let (namespace, nonce) = (created.namespace, created.nonce);
-                    let member = Member::connect(Membership { url, namespace, nonce, rank }).unwrap();
-                    let job = member.init(settings).unwrap();
+                    let options = Options {
+                        transport: way.transports[rank as usize],
+                        shared_parameters: way.shared_parameters,
+                        ..Default::default()
+                    };
+                    let membership = Membership { url, namespace, nonce, rank };
+                    let job = Member::connect_with(membership, options).unwrap().init(settings).unwrap();
                     let mut parameters = vec![vec![0.0f32; ELEMENTS]];
                     job.broadcast(&mut parameters, 0).unwrap();
                     let (mut gradient, mut out) = (vec![1.0f32; ELEMENTS], parameters.remove(0));
                     let mut step = || {
-                        let buffers = (std::mem::take(&mut gradient), std::mem::take(&mut out));
-                        (gradient, out) = job.push_pull(0, buffers.0, buffers.1).unwrap().wait().unwrap();
+                        let (given, into) = (std::mem::take(&mut gradient), std::mem::take(&mut out));
+                        match way.shared_parameters {
+                            true => (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap(),
+                            false => {
+                                (gradient, out) = job.push_pull(0, given, into).unwrap().wait().unwrap();
+                            }
+                        }
                     };
                     // The first steps may grow what then stays.
                     (0..5).for_each(|_| step());
@@ -70,13 +91,30 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
     let client = ManagerClient::new(&manager.url(), None).unwrap();
     let hub = RunningHub::start(client.clone(), HubConfig::default()).unwrap();
-    for reproducible in [false, true] {
-        let few_chunks = allocations(&client, 1 << 20, reproducible);
-        let many_chunks = allocations(&client, 4 << 10, reproducible);
+    let way = |name, transports, shared_parameters| Way {
+        name,
+        transports,
+        shared_parameters,
+        reproducible: false,
+        codec: Codec::F32,
+    };
+    let ways = [
+        way("tcp", [Transport::Tcp; 2], false),
+        way("shm", [Transport::Shm; 2], false),
+        way("mixed", [Transport::Tcp, Transport::Shm], false),
+        way("shared", [Transport::Shm; 2], true),
+    ];
+    let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
+    cases.push(Way { codec: Codec::F16, ..ways[1] });
+    for way in cases {
+        let few_chunks = allocations(&client, 1 << 20, way);
+        let many_chunks = allocations(&client, 4 << 10, way);
+        let Way { name, reproducible, codec, .. } = way;
         // 4 chunks against 1,024, each pushed and answered by both ranks at every step: one allocation a chunk would make
         // a difference of over 40,000. What there is comes from requests, heartbeats and counters.
-        println!("allocations in {STEPS} steps: {few_chunks} with 4 chunks, {many_chunks} with 1,024");
-        assert!(many_chunks < few_chunks + 1_000, "{few_chunks} with 4 chunks, {many_chunks} with 1,024");
+        let counted = format!("{few_chunks} with 4 chunks, {many_chunks} with 1,024");
+        println!("{name}, {codec}, reproducible {reproducible}: allocations in {STEPS} steps: {counted}");
+        assert!(many_chunks < few_chunks + 1_000, "{name}, {codec}, reproducible {reproducible}: {counted}");
     }
     hub.stop();
     manager.stop();

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Finished, paramhub};
+use common::{Finished, Program, paramhub};
 
 const FILE: &str = "admin_token = 'very-secret'\n\n[train]\nworkers = 2\nepochs = 5\nbatch = 7\n";
 
@@ -51,6 +51,24 @@ fn what_is_printed_is_a_configuration_that_brings_it_about() {
 }
 
 #[test]
+fn shared_memory_is_switched_off_by_flag_environment_and_file() {
+    let shown = |program: Program| program.finish().expect_code(0);
+    let by_default = shown(paramhub(["hub", "--print-config"]));
+    has(&by_default, "shared_memory = true");
+    has(&by_default, "transport = \"auto\"");
+    has(&shown(paramhub(["hub", "--no-shared-memory", "--print-config"])), "shared_memory = false");
+    let off = |value| paramhub(["hub", "--print-config"]).env("PARAMHUB_HUB_NO_SHARED_MEMORY", value);
+    has(&shown(off("true")), "shared_memory = false");
+    let file = "[hub]\nshared_memory = false\n[train]\ntransport = 'shm'\n";
+    let by_file = shown(paramhub(["hub", "--print-config"]).file("paramhub.toml", file));
+    has(&by_file, "shared_memory = false");
+    has(&by_file, "transport = \"shm\"");
+    has(&shown(off("false").file("paramhub.toml", file)), "shared_memory = true");
+    let by_flag = paramhub(["train", "--transport", "tcp", "--print-config"]);
+    has(&shown(by_flag.env("PARAMHUB_TRAIN_TRANSPORT", "shm")), "transport = \"tcp\"");
+}
+
+#[test]
 fn another_file_can_be_named_by_flag_and_by_environment() {
     let by_environment = paramhub(["train", "--print-config"])
         .file("other.toml", "[train]\nseed = 42\n")
@@ -77,6 +95,8 @@ fn wrong_values_say_what_would_do() {
         (&["train", "--consistency", "eventual"], "staleness:STEPS"),
         (&["train", "--chunk-bytes", "1000001"], "chunk size 1000001 is not a multiple of 4"),
         (&["train", "--reproducible", "--consistency", "async"], "reproducible needs synchronous"),
+        (&["train", "--transport", "ipc"], "expected auto, tcp or shm"),
+        (&["train", "--exchange", "local", "--transport", "tcp"], "needs --exchange hub"),
         (&["train", "--workers", "100"], "choose a --batch from 1 to 14"),
         (&["train", "--exchange", "local", "--codec", "f16"], "needs --exchange hub"),
         (&["train", "--optimizer", "nesterov", "--momentum", "0"], "momentum"),

@@ -19,17 +19,22 @@ struct Job {
     workers: Vec<Process>,
 }
 
-/// A job of the example's workers, one process each, all of them exchanging.
-fn job(url: &str, name: &str, workers: u32, dead_after_s: f64, arguments: &[&str]) -> Job {
+/// What is lost is noticed and told alike over each.
+const TRANSPORTS: [&str; 2] = ["tcp", "shm"];
+
+/// A job of the example's workers, one process each, all of them exchanging over this transport, which its name ends with.
+fn job(url: &str, name: &str, transport: &str, workers: u32, dead_after_s: f64, arguments: &[&str]) -> Job {
+    let name = format!("{name}-{transport}");
     let client = ManagerClient::new(url, None).unwrap();
     let options = JobOptions { dead_after_s, ..Default::default() };
-    let created = client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
+    let created = client.create_service(&CreateService { name: name.clone(), workers, options }).unwrap();
     let workers: Vec<Process> = (0..workers)
         .map(|rank| {
             example("exchange", arguments.iter().copied())
                 .env("PARAMHUB_URL", url)
                 .env("PARAMHUB_JOB", &created.namespace.to_string())
                 .env("PARAMHUB_SECRET", &String::from(created.nonce))
+                .env("PARAMHUB_TRANSPORT", transport)
                 .env("RANK", &rank.to_string())
                 .start()
         })
@@ -37,7 +42,7 @@ fn job(url: &str, name: &str, workers: u32, dead_after_s: f64, arguments: &[&str
     for worker in &workers {
         worker.wait_for("exchanges 3 keys");
     }
-    Job { client, name: name.to_owned(), workers }
+    Job { client, name, workers }
 }
 
 /// More steps than any test lets happen, with the exchange nearly always under way.
@@ -55,17 +60,14 @@ impl Job {
 #[test]
 fn real_processes_exchange_under_each_consistency() {
     let (hub, url) = hub(["--cores", "2"]);
-    for consistency in ["sync", "async", "staleness:2"] {
-        let job = job(
-            &url,
-            consistency.split(':').next().unwrap(),
-            3,
-            30.0,
-            &["--steps", "40", "--consistency", consistency],
-        );
-        for worker in job.workers {
-            let ended = worker.finish().expect_code(0);
-            assert!(ended.stdout.contains("all numbers right"), "{consistency}: {ended:?}");
+    for transport in TRANSPORTS {
+        for consistency in ["sync", "async", "staleness:2"] {
+            let name = consistency.split(':').next().unwrap();
+            let arguments = ["--steps", "40", "--consistency", consistency];
+            for worker in job(&url, name, transport, 3, 30.0, &arguments).workers {
+                let ended = worker.finish().expect_code(0);
+                assert!(ended.stdout.contains("all numbers right"), "{transport}, {consistency}: {ended:?}");
+            }
         }
     }
     drop(hub);
@@ -73,51 +75,113 @@ fn real_processes_exchange_under_each_consistency() {
 
 #[test]
 fn a_worker_killed_in_mid_step_is_named_to_the_others() {
-    let (_hub, url) = hub(["--cores", "2"]);
-    let bystanders = job(&url, "bystanders", 2, 30.0, &["--steps", "60", "--compute-ms", "20"]);
-    let mut victims = job(&url, "victims", 3, 30.0, ENDLESS);
-    let killed = Instant::now();
-    victims.workers.remove(1).signal(Signal::KILL);
-    for worker in victims.workers.drain(..) {
-        let ended = worker.finish().expect_code(1);
-        assert!(ended.stderr.contains("rank 1 was lost"), "{ended:?}");
+    for transport in TRANSPORTS {
+        let (_hub, url) = hub(["--cores", "2"]);
+        let bystanders =
+            job(&url, "bystanders", transport, 2, 30.0, &["--steps", "60", "--compute-ms", "20"]);
+        let mut victims = job(&url, "victims", transport, 3, 30.0, ENDLESS);
+        let killed = Instant::now();
+        victims.workers.remove(1).signal(Signal::KILL);
+        for worker in victims.workers.drain(..) {
+            let ended = worker.finish().expect_code(1);
+            assert!(ended.stderr.contains("rank 1 was lost"), "{ended:?}");
+        }
+        assert!(killed.elapsed() < SOON, "it took {:?}", killed.elapsed());
+        victims.await_failure("rank 1 was lost");
+        for worker in bystanders.workers {
+            worker.finish().expect_code(0);
+        }
     }
-    assert!(killed.elapsed() < SOON, "it took {:?}", killed.elapsed());
-    victims.await_failure("rank 1 was lost");
-    for worker in bystanders.workers {
+}
+
+/// Descriptors of a process, and the bytes it has in memory that it shares with others.
+fn holdings(process: &Process) -> (usize, u64) {
+    let pid = process.pid().as_raw_nonzero();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let shared = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+    let kib: u64 = shared.trim().strip_suffix(" kB").unwrap().parse().unwrap();
+    (std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), kib << 10)
+}
+
+#[test]
+fn what_killed_workers_shared_with_their_hub_is_given_back() {
+    let (hub, url) = hub(["--cores", "2"]);
+    // What a first job leaves is the hub's own.
+    for worker in job(&url, "first", "shm", 2, 30.0, &["--steps", "2"]).workers {
         worker.finish().expect_code(0);
     }
+    let bystanders = job(&url, "bystanders", "shm", 2, 30.0, ENDLESS);
+    // Until all that the bystanders share has been touched.
+    let settled = |process: &Process| {
+        let mut last = (0, 0);
+        wait_until("the hub's holdings come to rest", || {
+            std::thread::sleep(Duration::from_millis(300));
+            std::mem::replace(&mut last, holdings(process)) == holdings(process)
+        });
+        last
+    };
+    let before = settled(&hub);
+    let elements = 1_000_000;
+    let sizes = format!("{elements},10,10");
+    let arguments = ["--elements", &sizes, "--steps", "100000"];
+    for (round, killed) in [&[1][..], &[0], &[0, 1, 2]].into_iter().enumerate() {
+        let mut victims = job(&url, &format!("victims{round}"), "shm", 3, 30.0, &arguments);
+        // Of each, the gradient and the parameters; two rings and a socket to each core.
+        wait_until("the victims share their memory", || {
+            let (descriptors, bytes) = holdings(&hub);
+            descriptors >= before.0 + 3 * 5 && bytes >= before.1 + 3 * 2 * 4 * elements
+        });
+        for &rank in killed {
+            victims.workers[rank].signal(Signal::KILL);
+        }
+        for (rank, worker) in victims.workers.drain(..).enumerate() {
+            let ended = worker.finish();
+            if !killed.contains(&rank) {
+                let told = format!("rank {} was lost", killed[0]);
+                assert!(ended.code == 1 && ended.stderr.contains(&told), "{ended:?}");
+            }
+        }
+        victims.await_failure("was lost");
+        wait_until("the hub has given everything back", || holdings(&hub) == before);
+    }
+    for worker in &bystanders.workers {
+        assert!(common::is_alive(worker.pid().as_raw_nonzero().get()));
+    }
+    assert!(!bystanders.client.job(&bystanders.name).unwrap().state.has_ended());
 }
 
 #[test]
 fn a_frozen_worker_is_named_and_then_given_up() {
-    let (hub, url) = hub([]);
-    let mut job = job(&url, "frozen", 2, 6.0, ENDLESS);
-    let frozen = job.workers.remove(1);
-    frozen.signal(Signal::STOP);
-    // Named first, at rank 0 and in the hub's log, while the job still waits.
-    let notice = job.workers[0].wait_for("notice: ");
-    assert!(notice.contains("rank 1 of job `frozen` has not been heard for 3 s"), "{notice}");
-    wait_until("the hub's log names it", || {
-        hub.stderr().contains("rank 1 of job `frozen` has not been heard")
-    });
-    let ended = job.workers.remove(0).finish().expect_code(1);
-    assert!(ended.stderr.contains("rank 1 was lost: it has not been heard for 6 s"), "{ended:?}");
-    job.await_failure("rank 1 was lost");
-    // Thawed, it finds out as well.
-    frozen.signal(Signal::CONT);
-    frozen.finish().expect_code(1);
+    for transport in TRANSPORTS {
+        let (hub, url) = hub([]);
+        let mut job = job(&url, "frozen", transport, 2, 6.0, ENDLESS);
+        let frozen = job.workers.remove(1);
+        frozen.signal(Signal::STOP);
+        // Named first, at rank 0 and in the hub's log, while the job still waits.
+        let silent = format!("rank 1 of job `frozen-{transport}` has not been heard");
+        let notice = job.workers[0].wait_for("notice: ");
+        assert!(notice.contains(&format!("{silent} for 3 s")), "{notice}");
+        wait_until("the hub's log names it", || hub.stderr().contains(&silent));
+        let ended = job.workers.remove(0).finish().expect_code(1);
+        assert!(ended.stderr.contains("rank 1 was lost: it has not been heard for 6 s"), "{ended:?}");
+        job.await_failure("rank 1 was lost");
+        // Thawed, it finds out as well.
+        frozen.signal(Signal::CONT);
+        frozen.finish().expect_code(1);
+    }
 }
 
 #[test]
 fn a_worker_that_only_naps_is_waited_for() {
-    let (_hub, url) = hub([]);
-    let mut job = job(&url, "nap", 2, 30.0, &["--steps", "400", "--compute-ms", "2"]);
-    job.workers[1].signal(Signal::STOP);
-    job.workers[0].wait_for("rank 1 of job `nap` has not been heard");
-    job.workers[1].signal(Signal::CONT);
-    for worker in job.workers.drain(..) {
-        worker.finish().expect_code(0);
+    for transport in TRANSPORTS {
+        let (_hub, url) = hub([]);
+        let mut job = job(&url, "nap", transport, 2, 30.0, &["--steps", "400", "--compute-ms", "2"]);
+        job.workers[1].signal(Signal::STOP);
+        job.workers[0].wait_for(&format!("rank 1 of job `nap-{transport}` has not been heard"));
+        job.workers[1].signal(Signal::CONT);
+        for worker in job.workers.drain(..) {
+            worker.finish().expect_code(0);
+        }
     }
 }
 
@@ -125,8 +189,9 @@ fn a_worker_that_only_naps_is_waited_for() {
 fn a_long_computation_is_no_death() {
     let (hub, url) = hub([]);
     // The computing thread sleeps longer than the silence that kills; the I/O thread's heartbeats go on.
-    let mut job = job(&url, "thinker", 2, 1.5, &["--steps", "2", "--compute-ms", "3500"]);
-    for worker in job.workers.drain(..) {
+    let arguments = ["--steps", "2", "--compute-ms", "3500"];
+    let jobs = TRANSPORTS.map(|transport| job(&url, "thinker", transport, 2, 1.5, &arguments));
+    for worker in jobs.into_iter().flat_map(|job| job.workers) {
         worker.finish().expect_code(0);
     }
     assert!(!hub.stderr().contains("not been heard"), "{}", hub.stderr());
@@ -134,22 +199,24 @@ fn a_long_computation_is_no_death() {
 
 #[test]
 fn a_killed_hub_is_told_by_every_worker() {
-    let (hub, url) = hub(["--cores", "2"]);
-    let mut job = job(&url, "hubless", 2, 30.0, ENDLESS);
-    let killed = Instant::now();
-    hub.signal(Signal::KILL);
-    for worker in job.workers.drain(..) {
-        let ended = worker.finish().expect_code(1);
-        assert!(ended.stderr.contains("lost the hub at 127.0.0.1:"), "{ended:?}");
+    for transport in TRANSPORTS {
+        let (hub, url) = hub(["--cores", "2"]);
+        let mut job = job(&url, "hubless", transport, 2, 30.0, ENDLESS);
+        let killed = Instant::now();
+        hub.signal(Signal::KILL);
+        for worker in job.workers.drain(..) {
+            let ended = worker.finish().expect_code(1);
+            assert!(ended.stderr.contains("lost the hub at 127.0.0.1:"), "{ended:?}");
+        }
+        assert!(killed.elapsed() < SOON, "it took {:?}", killed.elapsed());
     }
-    assert!(killed.elapsed() < SOON, "it took {:?}", killed.elapsed());
 }
 
 #[test]
 fn a_hub_that_is_asked_to_stop_tells_its_workers_and_exits_cleanly() {
-    for signal in [Signal::TERM, Signal::INT] {
+    for (signal, transport) in [Signal::TERM, Signal::INT].into_iter().zip(TRANSPORTS) {
         let (hub, url) = hub([]);
-        let mut job = job(&url, "told", 2, 30.0, ENDLESS);
+        let mut job = job(&url, "told", transport, 2, 30.0, ENDLESS);
         hub.signal(signal);
         for worker in job.workers.drain(..) {
             let ended = worker.finish().expect_code(1);

@@ -66,6 +66,33 @@ fn reproducible_runs_end_at_the_bits_of_one_process() {
 }
 
 #[test]
+fn the_transport_is_chosen_told_and_changes_no_bit() {
+    let (_hub, without) = hub(["--no-shared-memory"]);
+    let trained = |more: &[&str], told: &str, shares: bool| {
+        let common = ["--epochs", "2", "--reproducible", "--save", "p.safetensors", "--json", "out.json"];
+        let ended = paramhub(with(&common).chain(more.iter().copied())).finish().expect_code(0);
+        let row = ended.stdout.lines().find(|line| line.contains("transport")).expect("a transport");
+        assert!(row.contains(told), "{more:?}: {row}");
+        let results: serde_json::Value = serde_json::from_slice(&ended.read("out.json")).unwrap();
+        let workers = results["workers"].as_array().unwrap();
+        assert!(workers.iter().all(|worker| worker["shares_memory"] == shares), "{more:?}: {results}");
+        ended.read("p.safetensors")
+    };
+    let over_tcp = trained(&["--transport", "tcp"], " tcp ", false);
+    for (more, told, shares) in [
+        (&[][..], "shared memory", true),
+        (&["--transport", "shm", "--cores", "2"], "shared memory", true),
+        (&["--hub", &without], " tcp ", false),
+    ] {
+        assert!(trained(more, told, shares) == over_tcp, "{more:?} ended at other bits");
+    }
+    let refused = paramhub(with(&["--transport", "shm", "--hub", &without])).finish().expect_code(1);
+    for part in ["rank ", "the transport shm needs", "--no-shared-memory", "use the transport auto or tcp"] {
+        assert!(refused.stderr.contains(part), "no `{part}` in: {}", refused.stderr);
+    }
+}
+
+#[test]
 fn data_comes_from_folders_as_well() {
     let folder = concat!("idx:", env!("CARGO_MANIFEST_DIR"), "/../../data/digits");
     let trained_on = |data: &str| {

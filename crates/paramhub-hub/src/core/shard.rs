@@ -415,11 +415,6 @@ impl Shard {
                     self.arenas.gather(aggregator, slot.gradient, first, sum, merged);
                 }
             }
-            if !overwrites {
-                let next = at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS);
-                shared::prefetch(&self.model[next.clone()]);
-                shared::prefetch(&self.state[next.start * self.state_slots..next.end * self.state_slots]);
-            }
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
             let model = &mut self.model[at.clone()];
             let model = if overwrites {

@@ -32,6 +32,16 @@ pub(super) struct HubFlags {
     /// Streams that each worker keeps to each of them through each address [default: 1]
     #[arg(long, value_name = "S", env = "PARAMHUB_HUB_STREAMS")]
     streams: Option<usize>,
+    /// Offer workers of this host TCP only [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_HUB_NO_SHARED_MEMORY"
+    )]
+    no_shared_memory: Option<bool>,
     /// Pin each of those threads to a processor [default: auto, which does unless the hub listens on loopback only]
     #[arg(long, value_enum, value_name = "WHEN", env = "PARAMHUB_HUB_PIN")]
     pin: Option<Pin>,
@@ -51,6 +61,9 @@ pub(super) struct HubFlags {
 
 impl HubFlags {
     pub(super) fn apply(self, config: &mut Config) {
+        if let Some(switched_off) = self.no_shared_memory {
+            config.hub.shared_memory = !switched_off;
+        }
         overlay!(self => config.hub; listen, advertise, streams, pin, manager; cores, memory, join, state);
     }
 }
@@ -113,6 +126,7 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         advertise: section.advertise.clone(),
         cores: section.effective_cores(),
         streams: section.streams,
+        shared_memory: section.shared_memory,
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),
         ..HubConfig::default()

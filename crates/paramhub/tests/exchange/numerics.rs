@@ -84,7 +84,7 @@ fn push_then_pull_reaches_what_push_pull_reaches() {
 }
 
 /// What a hub computes, by the kernels the tests of their own crate hold against torch.optim.
-fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec<f32>> {
+pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec<f32>> {
     let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
     let hyperparameters = settings.optimizer.hyperparameters.unwrap();
     let mut model = zeros(settings);

@@ -1,11 +1,14 @@
 //! What is exchanged over shared memory is as right as over TCP, and what is wrong is said.
 
+mod bystander;
 mod cluster;
 mod consistency;
+mod local;
 mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod shared;
 mod tenants;
 
 use paramhub_worker::Transport;

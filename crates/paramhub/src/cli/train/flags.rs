@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use paramhub::{Codec, Consistency};
+use paramhub::{Codec, Consistency, Transport};
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
@@ -48,6 +48,9 @@ pub(crate) struct TrainFlags {
     /// Exchange through a hub, or train in one process on the same global batch [default: hub]
     #[arg(long, value_enum, value_name = "WHERE", env = "PARAMHUB_TRAIN_EXCHANGE")]
     exchange: Option<ExchangeKind>,
+    /// How tensors travel to the hub: auto, tcp or shm; auto is shm where hub and workers share a host [default: auto]
+    #[arg(long, env = "PARAMHUB_TRAIN_TRANSPORT")]
+    transport: Option<Transport>,
     /// Sum in rank order, so that two runs, and hub and local, end at the same bits
     #[arg(
         long,
@@ -82,8 +85,8 @@ impl TrainFlags {
     pub(crate) fn apply(self, config: &mut Config) {
         self.url.apply(config);
         overlay!(self => config.train;
-            net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, reproducible, consistency, codec,
-            chunk_bytes, cores;
+            net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
+            codec, chunk_bytes, cores;
             lr, weight_decay, json, save);
     }
 }

@@ -45,6 +45,7 @@ struct WorkerTimes {
     hidden_fraction: f64,
     bytes_sent: u64,
     bytes_received: u64,
+    shares_memory: bool,
 }
 
 impl Summary {
@@ -101,6 +102,7 @@ impl Summary {
         row("steps/s", format!("{:.1}", self.steps_per_second));
         row("examples/s", format!("{:.0}", self.examples_per_second));
         if let Some(bytes) = self.bytes_per_worker_per_step {
+            row("transport", self.transport());
             row("bytes per worker and step", human_bytes(bytes));
         }
         row("worker: compute", share(self.mean(|worker| worker.compute_seconds)));
@@ -120,6 +122,16 @@ impl Summary {
             row("largest parameter difference", self.max_parameter_difference.to_string());
         }
         table.to_string()
+    }
+
+    /// How the workers' tensors travelled.
+    fn transport(&self) -> String {
+        let workers = self.workers.len();
+        match self.workers.iter().filter(|worker| worker.shares_memory).count() {
+            0 => "tcp".into(),
+            sharing if sharing == workers => "shared memory".into(),
+            sharing => format!("shared memory for {sharing} workers of {workers}, tcp for the others"),
+        }
     }
 
     fn mean_seconds(&self) -> f64 {
@@ -143,6 +155,7 @@ impl WorkerTimes {
             hidden_fraction: report.hidden_fraction,
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
+            shares_memory: report.shares_memory,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Codec, Consistency, Hyperparameters, KeyTable, Registry};
+use paramhub::{Codec, Consistency, Hyperparameters, KeyTable, Registry, Transport};
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -58,10 +58,12 @@ pub(super) struct WorkerReport {
     pub(super) hidden_fraction: f64,
     pub(super) bytes_sent: u64,
     pub(super) bytes_received: u64,
+    /// With a hub of its host.
+    pub(super) shares_memory: bool,
 }
 
-impl From<&Report> for WorkerReport {
-    fn from(report: &Report) -> Self {
+impl WorkerReport {
+    pub(super) fn new(report: &Report, shares_memory: bool) -> Self {
         WorkerReport {
             steps: report.steps,
             seconds: report.seconds,
@@ -73,6 +75,7 @@ impl From<&Report> for WorkerReport {
             hidden_fraction: report.hidden_fraction,
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
+            shares_memory,
         }
     }
 }
@@ -133,6 +136,10 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
         }
         if section.codec != Codec::F32 {
             return Err(format!("--codec {} needs --exchange hub: locally nothing travels", section.codec));
+        }
+        if section.transport != Transport::Auto {
+            let transport = section.transport;
+            return Err(format!("--transport {transport} needs --exchange hub: locally nothing travels"));
         }
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::{Member, Membership, Registry};
+use paramhub::{Member, Membership, Options, Registry};
 use paramhub_train::data::Data;
 use paramhub_train::hub::HubExchange;
 use paramhub_train::local::LocalExchange;
@@ -15,7 +15,7 @@ use paramhub_train::net::Network;
 use paramhub_train::trainer::{Progress, Report, train};
 
 use super::parameters;
-use super::spec::{Message, Spec};
+use super::spec::{Message, Spec, WorkerReport};
 use crate::config::ExchangeKind;
 
 /// A bar moves smoothly enough at this pace.
@@ -31,28 +31,31 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
     let spec: Spec = serde_json::from_slice(&text).context("cannot read what to do")?;
     let data = spec.train.data.load()?;
     let mut network = Network::new(spec.train.net, data.train.geometry(), spec.train.seed)?;
-    let (rank, report) = match spec.train.exchange {
+    let (rank, report, shares_memory) = match spec.train.exchange {
         ExchangeKind::Hub => through_the_hub(&spec, &data, &mut network)?,
-        ExchangeKind::Local => (0, locally(&spec, &data, &mut network)?),
+        ExchangeKind::Local => (0, locally(&spec, &data, &mut network)?, false),
     };
     parameters::save(&parameters::file_of(&spec.folder, rank), network.keys(), &report.parameters)?;
-    send(&Message::Report(Box::new((&report).into())));
+    send(&Message::Report(Box::new(WorkerReport::new(&report, shares_memory))));
     Ok(ExitCode::SUCCESS)
 }
 
-fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report)> {
-    let member = Member::connect(Membership::from_env()?)?;
+/// The rank, what it did, and whether it shared memory with a hub.
+fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report, bool)> {
+    let options = Options { transport: spec.train.transport, ..Options::default() };
+    let member = Member::connect_with(Membership::from_env()?, options)?;
     let rank = member.rank() as usize;
     let job = member.init(spec.train.settings(network)?)?;
     if rank == 0 {
         job.on_notice(|notice| eprintln!("{notice}"));
     }
+    let shares_memory = job.shares_memory();
     let mut exchange = HubExchange::new(job);
     let config = spec.train.trainer(rank == 0);
     let mut progress = progress_of(rank);
     let report = train(&config, data, network, &mut exchange, &mut progress)?;
     exchange.leave()?;
-    Ok((rank, report))
+    Ok((rank, report, shares_memory))
 }
 
 fn locally(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<Report> {
