@@ -211,6 +211,8 @@ fn single_variants_can_be_asked_for_in_every_dtype() {
     assert!(refused.stderr.contains("push-then-pull"), "{}", refused.stderr);
     let refused = paramhub(["bench", "ablate", "--keys", "gone.json"]).finish().expect_code(2);
     refused.expect_error(&["gone.json"]);
+    let refused = paramhub(["bench", "ablate", "--keys", "gone.json", "--transport", "shm"]);
+    refused.finish().expect_code(2).expect_error(&["over TCP"]);
     let refused = paramhub(["bench", "ablate", "normal", "--keys", "keys.json"]).finish().expect_code(2);
     assert!(refused.stderr.contains("invalid value 'normal'"), "{}", refused.stderr);
 }
@@ -325,7 +327,10 @@ fn a_sweep_measures_every_point_in_every_round_and_draws_them() {
         assert_eq!([of(&found[0]), of(&found[1])], values, "it is in force");
         assert!(ended.stdout.contains("2 rounds") && ended.stdout.contains("exact"), "{}", ended.stdout);
         let drawn = plot(&ended.read("out.svg"));
-        assert!(drawn.contains("bare TCP streams") && drawn.contains("tiny (0.2 MB of f32)"), "{drawn}");
+        assert!(
+            drawn.contains("bare TCP streams") && drawn.contains("tiny (0.2 MB of f32) over TCP"),
+            "{drawn}"
+        );
     }
 }
 

@@ -248,9 +248,16 @@ fn scenery(settings: &Settings) -> [(&'static str, String); 5] {
 }
 
 /// All of that in a line, but for what is not fixed.
-fn place(model: &str, bytes_per_worker: u64, settings: &Settings, varied: Option<&str>) -> String {
+fn place(
+    model: &str,
+    bytes_per_worker: u64,
+    transport: Transport,
+    settings: &Settings,
+    varied: Option<&str>,
+) -> String {
     let scaled = if settings.scale > 1 { format!(" ÷ {}", settings.scale) } else { String::new() };
-    let first = format!("{model}{scaled} ({} of {})", megabytes(bytes_per_worker), settings.dtype);
+    let size = megabytes(bytes_per_worker);
+    let first = format!("{model}{scaled} ({size} of {}) over {}", settings.dtype, transport.name());
     let fixed = scenery(settings).into_iter().filter(|(name, _)| Some(*name) != varied).map(|(_, text)| text);
     [first].into_iter().chain(fixed).collect::<Vec<_>>().join(", ")
 }

@@ -43,6 +43,24 @@ pub(super) enum Transport {
     Auto,
 }
 
+impl Transport {
+    /// In words.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Transport::Tcp => "TCP",
+            Transport::Shm | Transport::Auto => "shared memory",
+        }
+    }
+
+    /// What `--raw` measures beside it.
+    pub(super) fn bound(self) -> &'static str {
+        match self {
+            Transport::Tcp => "bare TCP streams",
+            Transport::Shm | Transport::Auto => "one pass over shared memory",
+        }
+    }
+}
+
 /// One exchange, as all processes must know it.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Spec {

@@ -15,6 +15,7 @@ use clap::{Args, value_parser};
 use super::conductor::Program;
 use super::report::write_json;
 use super::rounds::order;
+use super::spec::Transport;
 use super::{ExchangeFlags, Run, check_destination, check_memory, interrupted, run};
 use crate::cli::Usage;
 use crate::launch::Signals;
@@ -52,6 +53,10 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
     check_destination("--json", flags.exchange.json.as_deref())?;
     check_destination("--svg", flags.svg.as_deref())?;
     let variants = flags.variants()?;
+    if flags.exchange.transport != Transport::Tcp {
+        let why = "bench ablate is over TCP: the alternatives are ways to receive, sum and answer what comes in streams";
+        return Err(Usage(why.into()).into());
+    }
     let (model, spec) = flags.exchange.spec()?;
     check_memory(&spec)?;
     let tried = variants.into_iter().map(|variant| Tried::new(variant, variant.of(&spec))).collect();

@@ -113,7 +113,7 @@ impl Ablation {
     ) -> Ablation {
         let settings = flags.settings(spec);
         let bytes_per_worker = spec.keys.bytes();
-        let place = place(&model, bytes_per_worker, &settings, None);
+        let place = place(&model, bytes_per_worker, flags.transport, &settings, None);
         Ablation { model, rounds, transport: flags.transport, bytes_per_worker, settings, place, tried }
     }
 
@@ -160,7 +160,7 @@ impl Ablation {
             ]);
         }
         if let Some(seconds) = median(self.raw_seconds()) {
-            table.add_row(["bare TCP streams".into(), milliseconds(seconds)]);
+            table.add_row([self.transport.bound().into(), milliseconds(seconds)]);
         }
         for column in table.column_iter_mut().skip(1).take(4) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -196,7 +196,7 @@ impl Ablation {
         let mut parts = vec!["every number checked".into(), "numbers not checked".into()];
         let raw = self.raw_seconds();
         if !raw.is_empty() {
-            bars.push(bar("bare TCP streams", raw, RAW, None));
+            bars.push(bar(self.transport.bound(), raw, RAW, None));
             parts.push("no hub at all".into());
         }
         let rounds = match self.rounds {

@@ -63,8 +63,8 @@ fn head(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::
     let mut y = MARGIN;
     write(area, &heading.title, (MARGIN, y), TITLE, &INK, HPos::Left)?;
     y += TITLE + 8;
-    for note in &heading.notes {
-        write(area, note, (MARGIN, y), SMALL, &FAINT, HPos::Left)?;
+    for line in heading.notes.iter().flat_map(|note| lines_of(note, SMALL, WIDTH as i32 - 2 * MARGIN)) {
+        write(area, &line, (MARGIN, y), SMALL, &FAINT, HPos::Left)?;
         y += SMALL + 5;
     }
     y += 10;
@@ -123,6 +123,21 @@ fn write(
     Ok(())
 }
 
+/// A text broken between words where it would be too wide.
+fn lines_of(text: &str, size: i32, width: i32) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if width_of(line, size) + width_of(word, size) + size / 2 <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
 /// About how wide a text is, on the safe side: whoever shows the picture chooses the font.
 fn width_of(text: &str, size: i32) -> i32 {
     (text.chars().count() as f64 * f64::from(size) * 0.48) as i32
@@ -162,6 +177,15 @@ mod tests {
         assert_eq!(ticks(9.3, 5), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
         assert_eq!(ticks(0.8, 4), [0.0, 0.2, 0.4, 0.6000000000000001, 0.8]);
         assert_eq!(ticks(1234.0, 5), [0.0, 250.0, 500.0, 750.0, 1000.0, 1250.0]);
+    }
+
+    #[test]
+    fn long_texts_are_broken_between_words() {
+        let text = "four workers, two cores at the hub, one stream a worker and core";
+        let lines = lines_of(text, SMALL, 200);
+        assert!(lines.len() > 2 && lines.iter().all(|line| width_of(line, SMALL) <= 200), "{lines:?}");
+        assert_eq!(lines.join(" "), text);
+        assert_eq!(lines_of("incomprehensibilities", SMALL, 10), ["incomprehensibilities"]);
     }
 
     #[test]

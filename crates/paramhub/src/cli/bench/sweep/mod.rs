@@ -37,7 +37,7 @@ pub(super) struct SweepFlags {
     /// How often every point is measured
     #[arg(long, value_name = "R", default_value_t = 5, value_parser = value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Draw the results, bare streams beside them with `--raw`
+    /// Draw the results, with `--raw` the bound beside them
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     #[command(flatten)]

@@ -128,7 +128,8 @@ impl Sweep {
         points: Vec<SweepPoint>,
     ) -> anyhow::Result<Sweep> {
         let (model, spec) = flags.spec()?;
-        let scenery = place(&model, spec.keys.bytes(), &flags.settings(&spec), Some(axis.name()));
+        let scenery =
+            place(&model, spec.keys.bytes(), flags.transport, &flags.settings(&spec), Some(axis.name()));
         Ok(Sweep { axis, rounds, model, transport: flags.transport, scenery, points })
     }
 
@@ -158,7 +159,7 @@ impl Sweep {
         let has_raw = self.points.iter().any(|point| point.raw_seconds().is_some());
         let mut titles =
             vec![self.axis.name(), "median", "exchanges/s", "gradients", "worker CPU", "hub CPU"];
-        titles.extend(has_raw.then_some(["raw streams", "raw by ours"]).into_iter().flatten());
+        titles.extend(has_raw.then_some([self.transport.bound(), "by ours"]).into_iter().flatten());
         titles.push("numbers");
         let columns = titles.len();
         table.set_header(titles);
@@ -204,7 +205,7 @@ impl Sweep {
         };
         let series = |name: &str, is_bound, points| Series { name: name.into(), is_bound, points };
         let ours = line(|round| Some(round.seconds)).map(|points| series("paramhub", false, points));
-        let raw = line(|round| round.raw_seconds).map(|points| series("bare TCP streams", true, points));
+        let raw = line(|round| round.raw_seconds).map(|points| series(self.transport.bound(), true, points));
         let rounds = match self.rounds {
             1 => "one round".into(),
             rounds => format!("medians of {rounds} rounds, and the lowest and the highest round"),
