@@ -28,6 +28,7 @@ const ROUND: Duration = Duration::from_millis(2);
 /// Arrays of the full size: model, sum, two of state, wire bytes.
 const ARRAYS: u64 = 5;
 
+/// Run every sum, conversion and optimizer with every instruction set of this machine, beside a triad
 #[derive(Args)]
 pub(super) struct KernelsFlags {
     /// Bytes of an f32 array that no cache holds; 32K are measured beside it

@@ -7,8 +7,9 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use super::conductor::{Measured, Timed};
+use super::exchange::Settings;
+use super::spec::Transport;
 use super::statistics::{bandwidths, mean, quantile, sorted};
-use super::{Settings, Transport};
 
 /// Written with `--json`. Seconds and bytes are of one exchange, bandwidths are GB/s; what was not measured is null.
 #[derive(Serialize)]

@@ -5,13 +5,14 @@ use serde::Serialize;
 
 use super::variant::Variant;
 use crate::cli::bench::conductor::Measured;
+use crate::cli::bench::exchange::{ExchangeFlags, Settings, place};
 use crate::cli::bench::numbers::Verdict;
 use crate::cli::bench::plot::{Bar, Bars, Heading, Part};
 use crate::cli::bench::report::milliseconds;
 use crate::cli::bench::rounds::{Round, median};
 use crate::cli::bench::spec::Spec;
+use crate::cli::bench::spec::Transport;
 use crate::cli::bench::statistics::{mean, sorted};
-use crate::cli::bench::{ExchangeFlags, Settings, Transport, place};
 
 /// The normal path and its variants.
 pub(super) struct Ablation {

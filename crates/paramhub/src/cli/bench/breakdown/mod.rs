@@ -15,9 +15,10 @@ use paramhub::limits::CORES_MAX;
 use paramhub_train::data::DataSource;
 use paramhub_train::net::{NetKind, Network};
 
+use super::check_destination;
+use super::processes::{Run, interrupted, launch};
 use super::report::write_json;
 use super::rounds::order;
-use super::{Run, check_destination, interrupted, launch};
 use crate::cli::Usage;
 use crate::cli::train::rehearse;
 use crate::config::{Bytes, TrainOptimizer, TrainSection};

@@ -6,11 +6,12 @@ use serde::Serialize;
 use super::BreakdownFlags;
 use super::peer::{Learnt, Lesson};
 use super::stage::Stage;
+use crate::cli::bench::count;
 use crate::cli::bench::plot::{Bar, Bars, Heading, Part};
-use crate::cli::bench::report::milliseconds;
+use crate::cli::bench::report::{megabytes, milliseconds};
 use crate::cli::bench::rounds::median;
 use crate::cli::bench::statistics::{mean, sorted};
-use crate::cli::bench::{count, report::megabytes};
+
 use crate::config::TrainSection;
 
 /// All networks.

@@ -5,7 +5,7 @@ use paramhub::limits::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, CORES_MAX, INTERFACES_M
 use serde::Serialize;
 
 use crate::cli::Usage;
-use crate::cli::bench::ExchangeFlags;
+use crate::cli::bench::exchange::ExchangeFlags;
 use crate::cli::bench::plot::Scale;
 use crate::config::Bytes;
 

@@ -8,10 +8,12 @@ use std::process::ExitCode;
 
 use clap::{Args, value_parser};
 
+use super::check_destination;
 use super::conductor::Program;
+use super::exchange::{ExchangeFlags, check_memory};
+use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
-use super::{ExchangeFlags, Run, check_destination, check_memory, interrupted, run};
 use crate::launch::Signals;
 use axis::Axis;
 use report::{Sweep, SweepPoint};

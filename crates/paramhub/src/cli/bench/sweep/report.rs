@@ -5,13 +5,14 @@ use serde::Serialize;
 
 use super::axis::{Axis, Value};
 use crate::cli::bench::conductor::Measured;
+use crate::cli::bench::exchange::{ExchangeFlags, Settings, place};
 use crate::cli::bench::numbers::Verdict;
 use crate::cli::bench::plot::{Heading, Lines, Point, Series};
 use crate::cli::bench::report::milliseconds;
 use crate::cli::bench::rounds::{Round, median};
 use crate::cli::bench::spec::Spec;
+use crate::cli::bench::spec::Transport;
 use crate::cli::bench::statistics::{mean, quantile, sorted};
-use crate::cli::bench::{ExchangeFlags, Settings, Transport, place};
 
 /// All points of a sweep.
 pub(super) struct Sweep {

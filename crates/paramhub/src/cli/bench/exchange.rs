@@ -1,0 +1,231 @@
+//! `paramhub bench exchange`, and the flags that sweeps and ablations share with it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum, value_parser};
+use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
+use paramhub::{Codec, Dtype, Registry};
+use serde::Serialize;
+
+use super::ablate::Variant;
+use super::conductor::Program;
+use super::models::Model;
+use super::processes::{Run, interrupted, run};
+use super::report::{Summary, megabytes, write_json};
+use super::spec::{Optimizer, Spec, Transport};
+use super::{check_destination, count, usage};
+use crate::cli::Usage;
+use crate::config::Bytes;
+use crate::launch::Signals;
+
+/// Exchange a model's gradients through a hub, with nothing computed in between
+///
+/// Worker processes and a hub's process are started here. At the start of an iteration every worker has all gradients
+/// ready; it pushes them back to front and waits for all parameters. An iteration takes as long as its slowest worker.
+/// After the last, one more exchange is compared with the kernels, number by number.
+#[derive(Args, Clone)]
+pub(super) struct ExchangeFlags {
+    /// Whose tensors: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k or
+    /// transformer-1.1b
+    #[arg(long, value_name = "NAME", required_unless_present = "keys", conflicts_with = "keys")]
+    model: Option<String>,
+    /// A JSON file of tensors: {"model", "tensors": [{"name", "shape"}, ..]} or the bare list
+    #[arg(long, value_name = "FILE")]
+    keys: Option<PathBuf>,
+    /// Divide every tensor's number of elements by this
+    #[arg(long, value_name = "S", default_value_t = 1, value_parser = value_parser!(u64).range(1..))]
+    pub(super) scale: u64,
+    /// Worker processes
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=1024))]
+    pub(super) workers: u32,
+    /// How bytes travel
+    #[arg(long, value_enum, default_value_t = Transport::Tcp)]
+    pub(super) transport: Transport,
+    /// Workers read parameters from one copy that the hub writes, instead of receiving one each; not over TCP
+    #[arg(long)]
+    shared_parameters: bool,
+    /// What the hub does with the gradients
+    #[arg(long, value_enum, default_value_t = Optimizer::Mean)]
+    optimizer: Optimizer,
+    /// Cores of the hub
+    #[arg(long, value_name = "C", default_value_t = 1, value_parser = value_parser!(u16).range(1..=CORES_MAX as i64))]
+    pub(super) cores: u16,
+    /// Streams of each worker to each of them
+    #[arg(long, value_name = "S", default_value_t = 1, value_parser = value_parser!(u16).range(1..=INTERFACES_MAX as i64))]
+    pub(super) streams: u16,
+    /// The unit of exchange, as in 32K
+    #[arg(long, value_name = "BYTES", default_value_t = Bytes(CHUNK_BYTES_DEFAULT.into()))]
+    pub(super) chunk: Bytes,
+    /// Element type of gradients and parameters: f32, bf16 or f16
+    #[arg(long, default_value_t = Codec::F32)]
+    pub(super) dtype: Codec,
+    /// Iterations that count
+    #[arg(long, value_name = "K", default_value_t = 20, value_parser = value_parser!(u32).range(1..=1_000_000))]
+    pub(super) iters: u32,
+    /// Iterations before them
+    #[arg(long, value_name = "W", default_value_t = 2, value_parser = value_parser!(u32).range(..=1_000_000))]
+    pub(super) warmup: u32,
+    /// In turn with the exchanges, also measure the bound: as many bytes over as many bare TCP streams, or one pass over
+    /// as much shared memory
+    #[arg(long)]
+    raw: bool,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+}
+
+/// What a result depends on, beside the machine.
+#[derive(Clone, Serialize)]
+pub(super) struct Settings {
+    #[serde(skip)]
+    pub(super) workers: u32,
+    keys: usize,
+    elements: u64,
+    optimizer: Optimizer,
+    cores: usize,
+    /// A worker's to each core.
+    streams: usize,
+    chunk_bytes: u32,
+    dtype: Codec,
+    iters: u32,
+    warmup: u32,
+    scale: u64,
+    raw: bool,
+    shared_parameters: bool,
+}
+
+pub(super) fn exchange(flags: &ExchangeFlags) -> anyhow::Result<ExitCode> {
+    let signals = Signals::catch()?;
+    let (model, spec) = flags.spec()?;
+    check_destination("--json", flags.json.as_deref())?;
+    check_memory(&spec)?;
+    let bytes_per_worker = spec.keys.bytes();
+    let settings = flags.settings(&spec);
+    println!("{}", headline(&model, bytes_per_worker, &settings));
+    let label = "exchanges".into();
+    let program = Program { spec, warmup: flags.warmup, iterations: flags.iters, label };
+    let measured = match run(&program, &signals)? {
+        Run::Measured(measured) => measured,
+        Run::Interrupted(signal) => return Ok(interrupted(signal)),
+    };
+    let summary = Summary::new(model, flags.transport, bytes_per_worker, settings, &measured);
+    println!("{}", summary.table(&measured));
+    if let Some(path) = &flags.json {
+        write_json(&summary, path)?;
+    }
+    measured.verdict.demand()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl ExchangeFlags {
+    pub(super) fn spec(&self) -> anyhow::Result<(String, Spec)> {
+        let model = match (&self.model, &self.keys) {
+            (Some(name), _) => Model::named(name)?,
+            (None, Some(path)) => Model::read(path)?,
+            (None, None) => unreachable!("clap requires one of them"),
+        };
+        if self.shared_parameters && self.transport == Transport::Tcp {
+            let why = "--shared-parameters needs shared memory: give --transport shm or auto with it";
+            return Err(Usage(why.into()).into());
+        }
+        let name = model.name.clone();
+        let dtype = match self.dtype {
+            Codec::F32 => Dtype::F32,
+            Codec::F16 => Dtype::F16,
+            Codec::BF16 => Dtype::BF16,
+        };
+        let spec = Spec {
+            keys: model.keys(dtype, self.scale)?,
+            workers: self.workers,
+            optimizer: self.optimizer,
+            cores: self.cores.into(),
+            streams: self.streams.into(),
+            chunk_bytes: u32::try_from(self.chunk.0).unwrap_or(u32::MAX),
+            is_raw: self.raw,
+            transport: self.transport,
+            shares_parameters: self.shared_parameters,
+            variant: Variant::Normal,
+        };
+        spec.settings()?.check().map_err(|error| Usage(error.to_string()))?;
+        Ok((name, spec))
+    }
+
+    pub(super) fn settings(&self, spec: &Spec) -> Settings {
+        Settings {
+            workers: spec.workers,
+            keys: spec.keys.len(),
+            elements: spec.keys.elements(),
+            optimizer: spec.optimizer,
+            cores: spec.cores,
+            streams: spec.streams,
+            chunk_bytes: spec.chunk_bytes,
+            dtype: self.dtype,
+            iters: self.iters,
+            warmup: self.warmup,
+            scale: self.scale,
+            raw: self.raw,
+            shared_parameters: self.shared_parameters,
+        }
+    }
+}
+
+fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
+    let Settings { keys, elements, dtype, iters, warmup, scale, .. } = settings;
+    let scaled = if *scale > 1 { format!(", every tensor divided by {scale}") } else { String::new() };
+    let scenery: Vec<String> = scenery(settings).into_iter().map(|(_, text)| text).collect();
+    format!(
+        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {iters} iterations after {warmup} to \
+         warm up",
+        count(*keys, "key"),
+        megabytes(bytes_per_worker),
+        scenery.join(", "),
+    )
+}
+
+/// What an exchange runs on, each with its name.
+fn scenery(settings: &Settings) -> [(&'static str, String); 5] {
+    let optimizer = settings.optimizer.to_possible_value().expect("none is skipped");
+    [
+        ("workers", count(settings.workers as usize, "worker")),
+        ("cores", format!("{} at the hub", count(settings.cores, "core"))),
+        ("streams", format!("{} a worker and core", count(settings.streams, "stream"))),
+        ("chunk size", format!("chunks of {}", Bytes(settings.chunk_bytes.into()))),
+        ("optimizer", format!("optimizer {}", optimizer.get_name())),
+    ]
+}
+
+/// All of that in a line, but for what is not fixed.
+pub(super) fn place(
+    model: &str,
+    bytes_per_worker: u64,
+    transport: Transport,
+    settings: &Settings,
+    varied: Option<&str>,
+) -> String {
+    let scaled = if settings.scale > 1 { format!(" ÷ {}", settings.scale) } else { String::new() };
+    let size = megabytes(bytes_per_worker);
+    let first = format!("{model}{scaled} ({size} of {}) over {}", settings.dtype, transport.name());
+    let fixed = scenery(settings).into_iter().filter(|(name, _)| Some(*name) != varied).map(|(_, text)| text);
+    [first].into_iter().chain(fixed).collect::<Vec<_>>().join(", ")
+}
+
+/// All workers and the hub must fit into this machine together.
+pub(super) fn check_memory(spec: &Spec) -> anyhow::Result<()> {
+    let optimizer = spec.settings()?.optimizer;
+    let registry = Registry::with_builtins();
+    let kernel = registry.optimizer(&optimizer.name)?;
+    let slots = kernel.state_slots(&optimizer.hyperparameters.unwrap_or_else(|| kernel.defaults()));
+    let of_workers = u64::from(spec.workers) * 2 * spec.keys.bytes();
+    let needed = of_workers + spec.keys.elements() * 4 * (2 + slots as u64);
+    match usage::available_bytes() {
+        Some(available) if needed > available => Err(Usage(format!(
+            "{} workers and their hub need {} of memory, {} are free: choose a larger --scale or fewer --workers",
+            spec.workers,
+            megabytes(needed),
+            megabytes(available)
+        ))
+        .into()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,94 @@
+//! The processes of a benchmark, started and watched over.
+
+use std::os::unix::net::UnixListener;
+use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, bail};
+use paramhub_train::THREADS_VARIABLE;
+
+use super::conductor::{Measured, Program, conduct};
+use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
+
+/// What came of starting them.
+pub(super) enum Run<M> {
+    Measured(M),
+    Interrupted(i32),
+}
+
+/// Runs a program.
+pub(super) fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Measured>> {
+    launch(program.spec.workers, signals, |listener, is_over| conduct(program, listener, is_over))
+}
+
+/// Starts so many workers' processes and a hub's, and conducts them on a thread of its own while this one watches over
+/// them.
+pub(super) fn launch<M: Send>(
+    workers: u32,
+    signals: &Signals,
+    conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
+) -> anyhow::Result<Run<M>> {
+    // Only this user may enter it, so nobody else can speak for a worker.
+    let scratch = tempfile::Builder::new()
+        .prefix("paramhub-bench-")
+        .tempdir()
+        .context("cannot create a folder for the benchmark's socket")?;
+    let socket = scratch.path().join("launcher");
+    let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
+    let executable = std::env::current_exe().context("cannot find this program's own file")?;
+    let workers = workers as usize;
+    let commands = (0..=workers).map(|seat| {
+        let mut command = Command::new(&executable);
+        command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
+        // As of `train`'s workers.
+        command.env(THREADS_VARIABLE, "1");
+        command
+    });
+    let launch = Launch::start(commands.collect())?;
+    let is_over = AtomicBool::new(false);
+    let (ended, measured) = std::thread::scope(|threads| {
+        let conductor = threads.spawn(|| conduct(&listener, &is_over));
+        let ended = launch.supervise(signals, &mut Lines { workers });
+        is_over.store(true, Ordering::Release);
+        (ended, conductor.join().expect("the conductor does not panic"))
+    });
+    judge(&ended, measured, workers)
+}
+
+/// Says so, and how to end.
+pub(super) fn interrupted(signal: i32) -> ExitCode {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+    eprintln!("paramhub: the benchmark was interrupted by {name}; workers and hub have ended");
+    ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
+}
+
+fn judge<M>(ended: &Ended, measured: anyhow::Result<M>, workers: usize) -> anyhow::Result<Run<M>> {
+    if let Some(signal) = ended.signal {
+        return Ok(Run::Interrupted(signal));
+    }
+    // One that was killed explains what the others say.
+    let killed = ended.failed.iter().find(|&&seat| ended.exits[seat].code().is_none());
+    if let Some(&seat) = killed {
+        bail!("the benchmark failed: {} {}", name(seat, workers), describe(ended.exits[seat]));
+    }
+    let measured = measured.context("the benchmark failed")?;
+    if let Some(&seat) = ended.failed.first() {
+        bail!("the benchmark failed: {} {}", name(seat, workers), describe(ended.exits[seat]));
+    }
+    Ok(Run::Measured(measured))
+}
+
+fn name(seat: usize, workers: usize) -> String {
+    if seat == workers { "the hub".into() } else { format!("worker {seat}") }
+}
+
+/// Whatever the processes print is a complaint.
+struct Lines {
+    workers: usize,
+}
+
+impl Watch for Lines {
+    fn line(&mut self, line: Line) {
+        eprintln!("[{}] {}", name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
+    }
+}
