@@ -280,6 +280,10 @@ fn a_part_of_the_arena_is_given_out_once_at_a_time() {
         assert!(job.gradient_tensor(0).is_err());
         let (first, parameters) = underway.wait().unwrap();
         assert!(job.gradient_tensor(0).is_err() && job.parameter_tensor(0).is_err());
+        // What is exchanged from elsewhere passes through the same memory.
+        let told =
+            [job.push(0, vec![0.0f32; 100]).err().unwrap(), job.pull(0, vec![0.0f32; 100]).err().unwrap()];
+        assert!(told.iter().all(|told| told.to_string().contains("exchange that tensor, or drop it")));
         drop((first, parameters));
         let (mut again, out) = (job.gradient_tensor(0).unwrap(), job.parameter_tensor(0).unwrap());
         again.elements_mut::<f32>().fill(6.0);
