@@ -4,8 +4,12 @@ use std::io::IoSliceMut;
 
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::wire::{Direction, FrameError, HEADER_BYTES, Header};
+use paramhub_kernels::shared;
 
 use crate::stream::{FrameSink, Landing, ReceiveError};
+
+/// Shorter payloads are copied through the caches.
+const STREAMED_BYTES_MIN: usize = 4 << 10;
 
 /// The receiving side of a stream between two reads.
 #[derive(Debug)]
@@ -180,7 +184,7 @@ impl Assembly {
                 self.stage = Stage::Staged { header, filled: here };
             }
             Landing::InPlace(slice) => {
-                checked(&header, slice)[..here].copy_from_slice(payload);
+                land(payload, &mut checked(&header, slice)[..here]);
                 if here == length {
                     sink.frame(&header, None).map_err(ReceiveError::Sink)?;
                 } else {
@@ -198,6 +202,16 @@ impl Assembly {
         }
         let max = u32::try_from(self.frame_bytes_max).unwrap_or(u32::MAX);
         Err(FrameError::Length { operation: header.operation, length: header.length, max })
+    }
+}
+
+/// Large payloads go past the caches: nobody reads them before the whole tensor is here, and a line that is overwritten
+/// whole need not be fetched first.
+fn land(payload: &[u8], target: &mut [u8]) {
+    if payload.len() < STREAMED_BYTES_MIN {
+        target.copy_from_slice(payload);
+    } else {
+        shared::stream(payload, target);
     }
 }
 

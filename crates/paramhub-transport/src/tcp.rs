@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use paramhub_core::wire::{Direction, HEADER_BYTES};
+use paramhub_kernels::shared;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
 
@@ -17,6 +18,9 @@ const BATCH_FRAMES: usize = 64;
 /// What an in-place receiver reads beyond the frame at hand: the next header and, of its payload, whole cache lines, so
 /// that the bulk keeps its alignment. Small control frames still arrive many to a read.
 const AHEAD_BYTES: usize = HEADER_BYTES + 256;
+
+/// Bytes of one write: what a socket may take at once, and a cache holds beside other things.
+const WRITE_BYTES_MAX: usize = 256 << 10;
 
 /// The send buffer of a connection inside one host, which the kernel doubles. There is no line to keep full there: what is
 /// copied in waits to be copied out, and should still be in cache then. Three segments of loopback's 64 KiB fit.
@@ -40,6 +44,10 @@ pub enum ReceiveMode {
 pub struct TcpStream {
     socket: OwnedFd,
     mode: ReceiveMode,
+    /// What is sent comes from memory, not from cache.
+    prefetches: bool,
+    /// Bytes of one write, or a frame more.
+    write_bytes_max: usize,
     assembly: Assembly,
     receiving_is_over: bool,
     unfinished: usize,
@@ -78,6 +86,8 @@ impl TcpStream {
         Ok(TcpStream {
             socket,
             mode,
+            prefetches: direction == Direction::ToWorker,
+            write_bytes_max: WRITE_BYTES_MAX,
             assembly: Assembly::new(direction, frame_bytes_max),
             receiving_is_over: false,
             unfinished: 0,
@@ -189,6 +199,8 @@ impl Stream for TcpStream {
             return Err(StreamError::Closed { reset: true }.into());
         }
         let result = self.receive_frames(sink, scratch, budget);
+        // What was landed past the caches is there before anyone hears of it from this thread.
+        shared::fence();
         self.receiving_is_over = result.is_err();
         result
     }
@@ -211,11 +223,14 @@ impl Stream for TcpStream {
             for part in heads.iter().zip(batch).flat_map(|(head, frame)| [&head[..], frame.payload]) {
                 let left = &part[gone.min(part.len())..];
                 gone -= part.len() - left.len();
-                if !left.is_empty() {
+                if !left.is_empty() && bytes < self.write_bytes_max {
                     slices[used] = IoSlice::new(left);
                     used += 1;
                     bytes += left.len();
                 }
+            }
+            if self.prefetches {
+                slices[..used].iter().for_each(|slice| shared::prefetch(slice));
             }
             self.send_calls += 1;
             // NOSIGNAL: an embedding process may not ignore SIGPIPE as Rust's own start-up does.

@@ -415,12 +415,18 @@ impl Shard {
                     self.arenas.gather(aggregator, slot.gradient, first, sum, merged);
                 }
             }
+            if !overwrites {
+                let next = at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS);
+                shared::prefetch(bytemuck::cast_slice(&self.model[next.clone()]));
+                let next = next.start * self.state_slots..next.end * self.state_slots;
+                shared::prefetch(bytemuck::cast_slice(&self.state[next]));
+            }
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
             let model = &mut self.model[at.clone()];
             let model = if overwrites {
                 let fresh = &mut fresh[..block.len()];
                 optimizer.apply(&step, fresh, sum, state);
-                shared::stream(fresh, model);
+                shared::stream(bytemuck::cast_slice(fresh), bytemuck::cast_slice_mut(model));
                 fresh
             } else {
                 optimizer.apply(&step, model, sum, state);
