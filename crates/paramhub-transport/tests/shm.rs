@@ -223,6 +223,34 @@ fn a_storm_of_bells_and_flags_disturbs_nobody_else() {
 }
 
 #[test]
+fn a_peer_that_never_stops_ringing_takes_no_more_than_its_turn() {
+    use std::io::Write;
+    let (mut hand, mut stream) = Shm::with_peer(Options::with_mode(paramhub_transport::ReceiveMode::Staged));
+    // It could ring on while this side listens, so what is there is not heard to its end.
+    while hand.socket.write(&[1; 4096]).is_ok() {}
+    let waiting = |stream: &ShmStream| rustix::io::ioctl_fionread(stream).unwrap();
+    let before = waiting(&stream);
+    let (mut sink, mut scratch) = (Placed::default(), Scratch::default());
+    assert_eq!(stream.receive(&mut sink, &mut scratch, usize::MAX).unwrap().bytes, 0);
+    assert!(!stream.discard());
+    assert!(before > 10_000 && waiting(&stream) > before - 2_000, "{} of {before}", waiting(&stream));
+    // The rest is reported again, and its end is found behind it.
+    hand.write(&Header::bare(Operation::Heartbeat).encode());
+    drop(hand);
+    let poller = Poller::new().unwrap();
+    poller.add(&stream, 7, Interest::READABLE).unwrap();
+    let mut events = Events::with_capacity(4);
+    loop {
+        poller.wait(&mut events, Some(std::time::Duration::from_secs(20))).unwrap();
+        assert_eq!(events.iter().count(), 1);
+        if stream.receive(&mut sink, &mut scratch, usize::MAX).unwrap().closed {
+            break;
+        }
+    }
+    assert_eq!(sink.staged.len(), 1);
+}
+
+#[test]
 fn whoever_listens_late_hears_of_the_first_byte() {
     let options = Options::with_mode(paramhub_transport::ReceiveMode::Staged);
     let (mut hub, worker) = Shm::pair(options);

@@ -220,22 +220,20 @@ impl ShmStream {
         }
     }
 
-    /// Empties the socket of what woke this side, and notes its end.
+    /// Takes from the socket what woke this side, and notes its end. More than an honest peer ever leaves there stays for
+    /// the next report, so that one who rings without end keeps no thread here.
     fn drain_bell(&mut self) {
         let mut bytes = [0_u8; 256];
-        loop {
-            match rustix::net::recv(&self.socket, &mut bytes, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => {
-                    self.hung_up.get_or_insert(HungUp::InOrder);
-                    return;
-                }
-                Ok((taken, _)) if taken < bytes.len() => return,
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(_) => {
-                    self.hung_up.get_or_insert(HungUp::Reset);
-                    return;
-                }
+        let taken = rustix::io::retry_on_intr(|| {
+            rustix::net::recv(&self.socket, &mut bytes, RecvFlags::DONTWAIT).map(|(taken, _)| taken)
+        });
+        match taken {
+            Ok(0) => {
+                self.hung_up.get_or_insert(HungUp::InOrder);
+            }
+            Ok(_) | Err(Errno::AGAIN) => {}
+            Err(_) => {
+                self.hung_up.get_or_insert(HungUp::Reset);
             }
         }
     }

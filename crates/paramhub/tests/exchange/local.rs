@@ -5,8 +5,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paramhub_core::arena::ArenaLayout;
 use paramhub_core::auth::Nonce;
@@ -454,6 +455,38 @@ fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
         let failure = raw.await_failure();
         assert!(failure.message.contains("step 5 was asked for"), "{name}: {}", failure.message);
     }
+}
+
+#[test]
+fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("flood", 1);
+    let raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
+    let (socket, over) = (&raw.socket, AtomicBool::new(false));
+    socket.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+    std::thread::scope(|scope| {
+        // Several, so that the socket is never empty for long.
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let (bells, begun) = (vec![1; 256 << 10], Instant::now());
+                while !over.load(Ordering::Relaxed) && begun.elapsed() < PATIENCE {
+                    let _ = (&*socket).write(&bells);
+                }
+            });
+        }
+        let others = catch_unwind(AssertUnwindSafe(|| {
+            cluster.job("beside", 2).run(&settings(), |job| {
+                for _ in 0..200 {
+                    let (_, mean) =
+                        job.push_pull(0, vec![1.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap();
+                    assert_eq!(mean, [1.0; 4]);
+                }
+            });
+        }));
+        over.store(true, Ordering::Relaxed);
+        others.unwrap_or_else(|panic| resume_unwind(panic));
+    });
+    assert!(!cluster.client.job("flood").unwrap().state.has_ended(), "ringing is no offence");
 }
 
 /// A job of one rank with so many chunks that the answers fill the hub's ring, and their pushes.
