@@ -489,6 +489,64 @@ fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
     assert!(!cluster.client.job("flood").unwrap().state.has_ended(), "ringing is no offence");
 }
 
+#[test]
+fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
+    let cluster = Cluster::new(2);
+    // An arena as large as the rings.
+    let elements = (rings().len() / 2 / 4) as u64;
+    let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[elements])) };
+    assert_eq!(arena(&settings).len(), rings().len());
+    let chunks = chunks_of_cores(&cluster, &settings);
+    beside_a_running_job(&cluster, || {
+        for (name, arena_is_rings) in [("same-arena", false), ("same-everything", true)] {
+            let ticket = cluster.job(name, 2);
+            let common = rings();
+            let join = |rank| {
+                let (_, hello) = Raw::join_with(&cluster, &ticket, rank, &settings);
+                [0, 1].map(|core| {
+                    let (socket, own) = (dial(&cluster), rings());
+                    let offer = [common.as_fd(), if arena_is_rings { common.as_fd() } else { own.as_fd() }];
+                    let verdict = shake_hands(&socket, &at_core(&hello, core), &ticket.nonce, &offer);
+                    assert!(matches!(verdict, Verdict::Welcome { .. }), "{verdict:?}");
+                    LocalRaw { socket, rings: own, written: 0, read: 0 }
+                })
+            };
+            std::thread::scope(|scope| {
+                let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
+                let mut streams = ranks.map(|rank| rank.join().unwrap());
+                for step in 0..20_u32 {
+                    for (raw, chunks) in
+                        streams.iter_mut().flat_map(|streams| streams.iter_mut().zip(&chunks))
+                    {
+                        for &(chunk, elements) in chunks {
+                            let (operation, codec, length) = (Operation::PushPull, Codec::F32, elements * 4);
+                            let wire = Header { operation, codec, chunk, step, length }.encode();
+                            match arena_is_rings {
+                                true => common.write(BYTES + 16 * (step as usize), &wire),
+                                false => raw.send(&wire),
+                            }
+                        }
+                        if arena_is_rings {
+                            common.write(WRITTEN, &u64::from(16 * step).to_le_bytes());
+                            raw.wake();
+                        }
+                    }
+                    for (raw, chunks) in
+                        streams.iter_mut().flat_map(|streams| streams.iter_mut().zip(&chunks))
+                    {
+                        for _ in chunks.iter().filter(|_| !arena_is_rings) {
+                            assert_eq!(raw.await_frame(Operation::Parameters).0.step, step + 1);
+                        }
+                    }
+                }
+            });
+            // What is left of it is lost with its streams, at the latest.
+            let status = cluster.await_end(name);
+            assert_eq!(status.state, JobState::Failed, "{status:?}");
+        }
+    });
+}
+
 /// A job of one rank with so many chunks that the answers fill the hub's ring, and their pushes.
 fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
     let chunks = 2 * RING_BYTES_DEFAULT / HEADER_BYTES;

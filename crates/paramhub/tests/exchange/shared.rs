@@ -366,3 +366,41 @@ fn every_element_type_and_codec_reaches_the_same_bits_over_every_transport() {
         }
     }
 }
+
+#[test]
+fn several_hubs_and_streams_work_on_one_arena() {
+    let settings = Settings {
+        optimizer: sgd(0.05, 0.9),
+        reproducible: true,
+        chunk_bytes: 4096,
+        ..Settings::new(keys(&SIZES))
+    };
+    let alone = Cluster::new(1);
+    let expected = reached(&alone, "alone", &settings, &[Transport::Tcp; 3]);
+    let several = Cluster::with(|config| (config.cores, config.streams) = (2, 3));
+    let over_streams = reached(&several, "streams", &settings, &[Transport::Shm; 3]);
+    assert!(over_streams == expected, "two cores with three streams each");
+    for shared_memory in [true, false] {
+        let cluster = Cluster::with(|config| config.cores = 2);
+        let config = HubConfig { shared_memory, ..Default::default() };
+        let second = RunningHub::start(cluster.client.clone(), config).unwrap();
+        for (name, transports) in [
+            ("auto", [Transport::Auto; 3]),
+            ("some", [Transport::Tcp, Transport::Auto, Transport::Auto]),
+            ("last", [Transport::Auto, Transport::Auto, Transport::Tcp]),
+        ] {
+            let reached = reached(&cluster, name, &settings, &transports);
+            assert!(reached == expected, "{name}, the second hub shares memory: {shared_memory}");
+        }
+        // Where one of the hubs offers none, half of an arena is of no use to who insists.
+        let insists = join(&cluster.job("insists", 1), 0, over(Transport::Shm), &settings);
+        match insists {
+            Ok(job) => assert!(shared_memory && job.shares_memory()),
+            Err(told) => {
+                let hub = second.addresses()[0].to_string();
+                assert!(!shared_memory && told.to_string().contains(&hub), "{told}");
+            }
+        }
+        second.stop();
+    }
+}
