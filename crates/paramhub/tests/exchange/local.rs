@@ -20,7 +20,9 @@ use paramhub_core::wire::{
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, send_segments};
 use paramhub_worker::{Job, Member, Options, Transport};
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
 
 use crate::bystander::beside_a_running_job;
 use crate::cluster::{Cluster, PATIENCE, Ticket, await_true, keys};
@@ -182,6 +184,12 @@ fn memfd(flags: MemfdFlags, length: usize, seals: SealFlags) -> rustix::io::Resu
     ftruncate(&memory, length as u64)?;
     fcntl_add_seals(&memory, seals)?;
     Ok(memory)
+}
+
+/// Takes the pages of a segment away.
+fn punch(segment: &Segment) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(segment, flags, 0, segment.len() as u64).unwrap();
 }
 
 #[test]
@@ -386,6 +394,21 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
             false,
         ),
         (
+            "rings taken away",
+            Box::new(move |raw| {
+                raw.send(&bare(Operation::Heartbeat, 0));
+                await_true("the hub reads", || {
+                    let mut read = [0; 8];
+                    raw.rings.read(READ, &mut read);
+                    (u64::from_le_bytes(read) == raw.written).then_some(())
+                });
+                punch(&raw.rings);
+                raw.wake();
+            }),
+            lie,
+            false,
+        ),
+        (
             "an end without a goodbye",
             Box::new(|raw| {
                 raw.rings.write(ENDED, &1_u32.to_le_bytes());
@@ -547,6 +570,72 @@ fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
     });
 }
 
+#[test]
+fn random_bytes_in_rings_harm_nobody_else() {
+    let cluster = Cluster::new(1);
+    let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
+    println!("PARAMHUB_TEST_SEED={seed}");
+    let mut state = seed | 1;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    beside_a_running_job(&cluster, || {
+        for round in 0..40 {
+            let name = format!("noise{round}");
+            let ticket = cluster.job(&name, 1);
+            let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
+            // As far as the hub's first check, then noise: a heartbeat, an operation, or a whole ring.
+            let mut noise: Vec<u8> = (0..raw.rings.len() / 8).flat_map(|_| random().to_le_bytes()).collect();
+            match round % 4 {
+                0 => noise[BYTES] = Operation::PushPull as u8,
+                1 => noise[BYTES..BYTES + 16].copy_from_slice(&Header::bare(Operation::Heartbeat).encode()),
+                _ => {}
+            }
+            if round % 2 == 0 {
+                noise[..8].copy_from_slice(&(random() % RING_BYTES_DEFAULT as u64).to_le_bytes());
+            }
+            raw.rings.write(0, &noise);
+            raw.wake();
+            drop(raw);
+            let status = cluster.await_end(&name);
+            assert_eq!(status.state, JobState::Failed, "{status:?}");
+            assert!(status.message.contains("rank 0"), "{}", status.message);
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
+    let cluster = Cluster::new(1);
+    for round in 0..8 {
+        let name = format!("gone{round}");
+        let ticket = cluster.job(&name, 2);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                let exchange =
+                    |job: Job| job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4])?.wait().map(drop);
+                ticket.join(0, settings()).and_then(exchange).unwrap_err().to_string()
+            });
+            let (_, hello) = Raw::join_with(&cluster, &ticket, 1, &settings());
+            let (mut socket, arena, rings) = (dial(&cluster), arena(&settings()), rings());
+            send_segments(&socket, &hello.encode(), &[arena.as_fd(), rings.as_fd()]).unwrap();
+            let mut challenge = [0; CHALLENGE_BYTES];
+            socket.read_exact(&mut challenge).unwrap();
+            // The proof has arrived when the hub learns that there is nobody to welcome.
+            socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
+            drop(socket);
+            let told = waits.join().unwrap();
+            assert!(told.contains("rank 1 was lost"), "{told}");
+        });
+    }
+}
+
 /// A job of one rank with so many chunks that the answers fill the hub's ring, and their pushes.
 fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
     let chunks = 2 * RING_BYTES_DEFAULT / HEADER_BYTES;
@@ -651,6 +740,8 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
                             noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                             shared.write(at, &noise.to_le_bytes());
                         }
+                        // And takes the pages away, which its owner may: they come back as zeros.
+                        punch(&shared);
                     }
                 });
                 exchange_scribbling(&mut streams, &chunks_of_cores(&cluster, &settings), STEPS);
