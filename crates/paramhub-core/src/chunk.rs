@@ -52,6 +52,8 @@ pub struct ChunkMap {
     key_elements: Vec<u64>,
     /// `first_chunk[k]..first_chunk[k + 1]` are the chunks of key `k`.
     first_chunk: Vec<ChunkId>,
+    /// Of every chunk: its key. Looked up for every frame.
+    key_of: Vec<u32>,
 }
 
 impl ChunkMap {
@@ -69,7 +71,11 @@ impl ChunkMap {
             return Err(TooManyChunks { chunks, chunk_bytes });
         }
         first_chunk.push(chunks as ChunkId);
-        Ok(ChunkMap { chunk_elements, key_elements, first_chunk })
+        let mut key_of = Vec::with_capacity(chunks as usize);
+        for (key, range) in (0..).zip(first_chunk.windows(2)) {
+            key_of.resize(range[1] as usize, key);
+        }
+        Ok(ChunkMap { chunk_elements, key_elements, first_chunk, key_of })
     }
 
     /// Chunks of the whole table.
@@ -100,10 +106,7 @@ impl ChunkMap {
 
     /// The key a chunk belongs to, and where it lies there; `None` beyond the last chunk.
     pub fn extent(&self, chunk: ChunkId) -> Option<Extent> {
-        if chunk >= self.len() {
-            return None;
-        }
-        let key = self.first_chunk.partition_point(|&first| first <= chunk) - 1;
+        let key = *self.key_of.get(chunk as usize)? as usize;
         let offset = u64::from(chunk - self.first_chunk[key]) * u64::from(self.chunk_elements);
         let elements = (self.key_elements[key] - offset).min(u64::from(self.chunk_elements)) as u32;
         Some(Extent { key: key as u32, offset, elements })

@@ -85,7 +85,7 @@ impl<G, P> Handle<G, P> {
     pub fn on_complete(&self, callback: impl FnOnce(&Result<(), WorkerError>) + Send + 'static) {
         let mut state = self.completion.lock();
         match &mut *state {
-            State::Pending { callbacks } => callbacks.push(Box::new(callback)),
+            State::Pending { callbacks, .. } => callbacks.push(Box::new(callback)),
             State::Done { outcome, .. } => {
                 let outcome = outcome.clone();
                 drop(state);
@@ -120,8 +120,15 @@ pub(crate) struct Completion {
 }
 
 enum State {
-    Pending { callbacks: Vec<Callback> },
-    Done { outcome: Result<(), WorkerError>, buffers: Buffers },
+    Pending {
+        callbacks: Vec<Callback>,
+        /// Somebody sleeps until the end: waking nobody would cost a system call as well.
+        is_awaited: bool,
+    },
+    Done {
+        outcome: Result<(), WorkerError>,
+        buffers: Buffers,
+    },
 }
 
 impl Completion {
@@ -134,6 +141,9 @@ impl Completion {
         let mut state = self.lock();
         while matches!(*state, State::Pending { .. }) {
             assert!(!on_io_thread(), "a callback must not wait for a request: it would wait for itself");
+            if let State::Pending { is_awaited, .. } = &mut *state {
+                *is_awaited = true;
+            }
             state = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
                 None => self.signal.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(Duration::ZERO) => return None,
@@ -158,7 +168,7 @@ impl Ticket {
     pub(crate) fn new(buffers: Buffers, keep: bool, if_lost: WorkerError) -> (Self, Arc<Completion>) {
         let completion = Arc::new(Completion {
             done: AtomicBool::new(false),
-            state: Mutex::new(State::Pending { callbacks: Vec::new() }),
+            state: Mutex::new(State::Pending { callbacks: Vec::new(), is_awaited: false }),
             signal: Condvar::new(),
         });
         (Ticket { completion: Arc::clone(&completion), buffers, keep, if_lost }, completion)
@@ -177,13 +187,15 @@ impl Ticket {
             buffers = Buffers::default();
         }
         let mut state = self.completion.lock();
-        let State::Pending { callbacks } = &mut *state else { return Ok(()) };
-        let callbacks = std::mem::take(callbacks);
+        let State::Pending { callbacks, is_awaited } = &mut *state else { return Ok(()) };
+        let (callbacks, is_awaited) = (std::mem::take(callbacks), *is_awaited);
         let told = (!callbacks.is_empty()).then(|| outcome.clone());
         *state = State::Done { outcome, buffers };
         self.completion.done.store(true, Ordering::Release);
         drop(state);
-        self.completion.signal.notify_all();
+        if is_awaited {
+            self.completion.signal.notify_all();
+        }
         let mut panicked = Ok(());
         if let Some(outcome) = told {
             for callback in callbacks {

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use paramhub_transport::SAME_HOST_SEND_BYTES;
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
@@ -165,6 +166,8 @@ impl Pipe {
     fn new(stream: TcpStream, ready: &Ready, number: u64) -> io::Result<Pipe> {
         stream.set_nodelay(true)?;
         stream.set_nonblocking(true)?;
+        // As the exchange's streams have inside one host.
+        rustix::net::sockopt::set_socket_send_buffer_size(&stream, SAME_HOST_SEND_BYTES)?;
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         epoll::add(&ready.epoll, &stream, EventData::new_u64(number), flags)?;
         Ok(Pipe { stream, readable: false, writable: true, is_closing: false })
