@@ -44,10 +44,6 @@ pub enum ReceiveMode {
 pub struct TcpStream {
     socket: OwnedFd,
     mode: ReceiveMode,
-    /// What is sent comes from memory, not from cache.
-    prefetches: bool,
-    /// Bytes of one write, or a frame more.
-    write_bytes_max: usize,
     assembly: Assembly,
     receiving_is_over: bool,
     unfinished: usize,
@@ -64,8 +60,8 @@ impl TcpStream {
     /// and switches Nagle's delay off. The kernel tunes its buffers, but for the send buffer of a connection inside one host,
     /// which is kept small enough for the processor's cache.
     ///
-    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on a worker, whose
-    /// gradients lie in memory and are fetched ahead of a write. `frame_bytes_max` bounds the tensor
+    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on a worker.
+    /// `frame_bytes_max` bounds the tensor
     /// payload of a frame (the job's largest chunk on the wire); a frame that announces more is an error. Room for one
     /// such frame is allocated here and nothing later.
     ///
@@ -82,8 +78,6 @@ impl TcpStream {
         Ok(TcpStream {
             socket,
             mode: ReceiveMode::Staged,
-            prefetches: direction == Direction::ToWorker,
-            write_bytes_max: WRITE_BYTES_MAX,
             assembly: Assembly::new(direction, frame_bytes_max),
             receiving_is_over: false,
             unfinished: 0,
@@ -220,14 +214,11 @@ impl Stream for TcpStream {
             for part in heads.iter().zip(batch).flat_map(|(head, frame)| [&head[..], frame.payload]) {
                 let left = &part[gone.min(part.len())..];
                 gone -= part.len() - left.len();
-                if !left.is_empty() && bytes < self.write_bytes_max {
+                if !left.is_empty() && bytes < WRITE_BYTES_MAX {
                     slices[used] = IoSlice::new(left);
                     used += 1;
                     bytes += left.len();
                 }
-            }
-            if self.prefetches {
-                slices[..used].iter().for_each(|slice| shared::prefetch(slice));
             }
             self.send_calls += 1;
             // NOSIGNAL: an embedding process may not ignore SIGPIPE as Rust's own start-up does.

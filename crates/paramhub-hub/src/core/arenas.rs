@@ -102,11 +102,6 @@ impl Arenas {
         }
     }
 
-    /// Whether any rank has one.
-    pub(crate) fn has_any(&self) -> bool {
-        !self.ranks.is_empty()
-    }
-
     /// Whether any rank was aimed at.
     pub(crate) fn has_targets(&self) -> bool {
         !self.targets.is_empty()

@@ -401,9 +401,7 @@ impl Shard {
         let extent = slot.extent();
         self.arenas.find_sources(&extent, (!is_of_all).then_some(rank));
         let is_whole = self.block_elements > BLOCK_ELEMENTS;
-        // A mean replaces what was there, and where arenas take it nobody reads it here soon: it need not pass the caches.
-        let overwrites = !settings.has_parameters() && !merged && !is_whole && self.arenas.has_any();
-        let (mut total, mut fresh) = ([0.0_f32; BLOCK_ELEMENTS], [0.0_f32; BLOCK_ELEMENTS]);
+        let mut total = [0.0_f32; BLOCK_ELEMENTS];
         for block in slot.blocks(self.block_elements) {
             let at = slot.offset + block.start..slot.offset + block.end;
             let sum =
@@ -415,23 +413,13 @@ impl Shard {
                     self.arenas.gather(aggregator, slot.gradient, first, sum, merged);
                 }
             }
-            if !overwrites {
-                let next = at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS);
-                shared::prefetch(bytemuck::cast_slice(&self.model[next.clone()]));
-                let next = next.start * self.state_slots..next.end * self.state_slots;
-                shared::prefetch(bytemuck::cast_slice(&self.state[next]));
-            }
+            let next = at.end..slot.range().end.min(at.end + BLOCK_ELEMENTS);
+            shared::prefetch(bytemuck::cast_slice(&self.model[next.clone()]));
+            let next = next.start * self.state_slots..next.end * self.state_slots;
+            shared::prefetch(bytemuck::cast_slice(&self.state[next]));
             let state = &mut self.state[at.start * self.state_slots..at.end * self.state_slots];
             let model = &mut self.model[at.clone()];
-            let model = if overwrites {
-                let fresh = &mut fresh[..block.len()];
-                optimizer.apply(&step, fresh, sum, state);
-                shared::stream(bytemuck::cast_slice(fresh), bytemuck::cast_slice_mut(model));
-                fresh
-            } else {
-                optimizer.apply(&step, model, sum, state);
-                model
-            };
+            optimizer.apply(&step, model, sum, state);
             let parameters = encode(model, &mut self.encoded, at, slot.parameter);
             self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
         }
