@@ -182,11 +182,12 @@ impl fmt::Debug for Segment {
 
 fn check(memory: &OwnedFd, length: usize) -> io::Result<()> {
     let refused = |why: String| Err(io::Error::new(io::ErrorKind::InvalidData, why));
-    if rustix::fs::fstatfs(memory)?.f_type as u64 != TMPFS_MAGIC {
+    // Seals first: asking a file of some other system may wait for that system, and only memory files have any.
+    let seals = rustix::fs::fcntl_get_seals(memory);
+    if seals.is_err() || rustix::fs::fstatfs(memory)?.f_type as u64 != TMPFS_MAGIC {
         return refused("the descriptor is no ordinary memory file".into());
     }
-    let seals = rustix::fs::fcntl_get_seals(memory)?;
-    if !seals.contains(SealFlags::SHRINK) {
+    if !seals?.contains(SealFlags::SHRINK) {
         return refused("the memory file's size is not sealed".into());
     }
     let size = rustix::fs::fstat(memory)?.st_size as u64;
