@@ -1,4 +1,5 @@
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use paramhub_control::ControlError;
 use paramhub_kernels::Registry;
@@ -19,6 +20,9 @@ pub struct HubConfig {
     pub streams: usize,
     /// Let workers of this host exchange through shared memory.
     pub shared_memory: bool,
+    /// How long a core looks for work before it sleeps. Right for a hub with a machine to itself; where workers share its
+    /// processors it takes from them what they compute with.
+    pub spin: Duration,
     /// Pin each core thread to a processor. Right for a hub with a machine to itself, wrong where workers share it.
     pub pin: bool,
     /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
@@ -36,6 +40,7 @@ impl Default for HubConfig {
             cores: 1,
             streams: 1,
             shared_memory: true,
+            spin: Duration::ZERO,
             pin: false,
             memory_bytes: None,
             registry: Registry::with_builtins(),

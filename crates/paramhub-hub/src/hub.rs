@@ -75,7 +75,7 @@ impl RunningHub {
         let mut threads = Vec::new();
         let mut cores = Vec::new();
         for index in 0..config.cores {
-            let (handle, thread) = start_core(index, config.pin, letters.clone(), failure.clone())?;
+            let (handle, thread) = start_core(index, &config, letters.clone(), failure.clone())?;
             cores.push(handle);
             threads.push(thread);
         }
@@ -253,7 +253,7 @@ fn listen_locally() -> std::io::Result<(UnixListener, String)> {
 
 fn start_core(
     index: usize,
-    pin: bool,
+    config: &HubConfig,
     letters: SyncSender<Letter>,
     failure: Arc<Mutex<Option<String>>>,
 ) -> Result<(CoreHandle, JoinHandle<()>), HubError> {
@@ -264,7 +264,8 @@ fn start_core(
         _ => None,
     });
     let (handle, mailbox) = mailbox(tell).map_err(system)?;
-    let core = Core::new(mailbox).map_err(system)?;
+    let core = Core::new(mailbox, config.spin).map_err(system)?;
+    let pin = config.pin;
     let thread = spawn(&format!("hub-core-{index}"), move || {
         if pin {
             pin_to_processor(index);

@@ -121,3 +121,21 @@ fn no_wake_is_lost_between_draining_and_sleeping() {
     }
     other.join().unwrap();
 }
+
+#[test]
+fn a_spinning_wait_sees_what_comes_and_ends_in_time() {
+    let poller = Poller::new().unwrap();
+    let waker = Waker::new().unwrap();
+    poller.add(&waker, 3, Interest::READABLE).unwrap();
+    let mut events = Events::with_capacity(4);
+    for spin in [Duration::ZERO, Duration::from_millis(5), Duration::from_secs(3600)] {
+        poller.wait_spinning(&mut events, spin, Some(Duration::from_millis(20))).unwrap();
+        assert!(events.is_empty());
+        std::thread::scope(|scope| {
+            scope.spawn(|| waker.wake());
+            poller.wait_spinning(&mut events, spin, Some(Duration::from_secs(60))).unwrap();
+        });
+        assert_eq!(events.iter().map(|event| event.token).collect::<Vec<_>>(), [3]);
+        waker.drain();
+    }
+}

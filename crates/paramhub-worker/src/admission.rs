@@ -115,7 +115,7 @@ impl Admission {
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
-        let pace = Pace { heartbeat, dead_after, scratch_bytes: options.scratch_bytes };
+        let pace = Pace { heartbeat, dead_after, spin: options.spin, scratch_bytes: options.scratch_bytes };
         let engine = Engine::new(desk, lanes, waker, &pace).map_err(system("poll its streams"))?;
         let thread = std::thread::Builder::new()
             .name("paramhub-io".into())

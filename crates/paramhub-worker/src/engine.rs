@@ -37,6 +37,7 @@ pub(crate) struct Engine {
     phase: Phase,
     heartbeat: Duration,
     dead_after: Duration,
+    spin: Duration,
     last_turn: Instant,
 }
 
@@ -62,6 +63,7 @@ enum Phase {
 pub(crate) struct Pace {
     pub(crate) heartbeat: Duration,
     pub(crate) dead_after: Duration,
+    pub(crate) spin: Duration,
     pub(crate) scratch_bytes: usize,
 }
 
@@ -86,6 +88,7 @@ impl Engine {
             phase: Phase::Running,
             heartbeat: pace.heartbeat,
             dead_after: pace.dead_after,
+            spin: pace.spin,
             last_turn: Instant::now(),
         })
     }
@@ -130,7 +133,9 @@ impl Engine {
                 true => Duration::ZERO,
                 false => self.wake_at(next_tick).saturating_duration_since(now),
             };
-            self.poller.wait(&mut events, Some(timeout)).map_err(|error| self.internal(&error))?;
+            self.poller
+                .wait_spinning(&mut events, self.spin, Some(timeout))
+                .map_err(|error| self.internal(&error))?;
             let now = Instant::now();
             self.forgive_own_absence(now);
             for event in events.iter() {

@@ -52,6 +52,9 @@ pub struct Options {
     pub manager_patience: Duration,
     /// How long ConnectService may take. Longer than the job's own rendezvous timeout, whose error names the missing ranks.
     pub rendezvous_timeout: Duration,
+    /// How long the I/O thread looks for answers before it sleeps. Nothing by default: it would take a processor from the
+    /// computation.
+    pub spin: Duration,
     /// How tensors travel.
     pub transport: Transport,
     /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
@@ -131,6 +134,7 @@ impl Default for Options {
         Options {
             manager_patience: Duration::from_secs(10),
             rendezvous_timeout: Duration::from_secs(600),
+            spin: Duration::ZERO,
             transport: Transport::Auto,
             shared_parameters: false,
             dial_timeout: Duration::from_secs(10),

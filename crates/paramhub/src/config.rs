@@ -47,6 +47,7 @@ pub(crate) struct HubSection {
     pub(crate) cores: Option<usize>,
     pub(crate) streams: usize,
     pub(crate) shared_memory: bool,
+    pub(crate) spin_us: u32,
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
@@ -121,6 +122,7 @@ impl Default for HubSection {
             cores: None,
             streams: 1,
             shared_memory: true,
+            spin_us: 0,
             pin: Pin::Auto,
             memory: None,
             manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),

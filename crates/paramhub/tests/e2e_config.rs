@@ -55,6 +55,8 @@ fn shared_memory_is_switched_off_by_flag_environment_and_file() {
     let shown = |program: Program| program.finish().expect_code(0);
     let by_default = shown(paramhub(["hub", "--print-config"]));
     has(&by_default, "shared_memory = true");
+    has(&by_default, "spin_us = 0");
+    has(&shown(paramhub(["hub", "--spin-us", "50", "--print-config"])), "spin_us = 50");
     has(&by_default, "transport = \"auto\"");
     has(&shown(paramhub(["hub", "--no-shared-memory", "--print-config"])), "shared_memory = false");
     let off = |value| paramhub(["hub", "--print-config"]).env("PARAMHUB_HUB_NO_SHARED_MEMORY", value);

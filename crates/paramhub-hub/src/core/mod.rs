@@ -42,6 +42,7 @@ const WAKER: u64 = u64::MAX;
 pub(crate) struct Core {
     poller: Poller,
     mailbox: Mailbox,
+    spin: Duration,
     scratch: Scratch,
     shards: Table<Hosted>,
     shard_of: HashMap<(Namespace, RouteId), usize>,
@@ -68,12 +69,14 @@ struct Hosted {
 }
 
 impl Core {
-    pub(crate) fn new(mailbox: Mailbox) -> io::Result<Self> {
+    /// It looks for work for `spin` before it sleeps.
+    pub(crate) fn new(mailbox: Mailbox, spin: Duration) -> io::Result<Self> {
         let poller = Poller::new()?;
         poller.add(&mailbox.waker, WAKER, Interest::READABLE)?;
         Ok(Core {
             poller,
             mailbox,
+            spin,
             scratch: Scratch::default(),
             shards: Table::default(),
             shard_of: HashMap::new(),
@@ -100,7 +103,7 @@ impl Core {
                 true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
                 false => Duration::ZERO,
             };
-            self.poller.wait(&mut events, Some(timeout))?;
+            self.poller.wait_spinning(&mut events, self.spin, Some(timeout))?;
             let now = Instant::now();
             self.idle += now - turn_ended;
             std::mem::swap(&mut self.again, &mut self.due);

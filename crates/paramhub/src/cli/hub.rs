@@ -42,6 +42,9 @@ pub(super) struct HubFlags {
         env = "PARAMHUB_HUB_NO_SHARED_MEMORY"
     )]
     no_shared_memory: Option<bool>,
+    /// Microseconds a core looks for work before it sleeps [default: 0]
+    #[arg(long, value_name = "US", env = "PARAMHUB_HUB_SPIN_US")]
+    spin_us: Option<u32>,
     /// Pin each of those threads to a processor [default: auto, which does unless the hub listens on loopback only]
     #[arg(long, value_enum, value_name = "WHEN", env = "PARAMHUB_HUB_PIN")]
     pin: Option<Pin>,
@@ -64,7 +67,7 @@ impl HubFlags {
         if let Some(switched_off) = self.no_shared_memory {
             config.hub.shared_memory = !switched_off;
         }
-        overlay!(self => config.hub; listen, advertise, streams, pin, manager; cores, memory, join, state);
+        overlay!(self => config.hub; listen, advertise, streams, spin_us, pin, manager; cores, memory, join, state);
     }
 }
 
@@ -127,6 +130,7 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         cores: section.effective_cores(),
         streams: section.streams,
         shared_memory: section.shared_memory,
+        spin: Duration::from_micros(section.spin_us.into()),
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),
         ..HubConfig::default()
