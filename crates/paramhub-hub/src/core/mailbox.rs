@@ -12,7 +12,7 @@ use paramhub_core::service::{CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
-use super::shard::ShardPlan;
+use super::plan::ShardPlan;
 use crate::local::LocalMemory;
 
 /// Commands a core may have waiting; who sends more waits.

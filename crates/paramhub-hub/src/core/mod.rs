@@ -10,6 +10,7 @@ mod fault;
 mod lane;
 mod mailbox;
 mod outbox;
+mod plan;
 mod shard;
 mod table;
 
@@ -28,7 +29,8 @@ use lane::{Arrival, Flushed, Lane, Pulse, Taken};
 use table::Table;
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
-pub(crate) use shard::{Shard, ShardPlan, memory_bytes};
+pub(crate) use plan::{ShardPlan, memory_bytes};
+use shard::Shard;
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
 const TICK: Duration = Duration::from_millis(250);

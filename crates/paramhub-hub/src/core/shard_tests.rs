@@ -1,8 +1,14 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Dtype;
 use paramhub_core::consistency::Consistency;
+use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{HubShape, InterfaceShape};
-use paramhub_core::settings::OptimizerChoice;
+use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
+use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Registry;
 
 use super::*;

@@ -1,0 +1,149 @@
+//! What a core must know to serve one route of a job, and how that turns into arrays.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::chunk::{ChunkMap, Extent};
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::{Exchange, Rules};
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::limits::CONTROL_BYTES_MAX;
+use paramhub_core::placement::{Placement, RouteId};
+use paramhub_core::settings::Settings;
+use paramhub_kernels::{Aggregator, Optimizer};
+
+use super::buffer::whole_lines;
+
+/// What a core must know to serve one route of a job.
+#[derive(Clone)]
+pub(crate) struct ShardPlan {
+    pub(crate) name: String,
+    pub(crate) namespace: Namespace,
+    pub(crate) workers: u32,
+    pub(crate) dead_after: Duration,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) map: Arc<ChunkMap>,
+    pub(crate) placement: Arc<Placement>,
+    pub(crate) route: RouteId,
+    pub(crate) aggregator: Arc<dyn Aggregator>,
+    pub(crate) optimizer: Arc<dyn Optimizer>,
+    pub(crate) hyperparameters: Hyperparameters,
+}
+
+impl ShardPlan {
+    /// Bytes of the largest payload a worker may send.
+    pub(crate) fn frame_bytes_max(&self) -> usize {
+        self.settings.chunk_bytes.max(CONTROL_BYTES_MAX) as usize
+    }
+}
+
+impl std::fmt::Debug for ShardPlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ShardPlan")
+            .field("name", &self.name)
+            .field("route", &self.route)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a chunk lies in the shard's arrays.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    pub(super) key: u32,
+    pub(super) elements: u32,
+    /// First element in the key.
+    pub(super) first: u64,
+    /// First element in `model` and `merge`; a multiple of a cache line.
+    pub(super) offset: usize,
+    /// How gradients come.
+    pub(super) gradient: Codec,
+    /// How parameters leave.
+    pub(super) parameter: Codec,
+}
+
+impl Slot {
+    pub(super) fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.elements as usize
+    }
+
+    pub(super) fn encoded_range(&self) -> Range<usize> {
+        let start = self.offset * 2;
+        start..start + self.elements as usize * 2
+    }
+
+    pub(super) fn extent(&self) -> Extent {
+        Extent { key: self.key, offset: self.first, elements: self.elements }
+    }
+
+    /// Ranges of the chunk's elements that are worked on one after the other.
+    pub(super) fn blocks(&self, block_elements: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let elements = self.elements as usize;
+        let end = move |start: usize| elements.min(start.saturating_add(block_elements));
+        (0..elements).step_by(block_elements).map(move |start| start..end(start))
+    }
+}
+
+/// Bytes a shard will take, so that a job can be refused before anything is allocated.
+pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
+    let layout = Layout::new(plan);
+    let arrays = 2 + layout.state_slots + layout.parked_ranks;
+    let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
+    let slots = layout.slots.len() as u64 * size_of::<Slot>() as u64;
+    // Of each stream: the frame it is about to spill, and the one a read cut off.
+    let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
+    layout.elements as u64 * 4 * arrays as u64 + layout.encoded_bytes as u64 + books + slots + streams
+}
+
+/// How a plan turns into arrays.
+pub(super) struct Layout {
+    pub(super) slots: Vec<Slot>,
+    pub(super) elements: usize,
+    pub(super) state_slots: usize,
+    pub(super) parked_ranks: usize,
+    pub(super) encoded_bytes: usize,
+    pub(super) payload_bytes_max: usize,
+    pub(super) rules: Rules,
+}
+
+impl Layout {
+    pub(super) fn new(plan: &ShardPlan) -> Self {
+        let settings = &plan.settings;
+        let mut offset = 0;
+        let slots: Vec<Slot> = plan
+            .placement
+            .chunks(plan.route)
+            .iter()
+            .map(|&chunk| {
+                let extent = plan.map.extent(chunk).expect("a placed chunk is in the map");
+                let dtype = settings.keys.keys()[extent.key as usize].dtype;
+                let slot = Slot {
+                    key: extent.key,
+                    elements: extent.elements,
+                    first: extent.offset,
+                    offset,
+                    gradient: settings.gradient_codec(dtype),
+                    parameter: dtype.codec(),
+                };
+                offset += whole_lines(extent.elements as usize);
+                slot
+            })
+            .collect();
+        let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
+        Layout {
+            elements: offset,
+            state_slots: plan.optimizer.state_slots(&plan.hyperparameters),
+            parked_ranks: if settings.reproducible { plan.workers as usize - 1 } else { 0 },
+            encoded_bytes: if any_encoded { offset * 2 } else { 0 },
+            payload_bytes_max: slots.iter().map(|slot| slot.elements as usize * 4).max().unwrap_or(0),
+            rules: Rules {
+                workers: plan.workers,
+                consistency: settings.consistency,
+                reproducible: settings.reproducible,
+                has_parameters: settings.has_parameters(),
+            },
+            slots,
+        }
+    }
+}
