@@ -75,7 +75,7 @@ impl Arenas {
             let mut wire = [0; BLOCK_ELEMENTS * Codec::F16.bytes()];
             for &(rank, place) in &self.sources {
                 let wire = &mut wire[..sum.len() * codec.bytes()];
-                self.of(rank).own.read(place + at, wire);
+                self.read(rank, place + at, wire);
                 match std::mem::replace(&mut adds, true) {
                     false => aggregator.assign(sum, wire, codec),
                     true => aggregator.add(sum, wire, codec),
@@ -112,30 +112,19 @@ impl Arenas {
         self.targets.clear();
     }
 
-    /// Copies a piece of a chunk of the gradient of `rank`, from its element `first` on.
-    pub(crate) fn read_gradient(
-        &self,
-        rank: u32,
-        extent: &Extent,
-        first: usize,
-        codec: Codec,
-        wire: &mut [u8],
-    ) {
-        let arenas = self.of(rank);
-        arenas.own.read(arenas.layout.gradient_chunk(extent) + first * codec.bytes(), wire);
+    /// Where the gradient of a chunk starts in the arena of `rank`.
+    pub(crate) fn gradient_place(&self, rank: u32, extent: &Extent) -> usize {
+        self.of(rank).layout.gradient_chunk(extent)
     }
 
-    /// Copies a piece of a chunk of the parameters that `rank` has put into its arena, from its element `first` on.
-    pub(crate) fn read_parameters(
-        &self,
-        rank: u32,
-        extent: &Extent,
-        first: usize,
-        codec: Codec,
-        wire: &mut [u8],
-    ) {
-        let arenas = self.of(rank);
-        arenas.own.read(arenas.layout.parameters_chunk(extent) + first * codec.bytes(), wire);
+    /// Where the parameters of a chunk start in the arena of `rank`.
+    pub(crate) fn parameters_place(&self, rank: u32, extent: &Extent) -> usize {
+        self.of(rank).layout.parameters_chunk(extent)
+    }
+
+    /// Copies bytes out of the arena of `rank`.
+    pub(crate) fn read(&self, rank: u32, place: usize, wire: &mut [u8]) {
+        self.of(rank).own.read(place, wire);
     }
 
     /// Writes a piece of a chunk of the parameters, from its element `first` on, to every rank aimed at, and to the common

@@ -298,12 +298,10 @@ impl Shard {
         match payload {
             Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
             Payload::InArena => {
-                let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
-                for block in slot.blocks(BLOCK_ELEMENTS) {
-                    let wire = &mut wire[..block.len() * slot.parameter.bytes()];
-                    self.arenas.read_parameters(rank, &slot.extent(), block.start, slot.parameter, wire);
+                let place = self.arenas.parameters_place(rank, &slot.extent());
+                read_blocks(&self.arenas, rank, place, slot, slot.parameter, |block, wire| {
                     convert::decode(wire, &mut model[block], slot.parameter);
-                }
+                });
             }
         }
         self.settle(index);
@@ -325,12 +323,13 @@ impl Shard {
         match payload {
             Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
             Payload::InArena => {
-                let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
-                slot.blocks(BLOCK_ELEMENTS).find_map(|block| {
-                    let wire = &mut wire[..block.len() * slot.gradient.bytes()];
-                    self.arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
-                    finite::first_non_finite(wire, slot.gradient).map(|element| block.start + element)
-                })
+                let place = self.arenas.gradient_place(rank, &slot.extent());
+                let mut found = None;
+                read_blocks(&self.arenas, rank, place, slot, slot.gradient, |block, wire| {
+                    let here = finite::first_non_finite(wire, slot.gradient);
+                    found = found.or(here.map(|element| block.start + element));
+                });
+                found
             }
         }
     }
@@ -504,14 +503,27 @@ fn add_from_arena(
     sum: &mut [f32],
     first: bool,
 ) {
+    let place = arenas.gradient_place(rank, &slot.extent());
+    read_blocks(arenas, rank, place, slot, slot.gradient, |block, wire| match first {
+        true => aggregator.assign(&mut sum[block], wire, slot.gradient),
+        false => aggregator.add(&mut sum[block], wire, slot.gradient),
+    });
+}
+
+/// Copies a chunk that starts at `place` in the arena of `rank`, block by block.
+fn read_blocks(
+    arenas: &Arenas,
+    rank: u32,
+    place: usize,
+    slot: Slot,
+    codec: Codec,
+    mut each: impl FnMut(Range<usize>, &[u8]),
+) {
     let mut wire = [0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
     for block in slot.blocks(BLOCK_ELEMENTS) {
-        let wire = &mut wire[..block.len() * slot.gradient.bytes()];
-        arenas.read_gradient(rank, &slot.extent(), block.start, slot.gradient, wire);
-        match first {
-            true => aggregator.assign(&mut sum[block], wire, slot.gradient),
-            false => aggregator.add(&mut sum[block], wire, slot.gradient),
-        }
+        let wire = &mut wire[..block.len() * codec.bytes()];
+        arenas.read(rank, place + block.start * codec.bytes(), wire);
+        each(block, wire);
     }
 }
 

@@ -126,7 +126,7 @@ impl Writer {
         Ok(false)
     }
 
-    /// Says that no more will come, for a reason of the caller's numbering; `true` if the reader must be woken.
+    /// Says that no more will come; `true` if the reader must be woken.
     pub(super) fn end(&mut self) -> bool {
         self.place.segment.flag(self.place.base + ENDED).store(1, Release);
         self.wakes_reader()
