@@ -6,7 +6,7 @@ mod values;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use paramhub::Transport;
+use crate::Transport;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;

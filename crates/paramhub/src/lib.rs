@@ -47,7 +47,11 @@
 //! Optimizers and aggregators of your own go into the hub's [`Registry`]; see [`Optimizer`] and [`Aggregator`].
 #![forbid(unsafe_code)]
 
+#[doc(hidden)]
+pub mod cli;
+mod config;
 pub mod embedded;
+mod launch;
 
 pub use paramhub_control::{ControlError, DEFAULT_URL, ManagerClient};
 pub use paramhub_core::codec::{Codec, Dtype};

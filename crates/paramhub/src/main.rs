@@ -1,12 +1,8 @@
 //! The `paramhub` command.
 #![forbid(unsafe_code)]
 
-mod cli;
-mod config;
-mod launch;
-
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    cli::main()
+    paramhub::cli::main(std::env::args_os(), None).into()
 }

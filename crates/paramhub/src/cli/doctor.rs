@@ -3,12 +3,11 @@
 mod loopback;
 mod machine;
 
-use std::process::ExitCode;
-
 use clap::Args;
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
+use crate::cli::ExitCode;
 use crate::config::Config;
 
 #[derive(Args)]

@@ -2,17 +2,17 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
 use clap::Args;
-use paramhub::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
-use paramhub::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub};
 
 use super::{Usage, overlay};
+use crate::cli::ExitCode;
 use crate::config::{Bytes, Config, Pin};
+use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
+use crate::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub};
 
 /// How often a hub that waits for a signal looks after itself.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);

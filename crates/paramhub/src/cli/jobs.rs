@@ -1,15 +1,15 @@
 //! `paramhub jobs`
 
-use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
-use paramhub::service::{JobState, JobStatus};
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
+use crate::cli::ExitCode;
 use crate::config::Config;
+use crate::service::{JobState, JobStatus};
 
 #[derive(Args)]
 #[command(args_override_self = true)]

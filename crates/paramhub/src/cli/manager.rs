@@ -2,15 +2,15 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use paramhub::{Manager, ManagerConfig};
 
 use super::overlay;
+use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::launch::Signals;
+use crate::{Manager, ManagerConfig};
 
 #[derive(Args)]
 #[command(args_override_self = true)]

@@ -1,21 +1,23 @@
-//! The command line: one file per verb.
+//! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
 mod bench;
 mod doctor;
+mod exit;
 mod hub;
 mod jobs;
 mod manager;
 mod run;
 mod train;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
-use paramhub::ManagerClient;
 
+use crate::ManagerClient;
 use crate::config::{self, Config, Secret};
+pub use exit::ExitCode;
 
 /// Exchanges gradients and parameters between the workers of distributed training jobs.
 ///
@@ -105,16 +107,26 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// Runs the command that the arguments ask for.
-pub(crate) fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+/// Runs the command that `arguments` ask for, the program's own name first. It takes over the process: signals, the log and
+/// the standard streams are its own until it ends.
+///
+/// `started_as` is how to start this command line once more, for the processes it starts; `None` means this program's file.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Vec<OsString>>) -> ExitCode {
+    if let Some(command) = started_as {
+        crate::launch::started_as(command);
+    }
+    let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(refused) if refused.use_stderr() => {
             let text = refused.to_string();
             eprint!("paramhub: {}", text.strip_prefix("error: ").unwrap_or(&text));
             return ExitCode::from(2);
         }
-        Err(help_or_version) => help_or_version.exit(),
+        Err(help_or_version) => {
+            // A reader that has gone away needs no help.
+            let _ = help_or_version.print();
+            return ExitCode::SUCCESS;
+        }
     };
     match dispatch(cli) {
         Ok(code) => code,
@@ -163,7 +175,7 @@ enum Todo {
     Hub,
     Manager,
     Jobs(jobs::Todo),
-    Run(Vec<std::ffi::OsString>),
+    Run(Vec<OsString>),
     Doctor(doctor::Todo),
     Bench(bench::BenchFlags),
     BenchPeer(bench::PeerFlags),
@@ -214,7 +226,7 @@ impl ManagerUrl {
 
 /// A client of the configured connection manager, else of the one on this machine's usual port.
 fn client(config: &Config) -> anyhow::Result<ManagerClient> {
-    let url = config.url.as_deref().unwrap_or(paramhub::DEFAULT_URL);
+    let url = config.url.as_deref().unwrap_or(crate::DEFAULT_URL);
     ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()).into())
 }
 

@@ -2,18 +2,19 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::ManagerClient;
-use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::{CreateService, JobOptions, JobState, ServiceCreated};
 
 use super::{ManagerUrl, Usage, client, overlay};
+use crate::ManagerClient;
+use crate::cli::ExitCode;
 use crate::config::Config;
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
+use crate::service::{CreateService, JobOptions, JobState, ServiceCreated};
 
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);

@@ -6,6 +6,7 @@
 
 mod environment;
 mod lines;
+mod program;
 mod signals;
 mod supervise;
 mod warden;
@@ -13,6 +14,7 @@ mod worker;
 
 pub(crate) use environment::{Seat, free_port};
 pub(crate) use lines::{Line, Stream};
+pub(crate) use program::{started_as, this_program};
 pub(crate) use signals::Signals;
 pub(crate) use supervise::{Ended, Launch, Watch};
 pub(crate) use warden::watch_over;

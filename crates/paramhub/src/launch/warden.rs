@@ -3,10 +3,12 @@
 use std::collections::HashSet;
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
+
+use super::program::this_program;
 
 /// How long groups get to end by themselves.
 const GRACE: Duration = Duration::from_secs(2);
@@ -20,7 +22,7 @@ pub(super) struct Warden {
 impl Warden {
     /// Starts one, in a group of its own so that Ctrl-C does not end it.
     pub(super) fn start() -> std::io::Result<Warden> {
-        let mut process = Command::new(std::env::current_exe()?)
+        let mut process = this_program()?
             .arg("warden")
             .process_group(0)
             .stdin(Stdio::piped())

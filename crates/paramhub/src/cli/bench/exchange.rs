@@ -1,11 +1,8 @@
 //! `paramhub bench exchange`, and the flags that sweeps and ablations share with it.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::{Args, ValueEnum, value_parser};
-use paramhub::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
-use paramhub::{Codec, Dtype, Registry};
 use serde::Serialize;
 
 use super::ablate::Variant;
@@ -15,9 +12,12 @@ use super::processes::{Run, interrupted, run};
 use super::report::{Summary, megabytes, write_json};
 use super::spec::{Optimizer, Spec, Transport};
 use super::{check_destination, count, usage};
+use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::config::Bytes;
 use crate::launch::Signals;
+use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
+use crate::{Codec, Dtype, Registry};
 
 /// Exchange a model's gradients through a hub, with nothing computed in between
 ///

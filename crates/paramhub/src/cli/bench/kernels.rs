@@ -5,20 +5,20 @@
 
 use std::hint::black_box;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use paramhub::{Codec, Hyperparameters};
 use paramhub_kernels::{Adam, Aggregator, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite};
 use serde::Serialize;
 
 use super::report::{megabytes, write_json};
 use super::statistics::{quantile, sorted};
 use super::{check_destination, usage};
+use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::config::Bytes;
+use crate::{Codec, Hyperparameters};
 
 const CACHED_BYTES: u64 = 32 << 10;
 const CHUNK_ELEMENTS: usize = 8192;

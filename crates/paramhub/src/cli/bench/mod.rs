@@ -19,11 +19,11 @@ mod sweep;
 mod usage;
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
 use super::Usage;
+use crate::cli::ExitCode;
 
 pub(super) use peer::{PeerFlags, take_part};
 

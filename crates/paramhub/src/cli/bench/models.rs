@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::Context;
-use paramhub::{Dtype, Key, KeyTable};
 use serde::Deserialize;
 
 use crate::cli::Usage;
+use crate::{Dtype, Key, KeyTable};
 
 macro_rules! list {
     ($name:literal) => {

@@ -4,11 +4,11 @@
 //! any number of ranks in any order. What the optimizer makes of that sum is repeated with its own kernel.
 
 use anyhow::bail;
-use paramhub::{Codec, Dtype, Key, Registry};
 use paramhub_kernels::{Step, convert};
 use serde::{Deserialize, Serialize};
 
 use super::spec::Spec;
+use crate::{Codec, Dtype, Key, Registry};
 
 const BLOCK_ELEMENTS: usize = 8192;
 /// The parameters to start from are the contribution of nobody.
@@ -139,8 +139,8 @@ fn contribute(rank: u32, key: u32, first: u64, values: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::KeyTable;
     use crate::cli::bench::spec::Optimizer;
-    use paramhub::KeyTable;
     use std::ops::Range;
 
     /// A key's elements, which its table has bounded.

@@ -2,14 +2,10 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::Args;
-use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::CreateService;
-use paramhub::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
 
 use super::ablate::{Server, Variant, join_by_worker, serve_by_worker};
 use super::breakdown;
@@ -17,7 +13,11 @@ use super::numbers::{self, START, Verdict};
 use super::raw::{self, Raw};
 use super::spec::{self, HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
+use crate::cli::ExitCode;
 use crate::cli::hub::raise_descriptor_limit;
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
+use crate::service::CreateService;
+use crate::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
 
 /// Fills parameters nobody has written: no number in any dtype.
 const POISON: u8 = 0xff;

@@ -1,14 +1,14 @@
 //! The processes of a benchmark, started and watched over.
 
 use std::os::unix::net::UnixListener;
-use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail};
 use paramhub_train::THREADS_VARIABLE;
 
 use super::conductor::{Measured, Program, conduct};
-use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
+use crate::cli::ExitCode;
+use crate::launch::{Ended, Launch, Line, Signals, Watch, describe, this_program};
 
 /// What came of starting them.
 pub(super) enum Run<M> {
@@ -35,16 +35,15 @@ pub(super) fn launch<M: Send>(
         .context("cannot create a folder for the benchmark's socket")?;
     let socket = scratch.path().join("launcher");
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
-    let executable = std::env::current_exe().context("cannot find this program's own file")?;
     let workers = workers as usize;
     let commands = (0..=workers).map(|seat| {
-        let mut command = Command::new(&executable);
+        let mut command = this_program().context("cannot find this program's own file")?;
         command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
         // As of `train`'s workers.
         command.env(THREADS_VARIABLE, "1");
-        command
+        Ok(command)
     });
-    let launch = Launch::start(commands.collect())?;
+    let launch = Launch::start(commands.collect::<anyhow::Result<_>>()?)?;
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let conductor = threads.spawn(|| conduct(&listener, &is_over));

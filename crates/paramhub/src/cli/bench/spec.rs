@@ -6,9 +6,6 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use anyhow::Context;
-use paramhub::service::ServiceCreated;
-use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Hyperparameters, KeyTable, Registry};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +13,9 @@ use super::ablate::Variant;
 use super::breakdown::{Learnt, Lesson};
 use super::numbers::Verdict;
 use super::raw;
+use crate::service::ServiceCreated;
+use crate::settings::{OptimizerChoice, Settings};
+use crate::{Hyperparameters, KeyTable, Registry};
 
 /// What the hub does with the gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -237,7 +237,7 @@ impl Spec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use paramhub::Key;
+    use crate::Key;
 
     #[test]
     fn raw_streams_share_all_bytes_evenly() {

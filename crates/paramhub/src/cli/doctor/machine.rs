@@ -3,10 +3,10 @@
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use paramhub::service::{HUB_PORT, MANAGER_PORT};
 use rustix::process::{Resource, getrlimit};
 
 use super::{Finding, Grade};
+use crate::service::{HUB_PORT, MANAGER_PORT};
 
 /// A hub keeps one descriptor a worker and core, and some of its own.
 const DESCRIPTORS_WANTED: u64 = 4096;

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use paramhub::{Codec, Consistency, Transport};
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
 use crate::cli::{ManagerUrl, overlay};
 use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
+use crate::{Codec, Consistency, Transport};
 
 #[derive(Args)]
 #[command(args_override_self = true)]

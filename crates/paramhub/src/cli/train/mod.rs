@@ -8,22 +8,23 @@ mod spec;
 mod worker;
 
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use paramhub::ManagerClient;
-use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::{CoreCounters, CreateService, ServiceCreated};
 use paramhub_train::THREADS_VARIABLE;
-
-use super::run::end_job;
-use super::{Usage, client};
-use crate::config::{Config, ExchangeKind, TrainSection};
-use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe};
 use progress::Display;
 use report::Summary;
 use spec::{Message, Spec, WorkerReport};
+
+use super::run::end_job;
+use super::{Usage, client};
+use crate::ManagerClient;
+use crate::cli::ExitCode;
+use crate::config::{Config, ExchangeKind, TrainSection};
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
+use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, this_program};
+use crate::service::{CoreCounters, CreateService, ServiceCreated};
 
 pub(super) use flags::TrainFlags;
 pub(super) use spec::rehearse;
@@ -159,18 +160,17 @@ fn commands(section: &TrainSection, venue: &Venue, scratch: &Path) -> anyhow::Re
     let spec_file = scratch.join("spec.json");
     std::fs::write(&spec_file, serde_json::to_vec(&spec)?)
         .context("cannot write what the workers are to do")?;
-    let program = std::env::current_exe().context("cannot find this program's own file")?;
     let processes = if venue.seats().is_some() { section.workers } else { 1 };
     let commands = (0..processes).map(|rank| {
-        let mut command = Command::new(&program);
+        let mut command = this_program().context("cannot find this program's own file")?;
         command.arg("train-worker").arg(&spec_file).env(THREADS_VARIABLE, "1");
         match venue.seats() {
             Some((url, job)) => Seat { rank, workers: processes, url, job }.prepare(&mut command),
             None => drop(command.env("RANK", "0")),
         }
-        command
+        Ok(command)
     });
-    Ok(commands.collect())
+    commands.collect()
 }
 
 /// Follows the workers' messages.

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use paramhub::Key;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+
+use crate::Key;
 
 /// The file of one rank.
 pub(super) fn file_of(folder: &Path, rank: usize) -> PathBuf {

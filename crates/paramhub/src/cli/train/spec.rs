@@ -2,14 +2,14 @@
 
 use std::path::PathBuf;
 
-use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Codec, Consistency, Hyperparameters, KeyTable, Registry, Transport};
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::Usage;
 use crate::config::{ExchangeKind, TrainOptimizer, TrainSection};
+use crate::settings::{OptimizerChoice, Settings};
+use crate::{Codec, Consistency, Hyperparameters, KeyTable, Registry, Transport};
 
 /// One file for all workers; where and as whom to join stands in their environment.
 #[derive(Serialize, Deserialize)]

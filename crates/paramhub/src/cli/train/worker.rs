@@ -2,12 +2,10 @@
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub::{Member, Membership, Options, Registry};
 use paramhub_train::data::Data;
 use paramhub_train::hub::HubExchange;
 use paramhub_train::local::LocalExchange;
@@ -16,7 +14,9 @@ use paramhub_train::trainer::{Progress, Report, train};
 
 use super::parameters;
 use super::spec::{Message, Spec, WorkerReport};
+use crate::cli::ExitCode;
 use crate::config::ExchangeKind;
+use crate::{Member, Membership, Options, Registry};
 
 /// A bar moves smoothly enough at this pace.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);

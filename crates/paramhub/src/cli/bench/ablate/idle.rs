@@ -1,8 +1,9 @@
 //! An aggregator and an optimizer that do nothing, to see what the rest takes.
 
-use paramhub::{Aggregator, Codec, Hyperparameters, Optimizer};
 use paramhub_kernels::shared::Floats;
 use paramhub_kernels::{HyperparameterError, Step};
+
+use crate::{Aggregator, Codec, Hyperparameters, Optimizer};
 
 /// Takes every contribution and sums none.
 pub(in crate::cli::bench) struct NoSum;

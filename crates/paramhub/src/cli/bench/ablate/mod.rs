@@ -7,10 +7,10 @@ mod variant;
 mod wide;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, value_parser};
+use report::{Ablation, Tried};
 
 use super::check_destination;
 use super::conductor::Program;
@@ -19,9 +19,9 @@ use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
 use super::spec::Transport;
+use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::launch::Signals;
-use report::{Ablation, Tried};
 
 pub(super) use by_worker::{Server, join as join_by_worker, serve as serve_by_worker};
 pub(super) use idle::{NoSum, NoUpdate};

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use paramhub::limits::CHUNK_BYTES_MAX;
-use paramhub::{Aggregator, Optimizer, Registry};
 use paramhub_kernels::nontemporal::{self, NonTemporal};
 use serde::{Deserialize, Serialize};
 
 use super::idle::{NoSum, NoUpdate};
 use super::wide::{Gang, Wide};
 use crate::cli::bench::spec::Spec;
+use crate::limits::CHUNK_BYTES_MAX;
+use crate::{Aggregator, Optimizer, Registry};
 
 /// One way to exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]

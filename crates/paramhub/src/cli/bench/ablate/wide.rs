@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
-use paramhub::{Aggregator, Codec, Hyperparameters, Optimizer};
 use paramhub_kernels::{HyperparameterError, Step};
+
+use crate::{Aggregator, Codec, Hyperparameters, Optimizer};
 
 /// Pieces begin on cache lines, if their array does.
 const PIECE_ELEMENTS: usize = 16;

@@ -6,25 +6,25 @@ mod report;
 mod stage;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, value_parser};
 use indicatif::ProgressBar;
-use paramhub::limits::CORES_MAX;
 use paramhub_train::data::DataSource;
 use paramhub_train::net::{NetKind, Network};
+use report::{Breakdown, Trained};
+use stage::Stage;
 
 use super::check_destination;
 use super::processes::{Run, interrupted, launch};
 use super::report::write_json;
 use super::rounds::order;
+use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::cli::train::rehearse;
 use crate::config::{Bytes, TrainOptimizer, TrainSection};
 use crate::launch::Signals;
-use report::{Breakdown, Trained};
-use stage::Stage;
+use crate::limits::CORES_MAX;
 
 pub(super) use peer::{Learnt, Lesson, learn, teach};
 

@@ -4,9 +4,6 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
-use paramhub::service::CreateService;
-use paramhub::{Member, Membership};
 use paramhub_train::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 use paramhub_train::hub::HubExchange;
 use paramhub_train::net::Network;
@@ -18,6 +15,9 @@ use super::stage::Stage;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report};
 use crate::cli::bench::usage;
 use crate::config::TrainSection;
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
+use crate::service::CreateService;
+use crate::{Member, Membership};
 
 /// One stage of one network, as all processes must know it.
 #[derive(Clone, Serialize, Deserialize)]

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use paramhub::{Aggregator, Codec, Consistency, Hyperparameters, Optimizer, Registry};
 use paramhub_kernels::{HyperparameterError, Step};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::bench::ablate::{NoSum, NoUpdate};
+use crate::{Aggregator, Codec, Consistency, Hyperparameters, Optimizer, Registry};
 
 /// Each stage does what those before it do, and one thing more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

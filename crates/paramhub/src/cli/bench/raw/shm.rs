@@ -212,7 +212,7 @@ impl RawArena {
 mod tests {
     use super::*;
     use crate::cli::bench::spec::Transport;
-    use paramhub::{Key, KeyTable};
+    use crate::{Key, KeyTable};
 
     #[test]
     fn every_word_of_every_worker_is_added_and_handed_back() {

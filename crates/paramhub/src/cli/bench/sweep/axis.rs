@@ -1,13 +1,13 @@
 //! What a sweep changes, and the values it gives it.
 
 use clap::ValueEnum;
-use paramhub::limits::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, CORES_MAX, INTERFACES_MAX, WORKERS_MAX};
 use serde::Serialize;
 
 use crate::cli::Usage;
 use crate::cli::bench::exchange::ExchangeFlags;
 use crate::cli::bench::plot::Scale;
 use crate::config::Bytes;
+use crate::limits::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, CORES_MAX, INTERFACES_MAX, WORKERS_MAX};
 
 /// A number of streams, cores or workers, or bytes of a chunk.
 pub(super) type Value = u64;

@@ -4,9 +4,10 @@ mod axis;
 mod report;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
+use axis::Axis;
 use clap::{Args, value_parser};
+use report::{Sweep, SweepPoint};
 
 use super::check_destination;
 use super::conductor::Program;
@@ -14,9 +15,8 @@ use super::exchange::{ExchangeFlags, check_memory};
 use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
+use crate::cli::ExitCode;
 use crate::launch::Signals;
-use axis::Axis;
-use report::{Sweep, SweepPoint};
 
 /// Exchange over chunk sizes, streams, cores or workers
 ///

@@ -3,8 +3,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use anyhow::{Context, bail};
-use paramhub::placement::{HubShape, InterfaceShape, Placement};
-use paramhub::{Aggregator, Codec, Hyperparameters, Optimizer, Registry};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Rules};
 use paramhub_core::wire::{Header, Operation};
@@ -12,6 +10,8 @@ use paramhub_kernels::{Step, convert};
 use paramhub_transport::Waker;
 
 use crate::cli::bench::spec::Spec;
+use crate::placement::{HubShape, InterfaceShape, Placement};
+use crate::{Aggregator, Codec, Hyperparameters, Optimizer, Registry};
 
 /// Everything that is shared.
 pub(super) struct Chunks {

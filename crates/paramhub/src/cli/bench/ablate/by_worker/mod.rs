@@ -7,23 +7,23 @@
 mod chunks;
 mod core;
 
+use core::Core;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use paramhub::Job;
-use paramhub::auth::{Namespace, Nonce};
-use paramhub::placement::{HubShape, InterfaceShape};
-use paramhub::service::{JobOptions, ServiceCreated};
+use chunks::Chunks;
 use paramhub_core::auth::{Incarnation, Proof};
 use paramhub_core::wire::{CHALLENGE_BYTES, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_worker::{Admission, Options, Transport};
 
+use crate::Job;
+use crate::auth::{Namespace, Nonce};
 use crate::cli::bench::spec::Spec;
-use chunks::Chunks;
-use core::Core;
+use crate::placement::{HubShape, InterfaceShape};
+use crate::service::{JobOptions, ServiceCreated};
 
 /// How long all workers may take to come.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -149,7 +149,7 @@ fn shake_hands(
 mod tests {
     use super::*;
     use crate::cli::bench::spec::Optimizer;
-    use paramhub::{Dtype, Key, KeyTable};
+    use crate::{Dtype, Key, KeyTable};
 
     /// Three workers of two cores; the numbers of every exchange are checked where processes exchange.
     #[test]
