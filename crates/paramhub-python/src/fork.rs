@@ -1,0 +1,33 @@
+//! What a forked child may not do. It has copies of our handles but none of our threads, and its sockets are its parent's: a
+//! request would wait for ever, and leaving a job would end the parent's part in it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pyo3::prelude::*;
+
+use crate::errors;
+
+static IS_FORKED_CHILD: AtomicBool = AtomicBool::new(false);
+
+/// Called in every forked child, before anything else of it runs.
+#[pyfunction]
+pub(crate) fn after_fork_in_child() {
+    IS_FORKED_CHILD.store(true, Ordering::Relaxed);
+}
+
+/// Whether what was made before is another process's.
+pub(crate) fn is_forked_child() -> bool {
+    IS_FORKED_CHILD.load(Ordering::Relaxed)
+}
+
+/// Refuses to go on in a forked child.
+pub(crate) fn refuse_in_child(py: Python<'_>) -> PyResult<()> {
+    if !is_forked_child() {
+        return Ok(());
+    }
+    Err(errors::misuse(
+        py,
+        "this process was forked after paramhub had started threads and connections, which stay with its parent: start \
+         processes first, or start them with the `spawn` or `forkserver` method",
+    ))
+}

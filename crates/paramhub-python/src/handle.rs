@@ -1,0 +1,221 @@
+//! Requests under way, as Python sees them.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use paramhub_worker::WorkerError;
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::prelude::*;
+
+use crate::errors;
+use crate::waiting::{SIGNAL_INTERVAL, now_ns, seconds};
+
+/// One request or several that end together.
+#[pyclass(frozen, module = "paramhub._native")]
+pub(crate) struct Handle {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    /// Requests that have not ended.
+    left: AtomicUsize,
+    submitted_ns: u64,
+    finished_ns: AtomicU64,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    is_done: bool,
+    /// Of several failures the first.
+    failure: Option<WorkerError>,
+    callbacks: Vec<Py<PyAny>>,
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits with the GIL released, at most until `deadline`; whether all has ended.
+    fn wait(&self, deadline: Option<Instant>) -> bool {
+        let mut state = self.lock();
+        while !state.is_done {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            state = match left {
+                Some(Duration::ZERO) => return false,
+                Some(left) => self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.ended.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        true
+    }
+
+    /// One request has ended; the last one ends the handle. Runs on the job's I/O thread: it takes no GIL.
+    fn count(self: &Arc<Self>, outcome: &Result<(), WorkerError>) {
+        if let Err(error) = outcome {
+            self.lock().failure.get_or_insert_with(|| error.clone());
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return;
+        }
+        self.finished_ns.store(now_ns(), Ordering::Relaxed);
+        let mut state = self.lock();
+        state.is_done = true;
+        let has_callbacks = !state.callbacks.is_empty();
+        drop(state);
+        self.ended.notify_all();
+        if has_callbacks {
+            tell(Arc::clone(self));
+        }
+    }
+}
+
+/// What requests report their end to.
+pub(crate) struct Counter {
+    shared: Arc<Shared>,
+}
+
+impl Counter {
+    /// A handle for `requests` requests, which ends at once if there are none.
+    pub(crate) fn new(requests: usize) -> (Counter, Handle) {
+        let shared = Arc::new(Shared {
+            left: AtomicUsize::new(requests),
+            submitted_ns: now_ns(),
+            finished_ns: AtomicU64::new(0),
+            state: Mutex::default(),
+            ended: Condvar::new(),
+        });
+        if requests == 0 {
+            shared.finished_ns.store(shared.submitted_ns, Ordering::Relaxed);
+            shared.lock().is_done = true;
+        }
+        (Counter { shared: Arc::clone(&shared) }, Handle { shared })
+    }
+
+    /// Counts a request that was handed in.
+    pub(crate) fn follow(&self, request: &paramhub_worker::Handle<(), ()>) {
+        let shared = Arc::clone(&self.shared);
+        request.on_complete(move |outcome| shared.count(outcome));
+    }
+
+    /// Counts requests that could not be handed in.
+    pub(crate) fn refuse(&self, requests: usize, error: &WorkerError) {
+        for _ in 0..requests {
+            self.shared.count(&Err(error.clone()));
+        }
+    }
+}
+
+#[pymethods]
+impl Handle {
+    /// Waits for the end. Raises TimeoutError after `timeout` seconds, and the job's error if the request failed.
+    #[pyo3(signature = (timeout = None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        crate::fork::refuse_in_child(py)?;
+        let limit = seconds(py, timeout)?;
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        loop {
+            if self.shared.lock().is_done {
+                return self.outcome(py);
+            }
+            let slice = Instant::now() + SIGNAL_INTERVAL;
+            let until = deadline.map_or(slice, |deadline| deadline.min(slice));
+            let has_ended = py.detach(|| self.shared.wait(Some(until)));
+            if has_ended {
+                return self.outcome(py);
+            }
+            py.check_signals()?;
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return Err(PyTimeoutError::new_err(format!(
+                    "the exchange has not ended within {} s",
+                    timeout.unwrap_or_default()
+                )));
+            }
+        }
+    }
+
+    /// Whether it has ended, well or not.
+    fn done(&self) -> bool {
+        self.shared.lock().is_done
+    }
+
+    /// The exception it ended with, or None if it ended well or has not ended.
+    fn exception(&self, py: Python<'_>) -> Option<PyErr> {
+        let failure = self.shared.lock().failure.clone();
+        failure.map(|error| errors::worker(py, &error))
+    }
+
+    /// Calls `callback(handle)` once it has ended: on a thread of the library's, or here if it has ended already. An
+    /// exception in it is printed and goes no further.
+    fn add_done_callback(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let mut state = slf.get().shared.lock();
+        if !state.is_done {
+            state.callbacks.push(callback);
+            return Ok(());
+        }
+        drop(state);
+        callback.call1(slf.py(), (slf,)).map(drop)
+    }
+
+    /// When the request was handed in, in nanoseconds of the monotonic clock.
+    #[getter]
+    fn submitted_ns(&self) -> u64 {
+        self.shared.submitted_ns
+    }
+
+    /// When it ended; 0 while it has not.
+    #[getter]
+    fn finished_ns(&self) -> u64 {
+        self.shared.finished_ns.load(Ordering::Relaxed)
+    }
+
+    fn __await__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyAny>> {
+        let module = slf.py().import("paramhub._awaiting")?;
+        module.getattr("ended")?.call1((slf,))?.call_method0("__await__")
+    }
+}
+
+impl Handle {
+    fn outcome(&self, py: Python<'_>) -> PyResult<()> {
+        match &self.shared.lock().failure {
+            None => Ok(()),
+            Some(error) => Err(errors::worker(py, error)),
+        }
+    }
+}
+
+/// The thread that calls Python when requests end, so that I/O threads never wait for the GIL.
+static TELLER: OnceLock<Sender<Arc<Shared>>> = OnceLock::new();
+
+fn tell(ended: Arc<Shared>) {
+    let teller = TELLER.get_or_init(|| {
+        let (sender, receiver) = channel::<Arc<Shared>>();
+        let call = move || {
+            for ended in receiver {
+                // None: the interpreter is shutting down, and nobody is left to be told.
+                if Python::try_attach(|py| call_back(py, &ended)).is_none() {
+                    return;
+                }
+            }
+        };
+        // Without the thread callbacks are lost; `wait` still works, and the next request fails for want of threads.
+        let _ = std::thread::Builder::new().name("paramhub-told".into()).spawn(call);
+        sender
+    });
+    // The thread has gone with its interpreter.
+    let _ = teller.send(ended);
+}
+
+fn call_back(py: Python<'_>, ended: &Arc<Shared>) {
+    let callbacks = std::mem::take(&mut ended.lock().callbacks);
+    let Ok(handle) = Bound::new(py, Handle { shared: Arc::clone(ended) }) else { return };
+    for callback in callbacks {
+        if let Err(error) = callback.call1(py, (&handle,)) {
+            error.write_unraisable(py, Some(callback.bind(py)));
+        }
+    }
+}

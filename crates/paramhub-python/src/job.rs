@@ -1,0 +1,222 @@
+use std::sync::{Mutex, PoisonError};
+
+use paramhub::Hyperparameters;
+use paramhub_worker::Errand;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors;
+use crate::fork::{is_forked_child, refuse_in_child};
+use crate::handle::{Counter, Handle};
+use crate::memory::Borrowed;
+use crate::tensor::Tensor;
+
+/// A worker's part in a running job. Memory is named by address and bytes, and an object that keeps it: the callers in the
+/// package have looked at it, and nothing here can.
+#[pyclass(frozen, module = "paramhub._native")]
+pub(crate) struct Job {
+    /// None once it was left.
+    job: Mutex<Option<std::sync::Arc<paramhub::Job>>>,
+    #[pyo3(get)]
+    name: String,
+    #[pyo3(get)]
+    rank: u32,
+    #[pyo3(get)]
+    workers: u32,
+    #[pyo3(get)]
+    shares_memory: bool,
+}
+
+/// A range of memory: address and bytes.
+type Range = (usize, usize);
+
+impl Job {
+    pub(crate) fn new(job: paramhub::Job) -> Self {
+        Job {
+            name: job.name().to_owned(),
+            rank: job.rank(),
+            workers: job.workers(),
+            shares_memory: job.shares_memory(),
+            job: Mutex::new(Some(std::sync::Arc::new(job))),
+        }
+    }
+
+    fn job(&self, py: Python<'_>) -> PyResult<std::sync::Arc<paramhub::Job>> {
+        refuse_in_child(py)?;
+        let job = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        job.ok_or_else(|| {
+            errors::misuse(py, &format!("job `{}`, rank {}: the job was left", self.name, self.rank))
+        })
+    }
+
+    /// Hands in one request a key; the handle ends with the last. Requests after one that is refused are not handed in, and
+    /// the handle then fails when those before it have ended.
+    fn submit_all(
+        &self,
+        py: Python<'_>,
+        keys: &[u32],
+        mut errand: impl FnMut(usize) -> Errand,
+    ) -> PyResult<Handle> {
+        let job = self.job(py)?;
+        let (counter, handle) = Counter::new(keys.len());
+        for (index, &key) in keys.iter().enumerate() {
+            match job.submit(key, errand(index)) {
+                Ok(request) => counter.follow(&request),
+                Err(error) if index == 0 => return Err(errors::worker(py, &error)),
+                Err(error) => {
+                    counter.refuse(keys.len() - index, &error);
+                    break;
+                }
+            }
+        }
+        Ok(handle)
+    }
+}
+
+/// Memory of `owner`'s as a region's.
+///
+/// # Safety
+/// As [`Borrowed::new`].
+unsafe fn borrow(py: Python<'_>, owner: &Py<PyAny>, (address, bytes): Range) -> Borrowed {
+    // SAFETY: the caller's promise.
+    unsafe { Borrowed::new(owner.clone_ref(py), address, bytes) }
+}
+
+#[pymethods]
+impl Job {
+    /// The number of the key called `name`, if there is one.
+    fn key(&self, py: Python<'_>, name: &str) -> PyResult<Option<u32>> {
+        Ok(self.job(py)?.key(name))
+    }
+
+    /// The step that the next push of a key contributes to.
+    fn next_step(&self, py: Python<'_>, key: u32) -> PyResult<u32> {
+        self.job(py)?.next_step(key).map_err(|error| errors::worker(py, &error))
+    }
+
+    /// Contributes gradients from `sends`, one range a key; `owner` keeps them all.
+    fn push(&self, py: Python<'_>, keys: Vec<u32>, sends: Vec<Range>, owner: Py<PyAny>) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[sends.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: the package keeps `owner`, and with it the range, unchanged until the handle has ended.
+            Errand::Push(unsafe { borrow(py, &owner, sends[index]) }.into_send())
+        })
+    }
+
+    /// Receives parameters into `receives`.
+    fn pull(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        receives: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[receives.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: the package keeps `owner`, and nobody looks at the range until the handle has ended.
+            Errand::Pull(unsafe { borrow(py, &owner, receives[index]) }.into_receive())
+        })
+    }
+
+    /// Contributes gradients from `sends` and receives what follows from them into `receives`.
+    fn push_pull(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        sends: Vec<Range>,
+        receives: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[sends.len(), receives.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: as in `push`.
+            let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
+            // SAFETY: as in `pull`.
+            Errand::PushPull(send, unsafe { borrow(py, &owner, receives[index]) }.into_receive())
+        })
+    }
+
+    /// Rank 0: sends the parameters to start from, at `version`.
+    fn initialise(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        sends: Vec<Range>,
+        owner: Py<PyAny>,
+        version: u32,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[sends.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: as in `push`.
+            Errand::Initialise(unsafe { borrow(py, &owner, sends[index]) }.into_send(), version)
+        })
+    }
+
+    /// Hyperparameters in JSON that hold from `first_step` on.
+    fn set_hyperparameters(&self, py: Python<'_>, first_step: u32, hyperparameters: &str) -> PyResult<()> {
+        let next: Hyperparameters = serde_json::from_str(hyperparameters)
+            .map_err(|error| errors::misuse(py, &format!("hyperparameters cannot be used: {error}")))?;
+        let job = self.job(py)?;
+        let set = py.detach(|| job.set_hyperparameters(first_step, &next));
+        set.map_err(|error| errors::worker(py, &error))
+    }
+
+    /// Memory for a key's gradient that is exchanged where it lies.
+    fn gradient_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
+        let job = self.job(py)?;
+        let memory = job.gradient_tensor(key).map_err(|error| errors::worker(py, &error))?;
+        Ok(Tensor::new(memory, job.settings().keys.keys()[key as usize].clone()))
+    }
+
+    /// Memory for a key's parameters that they are received into where it lies.
+    fn parameter_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
+        let job = self.job(py)?;
+        let memory = job.parameter_tensor(key).map_err(|error| errors::worker(py, &error))?;
+        Ok(Tensor::new(memory, job.settings().keys.keys()[key as usize].clone()))
+    }
+
+    /// What has been exchanged so far.
+    fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let statistics = self.job(py)?.statistics();
+        let dict = PyDict::new(py);
+        dict.set_item("bytes_sent", statistics.bytes_sent)?;
+        dict.set_item("bytes_received", statistics.bytes_received)?;
+        dict.set_item("requests", statistics.requests)?;
+        dict.set_item("in_flight_s", statistics.in_flight.as_secs_f64())?;
+        Ok(dict)
+    }
+
+    /// The exception the job has failed with, or None.
+    fn failure(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
+        Ok(self.job(py)?.failure().map(|error| errors::worker(py, &error)))
+    }
+
+    /// Waits for the requests under way and leaves the job. Left before, it does nothing.
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        refuse_in_child(py)?;
+        let Some(job) = self.job.lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
+        // A call on another thread may still have it, and then ends it when it returns.
+        let Some(job) = std::sync::Arc::into_inner(job) else { return Ok(()) };
+        crate::waiting::interruptible(py, move || job.leave())?.map_err(|error| errors::worker(py, &error))
+    }
+}
+
+fn check_lengths(py: Python<'_>, keys: &[u32], ranges: &[usize]) -> PyResult<()> {
+    match ranges.iter().all(|&ranges| ranges == keys.len()) {
+        true => Ok(()),
+        false => Err(errors::misuse(py, &format!("{} keys came with {ranges:?} ranges", keys.len()))),
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let job = self.job.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if is_forked_child() {
+            // Its thread is the parent's, and so is its part in the job.
+            std::mem::forget(job);
+        } else if let Some(job) = job {
+            // Leaving may take a while.
+            Python::attach(|py| py.detach(move || drop(job)));
+        }
+    }
+}

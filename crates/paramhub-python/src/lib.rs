@@ -1,0 +1,47 @@
+//! `paramhub._native`: what the Python package needs from Rust, and nothing a user calls.
+//!
+//! The package in `python/paramhub` gives it names, checks and documentation. Here are the four things Python cannot do: own
+//! a [`job::Job`] and its requests, look into other libraries' tensors ([`memory`]), run an embedded [`hub::Hub`], and run
+//! the command line. Every call that may wait releases the GIL and answers Ctrl-C.
+
+mod command;
+mod errors;
+mod fork;
+mod handle;
+mod hub;
+mod job;
+mod member;
+mod memory;
+mod tensor;
+mod waiting;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::command::main;
+    #[pymodule_export]
+    use crate::fork::after_fork_in_child;
+    #[pymodule_export]
+    use crate::handle::Handle;
+    #[pymodule_export]
+    use crate::hub::{Hub, create_job, stop_job};
+    #[pymodule_export]
+    use crate::job::Job;
+    #[pymodule_export]
+    use crate::member::{Member, connect};
+    #[pymodule_export]
+    use crate::memory::Memory;
+    #[pymodule_export]
+    use crate::tensor::Tensor;
+    #[pymodule_export]
+    use crate::waiting::now_ns;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,0 +1,217 @@
+//! DLPack (its structures as in dlpack.h 0.8, which every version since still reads and hands out).
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use paramhub_core::codec::Dtype;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use super::Description;
+use crate::errors;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Device {
+    kind: i32,
+    id: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device: Device,
+    ndim: i32,
+    dtype: DataType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+#[repr(C)]
+struct ManagedTensor {
+    tensor: DlTensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
+}
+
+const CPU: i32 = 1;
+const PINNED_BY_CUDA: i32 = 3;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+const FRESH: &CStr = c"dltensor";
+const USED: &CStr = c"used_dltensor";
+
+/// A tensor taken over from another library; dropping it gives it back.
+pub(super) struct Import {
+    managed: NonNull<ManagedTensor>,
+    pub(super) description: Description,
+}
+
+// SAFETY: the tensor belongs to this value from any thread, and it is given back with the GIL held.
+unsafe impl Send for Import {}
+// SAFETY: shared references reach `description` alone.
+unsafe impl Sync for Import {}
+
+impl Import {
+    /// The memory of `object`, or `None` if it has no `__dlpack__`.
+    pub(super) fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let py = object.py();
+        let Some(method) = object.getattr_opt("__dlpack__")? else { return Ok(None) };
+        let capsule = method.call0()?;
+        // SAFETY: the object is alive and the GIL is held; a wrong type or name answers null and raises.
+        let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), FRESH.as_ptr()) };
+        let Some(managed) = NonNull::new(pointer.cast::<ManagedTensor>()) else {
+            return Err(PyErr::fetch(py));
+        };
+        // SAFETY: a capsule of this name; renaming it says that the tensor is ours now.
+        if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr()) } != 0 {
+            return Err(PyErr::fetch(py));
+        }
+        // SAFETY: a capsule called `dltensor` points to this structure, by DLPack's convention.
+        let tensor = unsafe { &managed.as_ref().tensor };
+        let described = describe(tensor);
+        let empty = Description { address: 0, bytes: 0, dtype: Dtype::F32, shape: Vec::new() };
+        let import = Import { managed, description: described.as_ref().map_or(empty, Clone::clone) };
+        described.map_err(|reason| errors::misuse(py, &reason))?;
+        Ok(Some(import))
+    }
+}
+
+fn describe(tensor: &DlTensor) -> Result<Description, String> {
+    if !matches!(tensor.device.kind, CPU | PINNED_BY_CUDA) {
+        return Err(
+            "the tensor is on a device: move it to the host, or use paramhub.torch, which does".into()
+        );
+    }
+    let DataType { code, bits, lanes } = tensor.dtype;
+    let dtype = match (code, bits, lanes) {
+        (FLOAT, 32, 1) => Dtype::F32,
+        (FLOAT, 16, 1) => Dtype::F16,
+        (BFLOAT, 16, 1) => Dtype::BF16,
+        _ => {
+            return Err(format!(
+                "elements of DLPack type {code} with {bits} bits cannot be exchanged: use f32, f16 or bf16"
+            ));
+        }
+    };
+    let dimensions = tensor.ndim as usize;
+    let extents = |pointer: *mut i64| match dimensions {
+        0 => &[][..],
+        // SAFETY: DLPack has one extent and one stride a dimension, alive as long as the tensor.
+        _ => unsafe { std::slice::from_raw_parts(pointer, dimensions) },
+    };
+    let shape: Vec<usize> = extents(tensor.shape).iter().map(|&extent| extent as usize).collect();
+    if !tensor.strides.is_null() && !is_contiguous(&shape, extents(tensor.strides)) {
+        return Err("the tensor is not contiguous: call .contiguous() on it first".into());
+    }
+    let bytes = shape.iter().product::<usize>() * dtype.bytes();
+    let address = tensor.data as usize + tensor.byte_offset as usize;
+    Ok(Description { address, bytes, dtype, shape })
+}
+
+fn is_contiguous(shape: &[usize], strides: &[i64]) -> bool {
+    let mut expected = 1;
+    for (&extent, &stride) in shape.iter().zip(strides).rev() {
+        if extent > 1 && stride != expected {
+            return false;
+        }
+        expected *= extent as i64;
+    }
+    true
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        // SAFETY: alive until its deleter has run, which is below.
+        let Some(deleter) = (unsafe { self.managed.as_ref().deleter }) else { return };
+        // Without an interpreter nothing is left to give it back to.
+        // SAFETY: called once, with the GIL held, as its maker expects.
+        let _ = Python::try_attach(|_| unsafe { deleter(self.managed.as_ptr()) });
+    }
+}
+
+/// What keeps an exported tensor's memory and extents.
+struct Exported {
+    managed: ManagedTensor,
+    extents: Vec<i64>,
+    _keeper: Box<dyn Send + Sync>,
+}
+
+/// A DLPack capsule over memory that lives as long as `keeper`, as row-major elements of `dtype` with the extents `shape`.
+pub(crate) fn export(
+    py: Python<'_>,
+    address: usize,
+    dtype: Dtype,
+    shape: &[u64],
+    keeper: Box<dyn Send + Sync>,
+) -> PyResult<Py<PyAny>> {
+    let (code, bits) = match dtype {
+        Dtype::F32 => (FLOAT, 32),
+        Dtype::F16 => (FLOAT, 16),
+        Dtype::BF16 => (BFLOAT, 16),
+    };
+    let mut extents: Vec<i64> = shape.iter().map(|&extent| extent as i64).collect();
+    let mut stride = 1;
+    let mut strides: Vec<i64> = extents
+        .iter()
+        .rev()
+        .map(|&extent| {
+            let this = stride;
+            stride *= extent;
+            this
+        })
+        .collect();
+    strides.reverse();
+    extents.append(&mut strides);
+    let tensor = DlTensor {
+        data: address as *mut c_void,
+        device: Device { kind: CPU, id: 0 },
+        ndim: shape.len() as i32,
+        dtype: DataType { code, bits, lanes: 1 },
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let managed = ManagedTensor { tensor, context: std::ptr::null_mut(), deleter: Some(give_back) };
+    let exported = Box::into_raw(Box::new(Exported { managed, extents, _keeper: keeper }));
+    // SAFETY: just allocated and nobody else's yet.
+    let exported = unsafe { &mut *exported };
+    let context = std::ptr::from_mut(exported).cast();
+    exported.managed.tensor.shape = exported.extents.as_mut_ptr();
+    exported.managed.tensor.strides = exported.extents[shape.len()..].as_mut_ptr();
+    exported.managed.context = context;
+    let managed = std::ptr::from_mut(&mut exported.managed).cast::<c_void>();
+    // SAFETY: the GIL is held, and the name lives for ever.
+    let capsule = unsafe { ffi::PyCapsule_New(managed, FRESH.as_ptr(), Some(drop_unused)) };
+    // SAFETY: a new reference, or null with the exception set.
+    unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.map(Bound::unbind)
+}
+
+/// The consumer has done with the tensor.
+unsafe extern "C" fn give_back(managed: *mut ManagedTensor) {
+    // SAFETY: alive until the box is dropped below.
+    let exported = unsafe { (*managed).context }.cast::<Exported>();
+    // SAFETY: `export` put the box's own address there, and a deleter is called once.
+    drop(unsafe { Box::from_raw(exported) });
+}
+
+/// The capsule goes; if nobody took the tensor, so does that.
+unsafe extern "C" fn drop_unused(capsule: *mut ffi::PyObject) {
+    // SAFETY: called by Python with the capsule it destroys; a used one has another name.
+    if unsafe { ffi::PyCapsule_IsValid(capsule, FRESH.as_ptr()) } == 0 {
+        return;
+    }
+    // SAFETY: just found valid under this name.
+    let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, FRESH.as_ptr()) }.cast::<ManagedTensor>();
+    // SAFETY: unused, so this is the only call.
+    unsafe { give_back(managed) };
+}

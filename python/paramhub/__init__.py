@@ -1,0 +1,53 @@
+"""A parameter hub for distributed deep-learning training.
+
+Workers push gradients to a hub, whose cores sum, optimise and answer each chunk while it is in cache. This package has three
+levels:
+
+- `paramhub.torch` for PyTorch: an optimizer, a DDP hook, a ``torch.distributed`` backend, and Horovod's names.
+- `connect`, `Job` and `Handle` for any library's tensors.
+- `Hub` runs a hub inside this process; the ``paramhub`` command runs hubs and workers as programs.
+
+A worker of any library, started with ``paramhub run -n 4 -- python worker.py``::
+
+    import numpy, paramhub
+
+    weight, gradient = numpy.zeros((128, 64), "f4"), numpy.ones((128, 64), "f4")
+    with paramhub.connect() as job:
+        job.init({"weight": weight}, optimizer=paramhub.SGD(lr=0.1))
+        job.push_pull("weight", gradient, out=weight).wait()
+"""
+
+from __future__ import annotations
+
+import os as _os
+
+from paramhub import _native
+from paramhub._hub import Hub, create_job
+from paramhub._job import Job, connect
+from paramhub._native import Handle, Tensor
+from paramhub.errors import ConnectError, JobFailedError, MisuseError, ParamhubError
+from paramhub.optimizers import SGD, Adam, AdamW, Mean, Nesterov, Optimizer, Sum
+
+__version__ = _native.__version__
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "ConnectError",
+    "Handle",
+    "Hub",
+    "Job",
+    "JobFailedError",
+    "Mean",
+    "MisuseError",
+    "Nesterov",
+    "Optimizer",
+    "ParamhubError",
+    "Sum",
+    "Tensor",
+    "__version__",
+    "connect",
+    "create_job",
+]
+
+_os.register_at_fork(after_in_child=_native.after_fork_in_child)

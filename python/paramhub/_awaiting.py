@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paramhub._native import Handle
+
+
+async def ended(handle: Handle) -> None:
+    """Waits in an event loop for a handle's end, and raises what it failed with."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def resolve() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    def tell(_: Handle) -> None:
+        try:
+            loop.call_soon_threadsafe(resolve)
+        except RuntimeError:
+            pass  # The loop was closed meanwhile: nobody waits.
+
+    handle.add_done_callback(tell)
+    await future
+    handle.wait()

@@ -1,0 +1,259 @@
+"""A worker's part in a job, for any library's tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paramhub import _native
+from paramhub.errors import MisuseError
+from paramhub.optimizers import Mean, Optimizer, settings_of
+
+if TYPE_CHECKING:
+    from paramhub._native import Handle, Tensor
+
+
+def connect(
+    url: str | None = None,
+    job: str | None = None,
+    secret: str | None = None,
+    rank: int | None = None,
+    *,
+    transport: str | None = None,
+    timeout: float | None = None,
+) -> Job:
+    """Joins a job as one of its ranks and returns when every rank has.
+
+    What is left out comes from the environment, which ``paramhub run`` fills: ``url`` from ``PARAMHUB_URL`` (the connection
+    manager's), ``job`` from ``PARAMHUB_JOB`` (the namespace that creating the job answered), ``secret`` from
+    ``PARAMHUB_SECRET``, ``rank`` from ``RANK``. ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp``
+    or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``timeout`` in seconds bounds the wait; the job's own
+    rendezvous timeout, usually shorter, names the ranks that are missing.
+
+    Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
+    missing.
+    """
+    given_rank = str(rank) if rank is not None else None
+    member = _native.connect(
+        _given(url, "PARAMHUB_URL", "the connection manager's URL"),
+        _given(job, "PARAMHUB_JOB", "the job's namespace"),
+        _given(secret, "PARAMHUB_SECRET", "the job's secret"),
+        _number(_given(given_rank, "RANK", "this worker's rank")),
+        transport=transport,
+        rendezvous_timeout=timeout,
+    )
+    return Job(member)
+
+
+def _given(value: str | None, variable: str, what: str) -> str:
+    value = value if value is not None else os.environ.get(variable, "")
+    if not value.strip():
+        raise MisuseError(
+            f"{what} is missing: start the worker with `paramhub run -n N -- CMD`, pass it to connect(), or set {variable}"
+        )
+    return value.strip()
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise MisuseError(f"a rank is a number from 0, not {text!r}") from None
+
+
+class Job:
+    """A worker's part in a job. Made by `connect`; give it its tensors with `init`, then exchange them.
+
+    As a context manager it leaves the job at the end. It may be used from several threads.
+    """
+
+    def __init__(self, member: _native.Member) -> None:
+        self._member: _native.Member | None = member
+        self._native: _native.Job | None = None
+        self._keys: dict[str, _Key] = {}
+        self._optimizer: Optimizer = Mean()
+        self.name = member.name
+        self.rank = member.rank
+        self.workers = member.workers
+
+    def init(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        optimizer: Optimizer | None = None,
+        *,
+        priorities: Mapping[str, int] | None = None,
+        consistency: str | dict[str, int] = "synchronous",
+        chunk_bytes: int | None = None,
+        codec: str | None = None,
+        reproducible: bool = False,
+        reject_non_finite: bool = False,
+    ) -> Job:
+        """Agrees with the other ranks on the tensors and on what the hub does with them, and returns this job.
+
+        ``tensors`` name contiguous host tensors of f32, f16 or bf16, in forward order: earlier ones are more urgent, and
+        ``priorities`` (higher is more urgent) overrules that. With an optimizer they are the parameters: rank 0's are sent to
+        the hub and received, in place, into every other rank's. Without one (`Mean`, the default, or `Sum`) they only tell names,
+        types and shapes.
+
+        ``consistency`` is ``synchronous``, ``asynchronous``, or ``{"bounded_staleness": steps}``. ``codec`` (``f16``, ``bf16``)
+        is how gradients travel, by default as they lie in memory. ``chunk_bytes`` is the size of an f32 chunk, 32 KiB by
+        default. With ``reproducible`` sums are made in rank order and are bit-equal from run to run. With
+        ``reject_non_finite`` a NaN or an infinity in a gradient fails the job, naming rank and tensor.
+
+        Raises MisuseError if the ranks disagree on any of it, naming what differs.
+        """
+        if self._member is None:
+            raise MisuseError(f"job `{self.name}`, rank {self.rank}: it has its tensors already")
+        optimizer = optimizer if optimizer is not None else Mean()
+        pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(tensors)
+        has_parameters = optimizer.name not in ("mean", "sum")
+        views = [_native.Memory(tensor, has_parameters and self.rank != 0) for _, tensor in pairs]
+        priorities = priorities or {}
+        settings: dict[str, Any] = {
+            "keys": [
+                {
+                    "name": name,
+                    "shape": view.shape,
+                    "dtype": view.dtype,
+                    "priority": priorities.get(name, 0),
+                }
+                for (name, _), view in zip(pairs, views, strict=True)
+            ],
+            "optimizer": optimizer.settings(),
+            "consistency": consistency,
+            "codec": codec,
+            "reproducible": reproducible,
+            "reject_non_finite": reject_non_finite,
+        }
+        if chunk_bytes is not None:
+            settings["chunk_bytes"] = chunk_bytes
+        member, self._member = self._member, None
+        self._native = member.init(json.dumps(settings))
+        self._optimizer = optimizer
+        self._keys = {
+            name: _Key(number, view.dtype, view.nbytes)
+            for number, ((name, _), view) in enumerate(zip(pairs, views, strict=True))
+        }
+        if has_parameters:
+            numbers = list(range(len(views)))
+            ranges = [(view.address, view.nbytes) for view in views]
+            if self.rank == 0:
+                self._native.initialise(numbers, ranges, views, 0).wait()
+            else:
+                self._native.pull(numbers, ranges, views).wait()
+        return self
+
+    def push(self, name: str, gradient: Any) -> Handle:
+        """Contributes a gradient to the tensor's next step. The handle ends when it has taken effect.
+
+        Until then ``gradient`` is kept, and must not be written.
+        """
+        key, memory = self._look(name, gradient, writable=False)
+        return self._running().push([key.number], [(memory.address, memory.nbytes)], memory)
+
+    def pull(self, name: str, out: Any) -> Handle:
+        """Receives the parameters after the last step this worker has pushed into ``out``, which must be left alone until
+        the handle has ended."""
+        key, memory = self._look(name, out, writable=True)
+        return self._running().pull([key.number], [(memory.address, memory.nbytes)], memory)
+
+    def push_pull(self, name: str, gradient: Any, out: Any) -> Handle:
+        """Contributes a gradient and receives into ``out`` the parameters that follow from it, or the mean (or sum) of all
+        ranks' gradients where the job has no optimizer.
+
+        Nothing is copied where the tensors lie in memory of `gradient_tensor` and `parameter_tensor`, or where the hub is on
+        another host. ``out`` may be ``gradient`` itself. Until the handle has ended, both are kept and must be left alone.
+        """
+        key, sent = self._look(name, gradient, writable=False)
+        _, received = self._look(name, out, writable=True)
+        send, receive = (sent.address, sent.nbytes), (received.address, received.nbytes)
+        if send == receive:
+            return self._running().push_pull_in_place([key.number], [receive], received)
+        return self._running().push_pull([key.number], [send], [receive], (sent, received))
+
+    def gradient_tensor(self, name: str) -> Tensor:
+        """Memory for a tensor's gradient that is exchanged where it lies: shared with a hub on this host. Look at it with
+        ``torch.from_dlpack`` or ``numpy.from_dlpack``; one can be had at a time."""
+        return self._running().gradient_tensor(self._key(name).number)
+
+    def parameter_tensor(self, name: str) -> Tensor:
+        """Memory for a tensor's parameters, otherwise as `gradient_tensor`."""
+        return self._running().parameter_tensor(self._key(name).number)
+
+    def set_hyperparameters(self, first_step: int, **changed: float | bool) -> None:
+        """Changes some of the optimizer's numbers from step ``first_step`` on, by the hub's names (``learning_rate=0.01``).
+
+        Called by any one rank before that rank's push of ``first_step``, it holds for that step of a synchronous job.
+        """
+        self._optimizer.hyperparameters = {**self._optimizer.hyperparameters, **changed}
+        numbers = settings_of(self._optimizer.hyperparameters)
+        self._running().set_hyperparameters(first_step, json.dumps(numbers))
+
+    def next_step(self, name: str) -> int:
+        """The step that the next push of a tensor contributes to; steps count from 0."""
+        return self._running().next_step(self._key(name).number)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether any of the exchange is through shared memory."""
+        return self._running().shares_memory
+
+    def statistics(self) -> dict[str, float]:
+        """What has been exchanged so far: ``bytes_sent``, ``bytes_received``, ``requests``, ``in_flight_s``."""
+        return self._running().statistics()
+
+    def leave(self) -> None:
+        """Waits for the requests under way and leaves the job. Left before, it does nothing."""
+        if self._native is not None:
+            self._native.leave()
+        self._member = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.leave()
+            return
+        # The error that ends the block is the one to be seen.
+        self._native = None
+        self._member = None
+
+    def __repr__(self) -> str:
+        return f"<paramhub.Job {self.name!r} rank {self.rank} of {self.workers}>"
+
+    def _running(self) -> _native.Job:
+        if self._native is None:
+            raise MisuseError(f"job `{self.name}`, rank {self.rank}: call init() with its tensors first")
+        return self._native
+
+    def _key(self, name: str) -> _Key:
+        self._running()
+        try:
+            return self._keys[name]
+        except KeyError:
+            raise MisuseError(f"job `{self.name}`, rank {self.rank}: no tensor is called {name!r}") from None
+
+    def _look(self, name: str, tensor: Any, *, writable: bool) -> tuple[_Key, _native.Memory]:
+        key = self._key(name)
+        memory = _native.Memory(tensor, writable)
+        if memory.dtype != key.dtype or memory.nbytes != key.nbytes:
+            raise MisuseError(
+                f"job `{self.name}`, rank {self.rank}: tensor {name!r} has {key.nbytes} bytes of {key.dtype}, but one of "
+                f"{memory.nbytes} bytes of {memory.dtype} was passed"
+            )
+        return key, memory
+
+
+class _Key:
+    __slots__ = ("dtype", "nbytes", "number")
+
+    def __init__(self, number: int, dtype: str, nbytes: int) -> None:
+        self.number = number
+        self.dtype = dtype
+        self.nbytes = nbytes

@@ -1,0 +1,137 @@
+"""The extension module. Memory is named by address and bytes: callers have looked at it with `Memory`, or own it."""
+
+from collections.abc import Callable, Generator
+from typing import Any, final
+
+__version__: str
+
+Range = tuple[int, int]
+"""Address and bytes."""
+
+def main(arguments: list[str], started_as: list[str]) -> int: ...
+def after_fork_in_child() -> None: ...
+def now_ns() -> int:
+    """Nanoseconds of the monotonic clock, which all processes of one host share."""
+
+def create_job(
+    url: str,
+    name: str,
+    workers: int,
+    *,
+    admin_token: str | None = None,
+    options: str = "{}",
+    patience: float = 0.0,
+) -> tuple[str, str]:
+    """The new job's namespace and secret."""
+
+def stop_job(url: str, job: str, reason: str, *, admin_token: str | None = None) -> None: ...
+def connect(
+    url: str,
+    namespace: str,
+    secret: str,
+    rank: int,
+    *,
+    transport: str | None = None,
+    shared_parameters: bool = False,
+    spin_us: int = 0,
+    rendezvous_timeout: float | None = None,
+) -> Member: ...
+@final
+class Memory:
+    def __new__(cls, tensor: Any, writable: bool = False) -> Memory: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+
+@final
+class Tensor:
+    """Memory of a job's that is exchanged where it lies. ``torch.from_dlpack`` and ``numpy.from_dlpack`` look at it; it is
+    given back to the job when nobody has it any more."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+    def __dlpack__(self, **options: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class Handle:
+    """A request under way, or several that end together. It can be awaited in an event loop."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and the job's error if the request failed."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def exception(self) -> BaseException | None:
+        """What it failed with; None if it ended well or has not ended."""
+
+    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        """Calls ``callback(handle)`` once it has ended: on a thread of the library's, or here if it has ended already."""
+
+    @property
+    def submitted_ns(self) -> int:
+        """When the request was handed in, in nanoseconds of the monotonic clock."""
+
+    @property
+    def finished_ns(self) -> int:
+        """When it ended; 0 while it has not."""
+
+    def __await__(self) -> Generator[Any, None, None]: ...
+
+@final
+class Member:
+    rank: int
+    workers: int
+    name: str
+    def init(self, settings: str) -> Job: ...
+
+@final
+class Job:
+    name: str
+    rank: int
+    workers: int
+    shares_memory: bool
+    def key(self, name: str) -> int | None: ...
+    def next_step(self, key: int) -> int: ...
+    def push(self, keys: list[int], sends: list[Range], owner: object) -> Handle: ...
+    def pull(self, keys: list[int], receives: list[Range], owner: object) -> Handle: ...
+    def push_pull(
+        self, keys: list[int], sends: list[Range], receives: list[Range], owner: object
+    ) -> Handle: ...
+    def push_pull_in_place(self, keys: list[int], ranges: list[Range], owner: object) -> Handle: ...
+    def initialise(self, keys: list[int], sends: list[Range], owner: object, version: int) -> Handle: ...
+    def set_hyperparameters(self, first_step: int, hyperparameters: str) -> None: ...
+    def gradient_tensor(self, key: int) -> Tensor: ...
+    def parameter_tensor(self, key: int) -> Tensor: ...
+    def statistics(self) -> dict[str, float]: ...
+    def failure(self) -> BaseException | None: ...
+    def leave(self) -> None: ...
+
+@final
+class Hub:
+    def __new__(
+        cls,
+        *,
+        listen: list[str] | None = None,
+        manager: str | None = None,
+        cores: int = 1,
+        admin_token: str | None = None,
+        memory: int | None = None,
+        shared_memory: bool = True,
+    ) -> Hub: ...
+    url: str
+    addresses: list[str]
+    def stop(self) -> None: ...
+    def failure(self) -> str | None: ...

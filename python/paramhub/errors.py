@@ -1,0 +1,24 @@
+"""What can go wrong. Every message says who, what, and what to do."""
+
+from __future__ import annotations
+
+
+class ParamhubError(RuntimeError):
+    """Any error of this package."""
+
+
+class MisuseError(ParamhubError, ValueError):
+    """The caller asked for something that cannot work: a wrong name, size or type, or a call out of place."""
+
+
+class ConnectError(ParamhubError, ConnectionError):
+    """A connection manager or hub cannot be reached, or refuses; or ranks of the job are missing, which it names."""
+
+
+class JobFailedError(ParamhubError):
+    """The job has failed, for every rank: a worker or a hub was lost, or broke a rule.
+
+    ``culprit`` is the rank at fault where the hub names one, else None.
+    """
+
+    culprit: int | None = None

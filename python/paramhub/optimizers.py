@@ -1,0 +1,115 @@
+"""The optimizers a hub runs, under torch.optim's names and with its definitions."""
+
+from __future__ import annotations
+
+
+class Optimizer:
+    """An optimizer by the name it has at the hub, and its numbers.
+
+    The built-in ones have classes of their own. Use this one for an optimizer that is registered at your hub; its
+    hyperparameters have the hub's names (``learning_rate``, ``momentum``, ``dampening``, ``nesterov``, ``weight_decay``,
+    ``beta1``, ``beta2``, ``epsilon``, or up to eight of its own), and what is left out has the hub's default.
+    """
+
+    def __init__(self, name: str, /, **hyperparameters: float | bool) -> None:
+        self.name = name
+        self.hyperparameters = hyperparameters
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value!r}" for name, value in self.hyperparameters.items())
+        return f"Optimizer({self.name!r}{', ' if numbers else ''}{numbers})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Optimizer):
+            return NotImplemented
+        return (self.name, self.hyperparameters) == (other.name, other.hyperparameters)
+
+    __hash__ = None  # type: ignore[assignment]  # its numbers may be changed
+
+    def settings(self) -> dict[str, object]:
+        """As the hub's settings have it."""
+        return {"name": self.name, "hyperparameters": settings_of(self.hyperparameters) or None}
+
+
+def settings_of(hyperparameters: dict[str, float | bool]) -> dict[str, object]:
+    """Numbers as the hub's settings have them: its own by name, an optimizer's further ones under ``extra``."""
+    known = {name: value for name, value in hyperparameters.items() if name in _HUB_NAMES}
+    extra = {name: float(value) for name, value in hyperparameters.items() if name not in _HUB_NAMES}
+    return {**known, "extra": extra} if extra else known
+
+
+_HUB_NAMES = frozenset(
+    ("learning_rate", "momentum", "dampening", "nesterov", "weight_decay", "beta1", "beta2", "epsilon")
+)
+
+
+class Mean(Optimizer):
+    """No optimizer: workers receive the mean of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+
+
+class Sum(Optimizer):
+    """No optimizer: workers receive the sum of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("sum")
+
+
+class SGD(Optimizer):
+    """torch.optim.SGD."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(
+            "sgd",
+            learning_rate=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
+
+
+class Nesterov(SGD):
+    """torch.optim.SGD with ``nesterov=True``."""
+
+    def __init__(self, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(lr, momentum=momentum, weight_decay=weight_decay, nesterov=True)
+
+
+class Adam(Optimizer):
+    """torch.optim.Adam."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            "adam", learning_rate=lr, beta1=betas[0], beta2=betas[1], epsilon=eps, weight_decay=weight_decay
+        )
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(
+            "adamw", learning_rate=lr, beta1=betas[0], beta2=betas[1], epsilon=eps, weight_decay=weight_decay
+        )
