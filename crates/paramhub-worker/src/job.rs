@@ -138,8 +138,8 @@ impl Job {
         self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
     }
 
-    /// Contributes a gradient to the key's next step and receives the parameters that follow from it, or the mean gradient
-    /// where the job has no optimizer.
+    /// Contributes a gradient to the key's next step and receives the parameters that follow from it, or the mean or
+    /// sum of the gradients where the job has no optimizer.
     pub fn push_pull<G: StableBytes, P: StableBytes>(
         &self,
         key: u32,
