@@ -15,7 +15,8 @@ use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerChoice {
-    /// `mean` (no optimizer: workers receive the mean gradient), `sgd`, `adam`, `adamw`, or a name registered at the hub.
+    /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`, or a
+    /// name registered at the hub.
     pub name: String,
     /// What holds from step 0; by default the optimizer's own defaults.
     #[serde(default)]
@@ -56,6 +57,12 @@ pub struct Settings {
     /// Fail the job, naming key and rank, when a gradient holds a NaN or an infinity; by default they pass.
     #[serde(default)]
     pub reject_non_finite: bool,
+}
+
+/// Whether an optimizer of this name updates parameters. `mean` and `sum` do not: what comes back follows from the step's
+/// gradients alone.
+pub fn has_parameters(optimizer: &str) -> bool {
+    !matches!(optimizer, "mean" | "sum")
 }
 
 fn default_aggregator() -> String {
@@ -132,7 +139,7 @@ impl Settings {
 
     /// Whether the parameters start from what rank 0 sends; without an optimizer there are none.
     pub fn has_parameters(&self) -> bool {
-        self.optimizer.name != "mean"
+        has_parameters(&self.optimizer.name)
     }
 
     /// Refuses `self`, the settings of rank `mine`, where they differ from those of rank `theirs`, naming the first

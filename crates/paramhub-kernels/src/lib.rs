@@ -55,7 +55,7 @@ pub mod sum;
 
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::Isa;
-pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step};
+pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided};
 pub use registry::{Registry, RegistryError};
 
 // The vocabulary of these signatures, so that an optimizer's author needs this crate alone.

@@ -4,10 +4,12 @@
 mod adam;
 mod mean;
 mod sgd;
+mod undivided;
 
 pub use adam::Adam;
 pub use mean::Mean;
 pub use sgd::Sgd;
+pub use undivided::Undivided;
 
 use std::sync::Arc;
 
@@ -27,14 +29,14 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// What a sum is multiplied with to become the mean: `1 / contributions`, rounded to f32.
     ///
-    /// Every optimizer takes the mean as `sum[i] * step.mean_factor()`, a multiplication, so that whoever
+    /// An optimizer that takes the mean does so as `sum[i] * step.mean_factor()`, a multiplication, so that whoever
     /// repeats a step elsewhere gets the same bits.
     pub fn mean_factor(&self) -> f32 {
         1.0 / self.contributions as f32
     }
 }
 
-/// An update rule, fused with the division by the number of contributions.
+/// An update rule, fused with the division by the number of contributions where it takes the mean.
 ///
 /// A rule is elementwise: element `i` of the new model and state depends on elements `i` alone, because a
 /// hub cuts tensors into chunks and calls each chunk's owner by itself. Implementations hold no state of

@@ -3,7 +3,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::aggregate::{Aggregator, Sum};
-use crate::optimizer::{Adam, Mean, Optimizer, Sgd};
+use crate::optimizer::{Adam, Mean, Optimizer, Sgd, Undivided};
 
 /// Optimizers and aggregators by the names that jobs ask for.
 ///
@@ -20,10 +20,11 @@ impl Registry {
         Self { optimizers: BTreeMap::new(), aggregators: BTreeMap::new() }
     }
 
-    /// A registry with the optimizers `mean`, `sgd`, `adam` and `adamw` and the aggregator `sum`.
+    /// A registry with the optimizers `mean`, `sum`, `sgd`, `adam` and `adamw` and the aggregator `sum`.
     pub fn with_builtins() -> Self {
-        let optimizers: [(&str, Arc<dyn Optimizer>); 4] = [
+        let optimizers: [(&str, Arc<dyn Optimizer>); 5] = [
             ("mean", Arc::new(Mean::new())),
+            ("sum", Arc::new(Undivided::new())),
             ("sgd", Arc::new(Sgd::new())),
             ("adam", Arc::new(Adam::new())),
             ("adamw", Arc::new(Adam::decoupled())),

@@ -106,9 +106,12 @@ fn names_are_taken_once_and_unknown_ones_are_answered_with_the_known() {
     assert!(registry.register_aggregator("sum", Arc::new(SumOfSquares)).is_err());
 
     let unknown = registry.optimizer("lamb").err().unwrap();
-    assert_eq!(unknown.to_string(), "no optimizer is called \"lamb\"; there are: adam, adamw, mean, sgd");
+    assert_eq!(
+        unknown.to_string(),
+        "no optimizer is called \"lamb\"; there are: adam, adamw, mean, sgd, sum"
+    );
     let unknown = registry.aggregator("max").err().unwrap();
     assert_eq!(unknown.to_string(), "no aggregator is called \"max\"; there are: sum");
-    assert_eq!(registry.optimizer_names().collect::<Vec<_>>(), ["adam", "adamw", "mean", "sgd"]);
+    assert_eq!(registry.optimizer_names().collect::<Vec<_>>(), ["adam", "adamw", "mean", "sgd", "sum"]);
     assert_eq!(registry.aggregator_names().collect::<Vec<_>>(), ["sum"]);
 }

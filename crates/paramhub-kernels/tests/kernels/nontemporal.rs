@@ -1,5 +1,5 @@
 use paramhub_kernels::nontemporal::NonTemporal;
-use paramhub_kernels::{Adam, Aggregator, Hyperparameters, Mean, Optimizer, Sgd, Step, Sum};
+use paramhub_kernels::{Adam, Aggregator, Hyperparameters, Mean, Optimizer, Sgd, Step, Sum, Undivided};
 
 use crate::support::{CODECS, Random, assert_same, lengths};
 
@@ -38,6 +38,7 @@ fn streamed_updates_have_the_bits_of_cached_ones_at_every_length_and_offset() {
     let plain = Hyperparameters { weight_decay: 0.01, ..Hyperparameters::default() };
     let nesterov = Hyperparameters { momentum: 0.9, nesterov: true, ..plain };
     compare("mean", Mean::new(), &plain);
+    compare("sum", Undivided::new(), &plain);
     compare("sgd", Sgd::new(), &plain);
     compare("nesterov", Sgd::new(), &nesterov);
     compare("adam", Adam::new(), &plain);

@@ -1,5 +1,5 @@
 use paramhub_kernels::{
-    Adam, HyperparameterError, Hyperparameters, Isa, Mean, Optimizer, Registry, Sgd, Step,
+    Adam, HyperparameterError, Hyperparameters, Isa, Mean, Optimizer, Registry, Sgd, Step, Undivided,
 };
 use proptest::prelude::*;
 
@@ -47,6 +47,7 @@ fn state_slots_follow_the_hyperparameters() {
     let plain = Hyperparameters::default();
     let momentum = Hyperparameters { momentum: 0.9, ..plain };
     assert_eq!(Mean::new().state_slots(&momentum), 0);
+    assert_eq!(Undivided::new().state_slots(&momentum), 0);
     assert_eq!(Sgd::new().state_slots(&plain), 0);
     assert_eq!(Sgd::new().state_slots(&momentum), 1);
     assert_eq!(Adam::new().state_slots(&plain), 2);
@@ -91,7 +92,9 @@ fn values_out_of_range_are_named() {
         assert!(error.starts_with(message), "{error}");
         assert_eq!(optimizer.check(&optimizer.defaults()), Ok(()));
     }
-    assert_eq!(registry.optimizer("mean").unwrap().check(&Hyperparameters::default()), Ok(()));
+    for unused in ["mean", "sum"] {
+        assert_eq!(registry.optimizer(unused).unwrap().check(&Hyperparameters::default()), Ok(()));
+    }
 }
 
 #[test]
@@ -167,6 +170,12 @@ fn cases() -> Vec<Case> {
             optimizer: |isa| Box::new(Mean::with_isa(isa)),
             hyperparameters: plain,
             reference: |step, _, sum, _| sum * (1.0 / step.contributions as f32),
+        },
+        Case {
+            name: "sum",
+            optimizer: |_| Box::new(Undivided::new()),
+            hyperparameters: plain,
+            reference: |_, _, sum, _| sum,
         },
         sgd("sgd", plain),
         sgd("sgd, decay", decay),

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use paramhub_core::settings::has_parameters;
 use serde::{Deserialize, Serialize};
 
 /// Reads and writes a value through its text form, so that the file takes what the flags take.
@@ -161,12 +162,11 @@ impl FromStr for TrainOptimizer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "mean" {
-            return Err(
-                "`mean` returns the mean gradient and updates no parameters, so nothing would be learnt: \
-                        use sgd, nesterov, adam or adamw"
-                    .into(),
-            );
+        if !has_parameters(text) {
+            return Err(format!(
+                "`{text}` returns the {text} of the gradients and updates no parameters, so nothing would be learnt: \
+                 use sgd, nesterov, adam or adamw"
+            ));
         }
         Self::ALL
             .into_iter()
@@ -209,8 +209,14 @@ mod tests {
     }
 
     #[test]
-    fn mean_is_refused_with_a_reason() {
-        assert!("mean".parse::<TrainOptimizer>().unwrap_err().contains("updates no parameters"));
+    fn what_learns_nothing_is_refused_with_a_reason() {
+        for text in ["mean", "sum"] {
+            let refused = text.parse::<TrainOptimizer>().unwrap_err();
+            assert!(
+                refused.contains(&format!("the {text} of the gradients and updates no parameters")),
+                "{refused}"
+            );
+        }
         for optimizer in TrainOptimizer::ALL {
             assert_eq!(optimizer.to_string().parse(), Ok(optimizer));
         }

@@ -55,6 +55,30 @@ fn the_mean_of_all_gradients_comes_back_for_every_key_and_step() {
 }
 
 #[test]
+fn the_sum_of_all_gradients_comes_back_undivided() {
+    let cluster = Cluster::new(2);
+    let optimizer = OptimizerChoice { name: "sum".into(), ..Default::default() };
+    let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
+    assert!(!settings.has_parameters());
+    cluster.job("sum", 3).run(&settings, |job| {
+        let refused = job.broadcast(&mut zeros(&settings), 0).unwrap_err().to_string();
+        assert!(refused.contains("every rank starts from its own"), "{refused}");
+        for step in 0..3 {
+            for (key, &len) in (0..).zip(&SIZES) {
+                let len = len as usize;
+                let own = gradient(job.rank(), key, step, len);
+                let (_, sum) = job.push_pull(key, own, vec![f32::NAN; len]).unwrap().wait().unwrap();
+                let all: Vec<Vec<f32>> = (0..3).map(|rank| gradient(rank, key, step, len)).collect();
+                for (element, &sum) in sum.iter().enumerate() {
+                    let expected = all[0][element] + all[1][element] + all[2][element];
+                    assert_eq!(sum, expected, "key {key}, step {step}, element {element}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn push_then_pull_reaches_what_push_pull_reaches() {
     let cluster = Cluster::new(1);
     let settings = Settings { optimizer: sgd(0.1, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
