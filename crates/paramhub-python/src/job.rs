@@ -136,6 +136,21 @@ impl Job {
         })
     }
 
+    /// Contributes gradients from `ranges` and receives what follows from them into the same memory.
+    fn push_pull_in_place(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        ranges: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[ranges.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: as in `pull`.
+            Errand::PushPullInPlace(unsafe { borrow(py, &owner, ranges[index]) }.into_receive())
+        })
+    }
+
     /// Rank 0: sends the parameters to start from, at `version`.
     fn initialise(
         &self,
@@ -189,6 +204,11 @@ impl Job {
     /// The exception the job has failed with, or None.
     fn failure(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         Ok(self.job(py)?.failure().map(|error| errors::worker(py, &error)))
+    }
+
+    /// Forgets the job without leaving it: the end of this process tells the hub, which tells the others.
+    fn abandon(&self) {
+        std::mem::forget(self.job.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Waits for the requests under way and leaves the job. Left before, it does nothing.

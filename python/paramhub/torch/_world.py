@@ -1,0 +1,401 @@
+"""All ranks of a training run: who they are, where they meet, and the hub they exchange through."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paramhub import _native
+from paramhub._hub import Hub, create_job
+from paramhub.errors import ConnectError, JobFailedError, MisuseError
+from paramhub.torch._launched import Launched, launched
+
+TIMEOUT_DEFAULT = 300.0
+"""Seconds within which every rank must arrive: scheduling and importing torch take their time."""
+FAREWELL_TIMEOUT = 10.0
+"""Seconds for which the rank with the hub waits for the others at the end."""
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """Where the run's connection manager is, and what it asks of those who create jobs."""
+
+    url: str
+    admin_token: str | None
+    is_embedded: bool
+
+
+class World:
+    """One run's ranks. Made by `init`; everything in `paramhub.torch` takes part through it."""
+
+    def __init__(self, place: Launched, store: dist.Store, url: str | None, options: Options) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.launcher = place.launcher
+        self.options = options
+        self._store = store
+        self._hub: Hub | None = None
+        self._jobs: list[_native.Job] = []
+        self._labels: dict[str, int] = {}
+        self._inherited = _inherited_ticket()
+        self.hub = self._meet_hub(url, place)
+        if self.rank == 0:
+            _say(self.describe())
+
+    def _meet_hub(self, url: str | None, place: Launched) -> HubAccess:
+        """Rank 0 decides which hub is used, and starts one if none is named; the others hear of it."""
+        if self.rank != 0:
+            told = json.loads(self._read("hub", "rank 0 has not said which hub is used"))
+            return HubAccess(**told)
+        url = url or os.environ.get("PARAMHUB_URL", "").strip()
+        if url:
+            access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False)
+        else:
+            access = self._start_hub(place)
+        self._store.set("hub", json.dumps(access.__dict__))
+        return access
+
+    def _start_hub(self, place: Launched) -> HubAccess:
+        cores = self.options.hub_cores or max(1, min(4, (os.cpu_count() or 1) // 4))
+        if place.is_on_one_host:
+            self._hub = Hub(cores=cores)
+            token = None
+        else:
+            address = _reachable_address(place)
+            token = secrets.token_hex(32)
+            self._hub = Hub(
+                listen=[_with_port(address, 0)],
+                manager=_with_port(address, 0),
+                cores=cores,
+                admin_token=token,
+            )
+        _say(
+            f"no PARAMHUB_URL is set, so rank 0 runs the hub: manager {self._hub.url} "
+            f"data {','.join(self._hub.addresses)} cores {cores}"
+        )
+        return HubAccess(self._hub.url, token, is_embedded=True)
+
+    def describe(self) -> str:
+        """The effective configuration in one line."""
+        hosts = "1 host" if self.local_size == self.size else f"{self.local_size} to a host"
+        hub = f"{self.hub.url} ({'in rank 0' if self.hub.is_embedded else 'PARAMHUB_URL'})"
+        transport = self.options.transport or os.environ.get("PARAMHUB_TRANSPORT", "").strip() or "auto"
+        trace = os.environ.get("PARAMHUB_TRACE", "").strip()
+        return (
+            f"{_native.__version__}: {self.size} rank{'s' * (self.size > 1)}, {hosts}, by {self.launcher}; hub {hub}; "
+            f"transport {transport}; reproducible {'yes' if self.options.reproducible else 'no'}; "
+            f"timeout {self.options.timeout:g} s" + (f"; trace {trace}" if trace else "")
+        )
+
+    def label(self, kind: str) -> str:
+        """A name for something that every rank makes in the same order: ``kind``, numbered."""
+        number = self._labels.get(kind, 0)
+        self._labels[kind] = number + 1
+        return f"{kind}-{number}"
+
+    def open_job(
+        self, label: str, settings: dict[str, Any], ranks: Sequence[int] | None = None
+    ) -> _native.Job:
+        """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
+
+        The first of them creates it and tells the others through the store. Settings are those of InitService, in the
+        hub's names; ``reproducible`` is added from this world's options where it is left out.
+        """
+        members = list(range(self.size)) if ranks is None else list(ranks)
+        rank = members.index(self.rank)
+        url, namespace, secret = self._ticket(label, members, rank)
+        member = _native.connect(
+            url,
+            namespace,
+            secret,
+            rank,
+            transport=self.options.transport,
+            rendezvous_timeout=self.options.timeout,
+        )
+        job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))
+        self._jobs.append(job)
+        return job
+
+    def _ticket(self, label: str, members: list[int], rank: int) -> tuple[str, str, str]:
+        if self._inherited is not None and len(members) == self.size:
+            # What `paramhub run` has created for this run is for whoever comes first.
+            ticket, self._inherited = self._inherited, None
+            return ticket
+        if rank != 0:
+            told = self._read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
+            ticket = tuple(json.loads(told))
+            if ticket[0] is None:
+                raise ConnectError(f"rank {members[0]} could not create the job for {label}: {ticket[1]}")
+            return ticket
+        name = f"{_script_name()}-{secrets.token_hex(4)}/{label}"
+        try:
+            ticket = create_job(
+                self.hub.url,
+                name,
+                len(members),
+                admin_token=self.hub.admin_token,
+                rendezvous_timeout=self.options.timeout,
+                dead_after=self.options.dead_after,
+                patience=10.0,
+            )
+        except ConnectError as error:
+            self._store.set(f"job/{label}", json.dumps([None, str(error), ""]))
+            raise
+        self._store.set(f"job/{label}", json.dumps(ticket))
+        return ticket
+
+    def close_job(self, job: _native.Job) -> None:
+        """Leaves a job before the end of the run."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        job.leave()
+
+    def _read(self, key: str, problem: str) -> str:
+        try:
+            # The store's own timeout is torch's; ours is what the user was told.
+            self._store.wait([key], timedelta(seconds=self.options.timeout))
+            return self._store.get(key).decode()
+        except Exception as error:
+            raise ConnectError(
+                f"rank {self.rank}: {problem} within {self.options.timeout:g} s: did it start, and can its host be reached? "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from None
+
+    def exchange_text(self, label: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
+        """Every rank's text, by rank; each of ``ranks`` calls it with the same label, once."""
+        members = list(range(self.size)) if ranks is None else list(ranks)
+        self._store.set(f"{label}/{self.rank}", text)
+        return [self._read(f"{label}/{rank}", f"rank {rank} has not arrived at {label}") for rank in members]
+
+    def leave(self, *, abandon: bool = False) -> None:
+        """Leaves every job, and ends the hub if it is here, once the others have left too.
+
+        With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
+        """
+        jobs, self._jobs = self._jobs, []
+        for job in reversed(jobs):
+            if abandon:
+                job.abandon()
+                continue
+            try:
+                job.leave()
+            except JobFailedError as error:
+                # Whoever used the job was told when it happened.
+                _say(f"rank {self.rank}: {error}")
+        if self._hub is None:
+            with contextlib.suppress(Exception):
+                self._store.add("left", 1)
+            return
+        if not abandon:
+            self._await_farewells()
+        self._hub.stop()
+
+    def _await_farewells(self) -> None:
+        deadline = time.monotonic() + FAREWELL_TIMEOUT
+        with contextlib.suppress(Exception):
+            while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `init` was asked for."""
+
+    transport: str | None = None
+    reproducible: bool = False
+    hub_cores: int | None = None
+    timeout: float = TIMEOUT_DEFAULT
+    dead_after: float = 30.0
+
+
+_world: World | None = None
+
+
+def init(
+    url: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    store: dist.Store | None = None,
+    transport: str | None = None,
+    reproducible: bool = False,
+    hub_cores: int | None = None,
+    timeout: float = TIMEOUT_DEFAULT,
+    dead_after: float = 30.0,
+) -> None:
+    """Joins the other ranks of this run. Called again it does nothing.
+
+    Who this rank is comes from the arguments, or from torchrun, Slurm or ``paramhub run``; without any of them it is alone.
+    The hub is the one at ``url`` (a connection manager's URL) or at ``PARAMHUB_URL``. If neither is given, rank 0 runs one on
+    threads of its own process, and says so. Ranks meet through ``store``, by default torch.distributed's own if it was
+    initialised, else a TCPStore at ``MASTER_ADDR:MASTER_PORT``.
+
+    ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp`` or ``shm``, by default what
+    ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
+    is how many threads a hub in rank 0 sums on, by default a quarter of the processors and at most 4. ``timeout`` in seconds is
+    how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
+    noticed at once.
+    """
+    global _world
+    if _world is not None:
+        return
+    place = launched(rank, size, local_rank, local_size)
+    options = Options(transport, reproducible, hub_cores, timeout, dead_after)
+    if store is None:
+        store = _meeting_place(place, timeout)
+    _world = World(place, dist.PrefixStore(_prefix(), store), url, options)
+    atexit.register(_at_exit)
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` not since."""
+    return _world is not None
+
+
+def shutdown() -> None:
+    """Leaves all jobs. It happens by itself at the end of the process."""
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        atexit.unregister(_at_exit)
+        world.leave()
+
+
+def world() -> World:
+    """The ranks of this run, which are joined now if `init` was not called before."""
+    if _world is None:
+        init()
+    assert _world is not None
+    return _world
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return _initialised().rank
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return _initialised().size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return _initialised().local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return _initialised().local_size
+
+
+def _initialised() -> World:
+    if _world is None:
+        raise MisuseError("call paramhub.torch.init() first")
+    return _world
+
+
+def _at_exit() -> None:
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        # The interpreter notes an exception that ends it. A rank that failed must not wait for ranks that wait for it.
+        world.leave(abandon=getattr(sys, "last_value", None) is not None)
+
+
+_restarts = 0
+
+
+def _prefix() -> str:
+    """Of all keys in the store: other incarnations of the run, and earlier worlds of this process, have other ones."""
+    global _restarts
+    _restarts += 1
+    return f"paramhub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_restarts}"
+
+
+def _meeting_place(place: Launched, timeout: float) -> dist.Store:
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if place.size == 1:
+        return dist.HashStore()
+    if place.master is None:
+        raise MisuseError(
+            f"rank {place.rank} of {place.size} does not know where to meet the others: start with torchrun, srun or "
+            "`paramhub run`, or set MASTER_ADDR and MASTER_PORT to an address and a free port of rank 0's host"
+        )
+    host, port = place.master
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            place.size,
+            is_master=place.rank == 0 and not has_agent,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except Exception as error:
+        raise ConnectError(
+            f"rank {place.rank}: no meeting with the others at {host}:{port}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _inherited_ticket() -> tuple[str, str, str] | None:
+    """The job that `paramhub run` has created for this run."""
+    values = [os.environ.get(name, "") for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET")]
+    return (values[0], values[1], values[2]) if all(values) else None
+
+
+def _reachable_address(place: Launched) -> str:
+    """An address of this host that the other hosts reach: the one they meet at, or the one that leads there."""
+    if place.master is None:
+        raise MisuseError("a hub for other hosts needs MASTER_ADDR, or set PARAMHUB_URL to a running hub")
+    host, port = place.master
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            # No packet leaves: the system only looks up the route.
+            probe.connect(address)
+            own = probe.getsockname()[0]
+            if not own.startswith("127.") and own != "::1":
+                return own
+    raise MisuseError(
+        f"MASTER_ADDR {host} leads to a loopback address, where other hosts cannot reach a hub: set it to a name or "
+        "address of rank 0's host in the network, or set PARAMHUB_URL to a running hub"
+    )
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _script_name() -> str:
+    """The training script's name as far as a job's may have it."""
+    name = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0]
+    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
+    return kept[:64].strip("-") or "torch"
+
+
+def _say(line: str) -> None:
+    print(f"paramhub: {line}", file=sys.stderr, flush=True)
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Ranks as people read them."""
+    return ", ".join(map(str, ranks))
