@@ -89,7 +89,7 @@ impl fmt::Debug for SendRegion {
     }
 }
 
-/// Bytes a worker receives into (parameters). They belong to the region alone while it lives.
+/// Bytes a worker receives into (parameters), and may send from before. They belong to the region alone while it lives.
 pub struct ReceiveRegion {
     source: Source,
 }

@@ -94,11 +94,14 @@ impl Desk {
     /// The bytes in the user's memory that a chunk is sent from; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
         let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        let bytes = ticket.buffers.send.as_ref().map_or(&[][..], |region| region.bytes());
-        if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
+        match ticket.buffers.sent_from() {
+            Some(bytes) => &bytes[extent.byte_range(self.codecs(extent.key).1)],
+            None => &[],
+        }
     }
 
-    /// Where in the user's memory a chunk's new parameters go.
+    /// Where in the user's memory a chunk's new parameters go. An answer is expected only of a chunk that was sent whole, so
+    /// that what is exchanged in place has been read by then.
     pub(crate) fn destination(&mut self, extent: &Extent) -> &mut [u8] {
         let range = extent.byte_range(self.codecs(extent.key).1);
         let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");

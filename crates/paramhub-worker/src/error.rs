@@ -117,7 +117,7 @@ pub enum WorkerError {
         who: Who,
         /// The key with its type and shape.
         key: Arc<str>,
-        /// `gradient` or `parameters`.
+        /// `gradient`, `parameters`, or `gradient in place`.
         buffer: &'static str,
         /// Elements times bytes of the dtype.
         expected_bytes: u64,

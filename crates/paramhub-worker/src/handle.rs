@@ -14,7 +14,8 @@ use crate::error::{WorkerError, panic_message};
 
 /// A request under way. It ends whether or not anyone waits: a dropped handle lets it, and its buffers are freed then.
 ///
-/// `G` is what was sent from and `P` what was received into, `()` where there is none or where it was borrowed.
+/// `G` is what was sent from and `P` what was received into, `()` where there is none or where it was borrowed. What is
+/// exchanged in place is `P`.
 pub struct Handle<G, P> {
     completion: Arc<Completion>,
     unpack: fn(Buffers) -> (G, P),
@@ -108,8 +109,20 @@ type Callback = Box<dyn FnOnce(&Result<(), WorkerError>) + Send>;
 pub(crate) struct Buffers {
     pub(crate) send: Option<SendRegion>,
     pub(crate) receive: Option<ReceiveRegion>,
+    /// The gradient is sent from where the parameters are received into.
+    pub(crate) is_in_place: bool,
     /// Places in the arena that the request passes through; nobody's until it ends.
     pub(crate) claims: [Option<Tensor>; 2],
+}
+
+impl Buffers {
+    /// The bytes that are sent, if any are.
+    pub(crate) fn sent_from(&self) -> Option<&[u8]> {
+        match &self.receive {
+            Some(region) if self.is_in_place => Some(region.bytes()),
+            _ => self.send.as_ref().map(SendRegion::bytes),
+        }
+    }
 }
 
 /// What a handle and the I/O thread share of a request.
@@ -119,6 +132,7 @@ pub(crate) struct Completion {
     signal: Condvar,
 }
 
+#[allow(clippy::large_enum_variant, reason = "every request ends, and a box would be an allocation each")]
 enum State {
     Pending {
         callbacks: Vec<Callback>,

@@ -66,6 +66,8 @@ pub enum Errand {
     Pull(ReceiveRegion),
     /// Contribute a gradient and receive the parameters that follow from it.
     PushPull(SendRegion, ReceiveRegion),
+    /// Contribute the gradient that lies in the region, and receive the parameters that follow from it in its place.
+    PushPullInPlace(ReceiveRegion),
     /// Rank 0: send the parameters to start from, and the version they have.
     Initialise(SendRegion, u32),
 }
@@ -151,6 +153,17 @@ impl Job {
             let gradient = sent(Buffers { send: buffers.send.take(), ..Default::default() });
             (gradient, received(buffers))
         })
+    }
+
+    /// [`push_pull`](Self::push_pull) into the very memory that the gradient was sent from. Chunks of it are replaced one by
+    /// one: after an error some are new and the rest is still the gradient.
+    pub fn push_pull_in_place<B: StableBytes>(
+        &self,
+        key: u32,
+        buffer: B,
+    ) -> Result<Handle<(), B>, WorkerError> {
+        let errand = Errand::PushPullInPlace(ReceiveRegion::owned(buffer));
+        self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
     }
 
     /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
@@ -368,7 +381,8 @@ impl Shared {
         }
         let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
         let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
-        for (buffer, bytes) in [("gradient", gradient), ("parameters", parameters)] {
+        let receive = if buffers.is_in_place { "gradient in place" } else { "parameters" };
+        for (buffer, bytes) in [("gradient", gradient), (receive, parameters)] {
             let expected_bytes = named.elements().unwrap_or(0) * named.dtype.bytes() as u64;
             if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
                 let (who, key) = (self.who.clone(), named.to_string().into());
@@ -381,8 +395,7 @@ impl Shared {
             request,
         })?;
         if let Some(arena) = &self.arena {
-            let (send, receive) = (buffers.send.as_ref(), buffers.receive.as_ref());
-            let (send, receive) = (send.map(SendRegion::bytes), receive.map(ReceiveRegion::bytes));
+            let (send, receive) = (buffers.sent_from(), buffers.receive.as_ref().map(ReceiveRegion::bytes));
             let claims = arena.claim(key, request, send, receive);
             buffers.claims = claims.ok_or_else(|| {
                 self.steps.undo(key, claim);
@@ -433,13 +446,16 @@ impl Shared {
 
 impl Errand {
     fn open(self) -> (Request, u32, Buffers) {
-        let buffers = |send, receive| Buffers { send, receive, claims: [None, None] };
+        let buffers = |send, receive| Buffers { send, receive, ..Default::default() };
         match self {
             Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
             Errand::PushPullShared(send) => (Request::PushPull, 0, buffers(Some(send), None)),
             Errand::PullShared => (Request::Pull, 0, buffers(None, None)),
             Errand::Pull(receive) => (Request::Pull, 0, buffers(None, Some(receive))),
             Errand::PushPull(send, receive) => (Request::PushPull, 0, buffers(Some(send), Some(receive))),
+            Errand::PushPullInPlace(receive) => {
+                (Request::PushPull, 0, Buffers { is_in_place: true, ..buffers(None, Some(receive)) })
+            }
             Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),
         }
     }

@@ -50,6 +50,15 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.submit(key, Errand::PushPull(self.lending.send(gradient), self.lending.receive(out)))
     }
 
+    /// As [`Job::push_pull_in_place`](crate::Job::push_pull_in_place).
+    pub fn push_pull_in_place<T: Pod>(
+        &self,
+        key: u32,
+        buffer: &'env mut [T],
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::PushPullInPlace(self.lending.receive(buffer)))
+    }
+
     /// As [`Job::push_pull_shared`](crate::Job::push_pull_shared).
     pub fn push_pull_shared<T: Pod>(
         &self,

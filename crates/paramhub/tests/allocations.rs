@@ -21,6 +21,7 @@ struct Way {
     name: &'static str,
     transports: [Transport; WORKERS as usize],
     shared_parameters: bool,
+    in_place: bool,
     reproducible: bool,
     codec: Codec,
 }
@@ -60,11 +61,12 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
                     let (mut gradient, mut out) = (vec![1.0f32; ELEMENTS], parameters.remove(0));
                     let mut step = || {
                         let (given, into) = (std::mem::take(&mut gradient), std::mem::take(&mut out));
-                        match way.shared_parameters {
-                            true => (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap(),
-                            false => {
-                                (gradient, out) = job.push_pull(0, given, into).unwrap().wait().unwrap();
-                            }
+                        if way.shared_parameters {
+                            (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap();
+                        } else if way.in_place {
+                            ((), gradient) = job.push_pull_in_place(0, given).unwrap().wait().unwrap();
+                        } else {
+                            (gradient, out) = job.push_pull(0, given, into).unwrap().wait().unwrap();
                         }
                     };
                     // The first steps may grow what then stays.
@@ -95,6 +97,7 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         name,
         transports,
         shared_parameters,
+        in_place: false,
         reproducible: false,
         codec: Codec::F32,
     };
@@ -106,6 +109,11 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     ];
     let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
     cases.push(Way { codec: Codec::F16, ..ways[1] });
+    cases.extend([0, 1].map(|way| Way {
+        name: ["tcp-in-place", "shm-in-place"][way],
+        in_place: true,
+        ..ways[way]
+    }));
     for way in cases {
         let few_chunks = allocations(&client, 1 << 20, way);
         let many_chunks = allocations(&client, 4 << 10, way);

@@ -97,17 +97,17 @@ impl Tensor {
 // SAFETY: heap words stay where they are when the value moves, and so does a mapping, which lives as long as the `Arc` in
 // `arena`. Address and length never change. Within this process the bytes are the value's alone: `take` gives none out
 // twice, and whoever else writes to an arena takes the range first. The hub at the other end, which a worker trusts with its
-// memory, writes them only between a request that hands the tensor over and its answer, when nobody here looks at them; of a
-// job that has failed it may still write an answer under way, and then only numbers change. Mapped bytes are initialised,
-// and bytes are valid whatever is written.
+// memory, writes them only between a request that hands the tensor over and its answer, and of one that is exchanged in place
+// only chunks that were sent whole: nobody here looks at them then. Of a job that has failed it may still write an answer
+// under way, and then only numbers change. Mapped bytes are initialised, and bytes are valid whatever is written.
 unsafe impl StableBytes for Tensor {
     fn as_bytes(&self) -> &[u8] {
         match &self.place {
             Place::Heap { words, bytes } => &bytemuck::cast_slice(words)[..*bytes],
             Place::Arena { arena, range } => {
                 let start = arena.segment.pointer(range.start);
-                // SAFETY: mapped while `arena` lives, within the segment (`take` checked it), and written by nobody while
-                // `self` is borrowed, as argued above.
+                // SAFETY: mapped while `arena` lives, within the segment (`take` checked it), and what is looked at
+                // is written by nobody meanwhile, as argued above.
                 unsafe { std::slice::from_raw_parts(start, range.len()) }
             }
         }

@@ -111,6 +111,41 @@ fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
 }
 
 #[test]
+fn in_place_every_chunk_leaves_as_it_was_while_others_are_replaced() {
+    const CHUNK: usize = 16 << 10;
+    const CHUNKS: usize = 60;
+    for codec in [Codec::F32, Codec::BF16] {
+        let hub = Hub::new(1);
+        let settings = Settings {
+            codec: Some(codec),
+            chunk_bytes: 4 * CHUNK as u32,
+            ..settings(&[(CHUNKS * CHUNK) as u64])
+        };
+        // Nearly every write breaks off inside a chunk, and what was gathered behind it is gathered again.
+        let options = Options { socket_send_bytes: Some(8 << 10), ..Options::default() };
+        let (job, mut peers) = hub.open(hub.admission(1, settings), options);
+        let gradient: Vec<f32> = (0..CHUNKS * CHUNK).map(|index| (index as f32).cos() * 100.0).collect();
+        let mut expected = vec![0; CHUNKS * CHUNK * codec.bytes()];
+        convert::encode(&gradient, &mut expected, codec);
+        let memory = gradient.as_ptr();
+        let handle = job.push_pull_in_place(0, gradient).unwrap();
+        for _ in 0..CHUNKS {
+            let (header, payload) = peers[0].request().unwrap();
+            let chunk = header.chunk as usize;
+            let bytes = CHUNK * codec.bytes();
+            assert!(payload == expected[chunk * bytes..(chunk + 1) * bytes], "chunk {chunk} is another");
+            peers[0].parameters(header.chunk, 1, bytemuck::cast_slice(&[chunk as f32; CHUNK]));
+        }
+        let ((), out) = handle.wait().unwrap();
+        assert_eq!(out.as_ptr(), memory);
+        assert!(out.chunks(CHUNK).zip(0..).all(|(chunk, number)| chunk == [number as f32; CHUNK]));
+        let refused = job.push_pull_in_place(0, vec![0.0_f32; 3]).unwrap_err().to_string();
+        assert!(refused.contains("the gradient in place has 12"), "{refused}");
+        part(job, peers);
+    }
+}
+
+#[test]
 fn half_precision_keys_travel_as_they_lie_in_memory() {
     let mut key = Key::new("half", [CHUNK as u64 + 1]);
     key.dtype = Dtype::BF16;

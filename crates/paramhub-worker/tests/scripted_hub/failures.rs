@@ -2,10 +2,11 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::codec::Codec;
 use paramhub_core::service::JobOptions;
+use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_worker::{Admission, Job, Options, WorkerError};
 
-use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
+use super::hub::{self, CHUNK, Hub, PATIENCE, Peer, ramp, settings};
 
 /// Asserts that a request under way and a later one fail alike, and that the buffers of the first come back.
 fn assert_failed(
@@ -114,6 +115,36 @@ fn an_answer_before_the_request_has_left_whole_is_an_offence() {
     peers[0].request().unwrap();
     peers[0].parameters(LARGE as u32 - 1, 1, &[0; 4 * CHUNK]);
     assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
+}
+
+#[test]
+fn in_place_nothing_is_overwritten_that_has_not_left_whole() {
+    // A chunk that fits into no socket, so that it has begun to leave and stays so.
+    const ELEMENTS: usize = 4 << 20;
+    let hub = Hub::new(1);
+    let settings = Settings { chunk_bytes: 4 * ELEMENTS as u32, ..settings(&[ELEMENTS as u64, 4]) };
+    let (job, mut peers) = hub.open_plain(settings);
+    let handle = job.push_pull_in_place(0, ramp(ELEMENTS)).unwrap();
+    peers[0].await_something();
+    let length = 4 * ELEMENTS as u32;
+    let early = Header { step: 1, length, ..Header::bare(Operation::Parameters) };
+    peers[0].say_bytes(&[&early.encode()[..], &[0xff; 4096]].concat());
+    let finished = handle.finish();
+    assert!(matches!(finished.outcome, Err(WorkerError::Protocol { .. })), "{:?}", finished.outcome);
+    assert!(finished.parameters == ramp(ELEMENTS), "the gradient was overwritten while it left");
+
+    // Of many chunks those that were answered in time are new, and the others are as they were.
+    const CHUNKS: usize = 8 << 10;
+    let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
+    let (job, mut peers) = hub.open(hub.admission(1, hub::settings(&[(CHUNKS * CHUNK) as u64, 4])), options);
+    let handle = job.push_pull_in_place(0, ramp(CHUNKS * CHUNK)).unwrap();
+    assert_eq!(peers[0].request().unwrap().0.chunk, 0);
+    peers[0].parameters(0, 1, &[0; 4 * CHUNK]);
+    peers[0].parameters(CHUNKS as u32 - 1, 1, &[0; 4 * CHUNK]);
+    let finished = handle.finish();
+    assert!(matches!(finished.outcome, Err(WorkerError::Protocol { .. })), "{:?}", finished.outcome);
+    assert_eq!(finished.parameters[..CHUNK], [0.0; CHUNK]);
+    assert!(finished.parameters[CHUNK..] == ramp(CHUNKS * CHUNK)[CHUNK..]);
 }
 
 #[test]

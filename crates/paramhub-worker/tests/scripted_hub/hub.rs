@@ -170,6 +170,18 @@ impl Peer {
         }
     }
 
+    /// Waits until the worker has sent something, and leaves it there.
+    pub(crate) fn await_something(&mut self) {
+        let mut events = Events::with_capacity(1);
+        self.poller.wait(&mut events, Some(PATIENCE)).unwrap();
+        assert!(!events.is_empty(), "nothing came from the worker for {PATIENCE:?}");
+    }
+
+    /// Says bytes that need be no frame and fit into the socket.
+    pub(crate) fn say_bytes(&mut self, bytes: &[u8]) {
+        assert_eq!(rustix::io::write(&self.stream, bytes).unwrap(), bytes.len());
+    }
+
     pub(crate) fn say(&mut self, header: Header, payload: &[u8]) {
         let header = Header { length: payload.len() as u32, ..header };
         let deadline = Instant::now() + PATIENCE;

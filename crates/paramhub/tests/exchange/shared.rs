@@ -152,7 +152,11 @@ fn what_is_received_into_own_memory_beside_shared_parameters_is_the_same() {
         let [mut out] = model;
         for step in 3..6 {
             assert_eq!(job.next_step(0).unwrap(), step);
-            out = job.push_pull(0, vec![1.0f32; 20_000], out).unwrap().wait().unwrap().1;
+            let gradient = vec![1.0f32; 20_000];
+            out = match step {
+                4 => job.push_pull_in_place(0, gradient).unwrap().wait().unwrap().1,
+                _ => job.push_pull(0, gradient, out).unwrap().wait().unwrap().1,
+            };
             let mut shared = vec![f32::NAN; 20_000];
             job.shared_parameters(0).unwrap().read(&mut shared);
             assert!(out == shared && out[0] == -0.5 * (step - 2) as f32, "step {step}");

@@ -3,6 +3,7 @@
 mod bystander;
 mod cluster;
 mod consistency;
+mod in_place;
 mod local;
 mod numerics;
 mod offences;
