@@ -18,7 +18,7 @@ use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 use crate::arena::WorkerArena;
 use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
-use crate::inbox::{Command, Inbox};
+use crate::inbox::{Change, Command, Inbox};
 use crate::notices::{HubNotice, Notices};
 use crate::options::{Options, deadline};
 use crate::scope::Scope;
@@ -279,19 +279,37 @@ impl Job {
         })
     }
 
-    /// Lets `hyperparameters` hold from `first_step` on, on every chunk of every key. It leaves before every push made after
-    /// it: called by any one rank before that rank's push of `first_step`, it holds for that step of a synchronous job.
+    /// Lets `hyperparameters` hold from `first_step` on, on every chunk of the keys of group 0, which are all where the job
+    /// has no other groups. It leaves before every push made after it: called by any one rank before that rank's push of
+    /// `first_step`, it holds for that step of a synchronous job.
     pub fn set_hyperparameters(
         &self,
         first_step: u32,
         hyperparameters: &Hyperparameters,
     ) -> Result<(), WorkerError> {
+        self.set_group_hyperparameters(0, first_step, hyperparameters)
+    }
+
+    /// [`set_hyperparameters`](Self::set_hyperparameters) for the keys of one group; those of the others stay.
+    pub fn set_group_hyperparameters(
+        &self,
+        group: u16,
+        first_step: u32,
+        hyperparameters: &Hyperparameters,
+    ) -> Result<(), WorkerError> {
+        let groups = self.settings().groups();
+        if usize::from(group) >= groups {
+            return Err(self.shared.misplaced(format!(
+                "hyperparameters were set for group {group}, but the job has {groups}, counted from 0"
+            )));
+        }
         if !hyperparameters.is_finite() {
             return Err(self.shared.misplaced(format!(
                 "hyperparameters must be finite numbers, but step {first_step} was to use {hyperparameters:?}"
             )));
         }
-        self.shared.inbox.put_retune(&self.shared.who, first_step, *hyperparameters)
+        let change = Change { group, first_step, hyperparameters: *hyperparameters };
+        self.shared.inbox.put_retune(&self.shared.who, change)
     }
 
     /// What has been exchanged so far.

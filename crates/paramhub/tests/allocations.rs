@@ -36,7 +36,10 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
     let created = client.create_service(&request).unwrap();
     let hyperparameters = Hyperparameters { momentum: 0.9, ..Default::default() };
     let settings = Settings {
-        optimizer: OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) },
+        optimizer: OptimizerChoice {
+            hyperparameters: Some(hyperparameters),
+            ..OptimizerChoice::named("sgd")
+        },
         chunk_bytes,
         reproducible: way.reproducible,
         codec: Some(way.codec),

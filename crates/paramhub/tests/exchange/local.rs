@@ -352,6 +352,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     let cluster = Cluster::new(1);
     let bare =
         |operation, length| Header { length, codec: Codec::F32, ..Header::bare(operation) }.encode().to_vec();
+    let retune = Header { chunk: 1, ..Header::bare(Operation::Retune) }.encode().to_vec();
     let lie = "which its ring cannot hold";
     // Whether the hub still says why to the one at fault: not over rings whose counts are lies.
     let offences: Vec<(&str, Offence, &str, bool)> = vec![
@@ -369,6 +370,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
         ("oversized length", header(|bytes| bytes[12..].fill(0xff)), "announces 4294967295 bytes", true),
         ("wrong codec", header(|bytes| bytes[1] = Codec::F16 as u8), "16 bytes of f16", true),
         ("future step", says(push(5)), "step 5 was asked for, but step 0 is under way", true),
+        ("an unknown group", says(retune), "group 1 that cannot be used: the job has no such group", true),
         ("twice", says([push(0), push(0)].concat()), "before the first was answered", true),
         (
             "parameters nobody asked for",

@@ -338,7 +338,7 @@ fn reached(cluster: &Cluster, name: &str, settings: &Settings, transports: &[Tra
 #[test]
 fn every_element_type_and_codec_reaches_the_same_bits_over_every_transport() {
     let cluster = Cluster::new(2);
-    let adam = OptimizerChoice { name: "adam".into(), hyperparameters: None };
+    let adam = OptimizerChoice::named("adam");
     let table = |dtype: Dtype| {
         let key = |(number, &elements): (usize, &u64)| {
             let mut key = Key::new(format!("layer{number}"), [elements]);
