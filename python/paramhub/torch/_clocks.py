@@ -15,8 +15,8 @@ PINGS = 9
 
 
 def clock_identity() -> str:
-    """Of the monotonic clock: processes with the same identity read the same time. A boot has one clock, a time
-    namespace shifts it."""
+    """Of the monotonic clock: processes with the same identity read the same time. A boot has one clock, a
+    time namespace shifts it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     try:
@@ -35,8 +35,8 @@ def offset_to_rank_0(
 ) -> int:
     """Nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together.
 
-    Ranks that share rank 0's clock add nothing. The others ask rank 0 for its time through the store, and take it
-    for that of the middle of the shortest of several round trips: the error is at most half of it.
+    Ranks that share rank 0's clock add nothing. The others ask rank 0 for its time through the store, and
+    take it for that of the middle of the shortest of several round trips: the error is at most half of it.
 
     Raises ConnectError if a rank does not arrive within ``timeout`` seconds.
     """
@@ -59,7 +59,7 @@ def offset_to_rank_0(
         store.set(f"clock/{rank}/ping/{ping}", "")
         told = int(_read(store, f"clock/{rank}/pong/{ping}", 0, limit))
         end = now_ns()
-        # The first ping waits until rank 0 has done with the ranks before: it takes long, and so does not win.
+        # The first one waits until rank 0 has done with the ranks before: it takes long, and does not win.
         trips.append((end - begin, told - (begin + end) // 2))
     return min(trips)[1]
 
@@ -70,6 +70,6 @@ def _read(store: dist.Store, key: str, rank: int, limit: timedelta) -> str:
         return store.get(key).decode()
     except Exception as error:
         raise ConnectError(
-            f"rank {rank} has not compared its clock for the trace within {limit.total_seconds():g} s: did it start? "
-            f"({type(error).__name__})"
+            f"rank {rank} has not compared its clock for the trace within {limit.total_seconds():g} s: "
+            f"did it start? ({type(error).__name__})"
         ) from None

@@ -16,7 +16,8 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 
 COMPUTATION, WAITS, EXCHANGE = "computation", "waits", "exchange"
-"""Tracks. Spans of the first two follow or enclose one another; exchanges overlap, and have a row for each tensor."""
+"""Tracks. Spans of the first two follow or enclose one another; exchanges overlap, and have a row for each
+tensor."""
 
 
 class Event(NamedTuple):
@@ -61,8 +62,8 @@ def write(directory: str, origin: Origin, events: Iterable[Event], dropped: int,
 
 
 def merge(directory: str) -> str:
-    """Merges the rank files in ``directory`` into its ``trace.json``, whose path it returns. Of several runs the one
-    that wrote last counts."""
+    """Merges the rank files in ``directory`` into its ``trace.json``, whose path it returns. Of several runs
+    the one that wrote last counts."""
     folder = Path(directory)
     files = sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime)
     if not files:

@@ -1,13 +1,13 @@
 """What every rank did when, as a timeline for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-With ``PARAMHUB_TRACE=dir`` in rank 0's environment every rank writes ``dir/rank-N.json`` when it leaves, and the
-rank that finds all of them there (or rank 0, when it leaves) merges them into ``dir/trace.json``, on rank 0's clock.
-Hosts that share no directory leave their files to be copied together and merged by
-``python -m paramhub.torch.trace dir``.
+With ``PARAMHUB_TRACE=dir`` in rank 0's environment every rank writes ``dir/rank-N.json`` when it leaves, and
+the rank that finds all of them there (or rank 0, when it leaves) merges them into ``dir/trace.json``, on rank
+0's clock. Hosts that share no directory leave their files to be copied together and merged by
+``python -m paramhub.torch.merge_traces dir``.
 
-A process of the timeline is a rank. Its tracks are ``computation`` (forward, backward, step), ``waits`` (for which
-tensor it waits), and a row for each tensor's exchanges, from the request to its end. A rank keeps the newest
-``EVENTS_MAX`` events; how many older ones were dropped stands in its file.
+A process of the timeline is a rank. Its tracks are ``computation`` (forward, backward, step), ``waits`` (for
+which tensor it waits), and a row for each tensor's exchanges, from the request to its end. A rank keeps the
+newest ``EVENTS_MAX`` events; how many older ones were dropped stands in its file.
 
 `span` is for the user's own code too::
 
@@ -41,7 +41,8 @@ _nothing = contextlib.nullcontext()
 
 
 def span(name: str, track: str = COMPUTATION) -> contextlib.AbstractContextManager[Any]:
-    """A context whose duration is recorded under ``name``. Spans of one track follow or enclose one another."""
+    """A context whose duration is recorded under ``name``. Spans of one track follow or enclose one
+    another."""
     return _Span(_recorder, name, track) if _recorder is not None else _nothing
 
 
@@ -63,7 +64,8 @@ def request(name: str, handle: _native.Handle) -> None:
 
 
 class Watch:
-    """Records a module's forward passes, and its backward passes from the first gradient to `backward_ended`."""
+    """Records a module's forward passes, and its backward passes from the first gradient to
+    `backward_ended`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._forward_ns = 0
@@ -164,9 +166,3 @@ def _finish() -> None:
         write(recorder.directory, recorder.origin, recorder.events, dropped, _native.now_ns())
     except OSError as error:
         print(f"paramhub: rank {recorder.origin.rank}: no trace was written: {error}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m paramhub.torch.trace DIR")
-    print(merge(sys.argv[1]))
