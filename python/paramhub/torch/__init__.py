@@ -4,5 +4,17 @@ from __future__ import annotations
 
 from paramhub.torch import trace
 from paramhub.torch._world import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from paramhub.torch.ddp import HubState, hub_hook
 
-__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size", "trace"]
+__all__ = [
+    "HubState",
+    "hub_hook",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "trace",
+]
