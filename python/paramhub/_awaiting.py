@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,10 +18,9 @@ async def ended(handle: Handle) -> None:
             future.set_result(None)
 
     def tell(_: Handle) -> None:
-        try:
+        # A loop that was closed meanwhile has nobody who waits.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve)
-        except RuntimeError:
-            pass  # The loop was closed meanwhile: nobody waits.
 
     handle.add_done_callback(tell)
     await future

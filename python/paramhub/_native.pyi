@@ -36,6 +36,7 @@ def connect(
     spin_us: int = 0,
     rendezvous_timeout: float | None = None,
 ) -> Member: ...
+
 @final
 class Memory:
     def __new__(cls, tensor: Any, writable: bool = False) -> Memory: ...
@@ -88,7 +89,7 @@ class Handle:
     def finished_ns(self) -> int:
         """When it ended; 0 while it has not."""
 
-    def __await__(self) -> Generator[Any, None, None]: ...
+    def __await__(self) -> Generator[Any]: ...
 
 @final
 class Member:

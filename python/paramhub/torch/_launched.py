@@ -74,7 +74,9 @@ def _slurm(environment: Mapping[str, str]) -> Launched:
     rank, size = _read(environment, "SLURM_PROCID"), _read(environment, "SLURM_NTASKS")
     local_rank = _read(environment, "SLURM_LOCALID", 0)
     node = _read(environment, "SLURM_NODEID", 0)
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(size)
+    tasks = (
+        environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(size)
+    )
     counts = tasks_per_node(tasks)
     local_size = counts[node] if node < len(counts) else size
     master = _master(environment)

@@ -54,7 +54,9 @@ def check_same_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.devi
         if found is None:
             found = tensor.device
         elif tensor.device != found:
-            raise MisuseError(f"{name!r} is on {tensor.device}, others are on {found}: give each device an optimizer of its own")
+            raise MisuseError(
+                f"{name!r} is on {tensor.device}, others are on {found}: give each device an optimizer of its own"
+            )
     if found is None:
         raise MisuseError("there is no tensor to exchange")
     return found

@@ -404,7 +404,9 @@ def _with_port(address: str, port: int) -> str:
 def _script_name() -> str:
     """The training script's name as far as a job's may have it."""
     name = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0]
-    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
+    kept = "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name
+    )
     return kept[:64].strip("-") or "torch"
 
 

@@ -1,0 +1,105 @@
+"""Fixtures of all tests.
+
+Tests that need torch are in ``torch/``, and import it at the top of their files. The helpers are in ``support/``, from which
+tests import by name: ``from team import Rank``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import Ended, Launcher, Program
+from team import Team, Zygote
+
+import paramhub
+
+WITHOUT_TORCH = "PARAMHUB_TEST_WITHOUT_TORCH"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+# Where torch is missing by mistake its tests must fail; they fail to be imported, then.
+collect_ignore = ["torch"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
+
+
+def pytest_report_header() -> str:
+    if collect_ignore:
+        return f"paramhub: torch is not installed and {WITHOUT_TORCH} is set: its tests are left out"
+    return f"paramhub: {paramhub.__version__} in {Path(paramhub.__file__).parent}"
+
+
+@pytest.fixture(scope="session")
+def _zygote() -> Iterator[Callable[[], Zygote]]:
+    started: list[Zygote] = []
+
+    def start() -> Zygote:
+        if not started:
+            started.append(Zygote())
+        return started[0]
+
+    yield start
+    for zygote in started:
+        zygote.close()
+
+
+@pytest.fixture
+def team(_zygote: Callable[[], Zygote], tmp_path: Path) -> Team:
+    """``team(work, *arguments, ranks=4, env=None, timeout=120, dies=())`` calls a function in fresh processes.
+
+    ``work`` is a function of a test module's top level. Each of the ``ranks`` processes calls ``work(Rank, *arguments)``, and
+    what they return comes back as a list by rank; arguments and results are pickled. ::
+
+        def work(rank: Rank, factor: float) -> float:
+            paramhub.torch.init()
+            return factor * rank.rank
+
+        def test_it(team):
+            assert team(work, 2.0, ranks=2) == [0.0, 2.0]
+
+    The processes are forked from one that has imported torch and nothing of paramhub, so that a team starts within a
+    fraction of a second. After the function they do what is registered at ``atexit``, but do not take down the interpreter:
+    what is about that needs `launch`. They have the variables torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread for each library, none of the caller's ``PARAMHUB_*``,
+    and those of ``env`` (``env={"PARAMHUB_TRANSPORT": "tcp"}``). The working directory is ``Rank.folder``, the team's own.
+
+    It raises `TeamError` with every rank's end and output if a rank raises, dies, or exits with another code than 0. When
+    one does, the others have 10 seconds to end too. What still runs after that, or after ``timeout`` seconds, shows its
+    stacks and is killed, with all it has started. A rank named in ``dies`` must not end well; its result is `Died`.
+    """
+    return Team(_zygote, tmp_path)
+
+
+@pytest.fixture
+def _launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.end()
+
+
+@pytest.fixture
+def launch(_launcher: Launcher) -> Callable[..., Ended]:
+    """``launch(*command, env=None, timeout=120)`` runs a program to its end: ``(code, output)``.
+
+    For what must be a program of its own. ``launching`` has the beginnings of commands::
+
+        code, output = launch(*TORCHRUN, "--nproc-per-node=2", script)
+        code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, script)
+
+    The environment is the caller's without what launchers set, and with ``env``. One that takes longer is killed with all it
+    has started, and the test fails.
+    """
+    return _launcher.launch
+
+
+@pytest.fixture
+def start(_launcher: Launcher) -> Callable[..., Program]:
+    """``start(*command, env=None)`` starts a program that goes on beside the test, and ends it with the test."""
+    return _launcher.start
+
+
+@pytest.fixture
+def hub() -> Iterator[paramhub.Hub]:
+    """A hub on loopback in the tests' process."""
+    with paramhub.Hub() as hub:
+        yield hub

@@ -1,0 +1,129 @@
+"""Programs that tests start: workers under a launcher, hubs, scripts. See the fixtures `start` and `launch` in conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from team import clean_environment
+
+PYTHON = sys.executable
+PARAMHUB = (PYTHON, "-m", "paramhub")
+TORCHRUN = (
+    PYTHON,
+    "-m",
+    "torch.distributed.run",
+    "--nnodes=1",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+)
+
+
+class Ended(NamedTuple):
+    """A program's end: its exit code (negative for a signal), and what it printed on either stream."""
+
+    code: int
+    output: str
+
+
+class Program:
+    """A running program, in a process group of its own. What it prints, on either stream, goes into one file."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
+        self.command = command
+        self._output = output
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def await_output(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+        """Waits until it has printed something that matches."""
+        deadline = time.monotonic() + timeout
+        while True:
+            code = self._process.poll()
+            found = re.search(pattern, self.output(), re.MULTILINE)
+            if found is not None:
+                return found
+            if code is not None:
+                raise AssertionError(
+                    f"{self} ended with {code} and had not printed {pattern!r}:\n{self.output()}"
+                )
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"{self} did not print {pattern!r} within {timeout:g} s:\n{self.output()}"
+                )
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to it and to what it has started, as a terminal does with Ctrl-C."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, number)
+
+    def wait(self, timeout: float = 120.0) -> Ended:
+        """Waits for its end. One that takes longer is killed, and where it was is shown if it is Python."""
+        try:
+            return Ended(self._process.wait(timeout), self.output())
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+            self.end()
+            raise AssertionError(f"{self} had not ended after {timeout:g} s:\n{self.output()}") from None
+
+    def end(self) -> None:
+        """Kills it and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            # Its id names the group until it is reaped, and if it was, as long as a member lives.
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __str__(self) -> str:
+        return f"`{' '.join(self.command)}`"
+
+
+class Launcher:
+    """Starts programs and ends them with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._programs: list[Program] = []
+
+    def start(self, *command: str | Path, env: dict[str, str] | None = None) -> Program:
+        # faulthandler: SIGABRT shows where a Python program is.
+        environment = clean_environment(PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", **(env or {}))
+        output = self._folder / f"output-{len(self._programs)}"
+        program = Program([str(word) for word in command], environment, self._folder, output)
+        self._programs.append(program)
+        return program
+
+    def launch(
+        self, *command: str | Path, env: dict[str, str] | None = None, timeout: float = 120.0
+    ) -> Ended:
+        return self.start(*command, env=env).wait(timeout)
+
+    def end(self) -> None:
+        for program in self._programs:
+            program.end()
