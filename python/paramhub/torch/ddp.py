@@ -2,11 +2,12 @@
 
 # DDP compares the hook's annotations with its own types: they must not be strings here.
 
+import contextlib
 import gc
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +42,17 @@ class HubState:
 
     def __init__(
         self,
-        process_group: Optional[dist.ProcessGroup] = None,
-        ddp: Optional[DistributedDataParallel] = None,
-        codec: Optional[str] = None,
+        process_group: dist.ProcessGroup | None = None,
+        ddp: DistributedDataParallel | None = None,
+        codec: str | None = None,
     ) -> None:
         self.codec = codec
         self._group = process_group
         self._ddp = weakref.ref(ddp) if ddp is not None else None
-        self._job: Optional[_native.Job] = None
+        self._job: _native.Job | None = None
         self._names: dict[int, str] = {}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
-        self._watch: Optional[trace.Watch] = None
+        self._watch: trace.Watch | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the options, and by parameter name what a codec remembers, which none does
@@ -198,7 +199,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, handle: _native.Handle, buffer: torch.Tensor, name: str, watch: Optional[trace.Watch]
+        self, handle: _native.Handle, buffer: torch.Tensor, name: str, watch: trace.Watch | None
     ) -> None:
         self._handle = handle
         self._name = name
@@ -208,10 +209,8 @@ class _Exchange:
         # that.
         self.future = self._uncompleted[0].then(self._outcome)
         self._buffer = buffer
-        try:
+        with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-        except RuntimeError:
-            pass  # This is not a backward pass.
         handle.add_done_callback(self._complete)
 
     def _wait(self) -> None:
@@ -255,7 +254,7 @@ def _holder(state: HubState) -> DistributedDataParallel:
     )
 
 
-def _ranks(here: World, group: dist.ProcessGroup) -> Optional[list[int]]:
+def _ranks(here: World, group: dist.ProcessGroup) -> list[int] | None:
     """A process group's ranks in the world's; None for all of them."""
     if (dist.get_rank(), dist.get_world_size()) != (here.rank, here.size):
         raise MisuseError(
