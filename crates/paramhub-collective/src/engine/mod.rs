@@ -9,6 +9,8 @@ mod parting;
 mod peer;
 mod sequence;
 mod slab;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -242,7 +244,9 @@ impl Engine {
                     self.obey(command)?;
                 }
             }
-            Command::Drop => return Err(MeshError::Left { who: self.board.who.clone() }),
+            Command::Abort { reason } => {
+                return Err(MeshError::GaveUp { who: self.board.who.clone(), reason });
+            }
         }
         Ok(())
     }
@@ -604,8 +608,7 @@ fn announce(peer: &mut Peer, kind: Kind, ticket: Key, address: board::Address, b
 fn abort_text(error: &MeshError) -> String {
     let mut text = match error {
         // Said by somebody already: passed on as it is, so that it does not grow from rank to rank.
-        MeshError::Aborted { reason, .. } => reason.to_string(),
-        MeshError::Left { who } => format!("rank {} dropped its mesh without leaving it", who.rank),
+        MeshError::Aborted { reason, .. } | MeshError::GaveUp { reason, .. } => reason.to_string(),
         other => other.to_string(),
     };
     text.truncate(text.floor_char_boundary(paramhub_core::limits::MESSAGE_BYTES_MAX));
