@@ -7,7 +7,7 @@ use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::placement::Placement;
 use paramhub_core::requests::{Request, Requests};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::Header;
+use paramhub_core::wire::{Header, State};
 
 use crate::arena::WorkerArena;
 use crate::error::WorkerError;
@@ -93,9 +93,27 @@ impl Desk {
 
     /// The bytes in the user's memory that a chunk is sent from; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
-        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        let bytes = ticket.buffers.send.as_ref().map_or(&[][..], |region| region.bytes());
+        let bytes = self.sent_from(extent.key);
         if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
+    }
+
+    /// The chunk's optimizer state to start from, and the updates it has had.
+    pub(crate) fn state_source(&self, extent: &Extent) -> (u64, &[u8]) {
+        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
+        (ticket.buffers.updates, &self.sent_from(extent.key)[extent.byte_range(Codec::F32)])
+    }
+
+    fn sent_from(&self, key: u32) -> &[u8] {
+        let ticket = self.tickets[key as usize].as_ref().expect("a chunk to send has a request");
+        ticket.buffers.send.as_ref().map_or(&[][..], |region| region.bytes())
+    }
+
+    /// Takes a chunk of optimizer state that was expected.
+    pub(crate) fn take_state(&mut self, extent: &Extent, state: &State<'_>) {
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
+        region.bytes_mut()[extent.byte_range(Codec::F32)].copy_from_slice(state.values);
+        ticket.buffers.updates = ticket.buffers.updates.min(state.updates);
     }
 
     /// Where in the user's memory a chunk's new parameters go.

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Notice, Operation};
+use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Notice, Operation, State};
 use paramhub_transport::{FrameSink, Landing};
 
 use crate::desk::Desk;
@@ -46,13 +46,17 @@ impl FrameSink for Inbound<'_> {
     type Error = Fault;
 
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
-        if header.operation != Operation::Parameters {
+        if !matches!(header.operation, Operation::Parameters | Operation::State) {
             return Ok(Landing::Staged);
         }
         let extent =
             self.desk.requests.expect(header).map_err(|unasked| Fault::Offence(unasked.to_string()))?;
         self.check_route(header)?;
-        Ok(Landing::InPlace(self.desk.destination(&extent)))
+        match header.operation {
+            // What stands ahead of its values belongs elsewhere.
+            Operation::State => Ok(Landing::Staged),
+            _ => Ok(Landing::InPlace(self.desk.destination(&extent))),
+        }
     }
 
     fn placed(&mut self, header: &Header) -> Result<(), Fault> {
@@ -68,8 +72,14 @@ impl FrameSink for Inbound<'_> {
         self.desk.uncounted_bytes += HEADER_BYTES + header.length as usize;
         let unreadable = || Fault::Offence(format!("its {:?} frame cannot be read", header.operation));
         match header.operation {
-            Operation::Parameters | Operation::Applied => {
+            Operation::Parameters | Operation::Applied | Operation::State => {
                 self.check_route(header)?;
+                if header.operation == Operation::State {
+                    let extent = self.desk.requests.expect(header);
+                    let extent = extent.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                    let state = payload.and_then(State::decode).ok_or_else(unreadable)?;
+                    self.desk.take_state(&extent, &state);
+                }
                 let answered = self.desk.requests.answered(header);
                 let answered = answered.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
                 match answered.finished {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use bytemuck::Pod;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::Key;
+use paramhub_core::limits::STATE_UPDATES_MAX;
 use paramhub_core::placement::Imbalance;
 use paramhub_core::requests::Request;
 use paramhub_core::settings::Settings;
@@ -44,6 +45,7 @@ pub(crate) struct Shared {
     pub(crate) who: Who,
     pub(crate) workers: u32,
     pub(crate) settings: Settings,
+    pub(crate) state_slots: u8,
     pub(crate) imbalance: Imbalance,
     pub(crate) index: HashMap<String, u32>,
     pub(crate) arena: Option<WorkerArena>,
@@ -68,6 +70,10 @@ pub enum Errand {
     PushPull(SendRegion, ReceiveRegion),
     /// Rank 0: send the parameters to start from, and the version they have.
     Initialise(SendRegion, u32),
+    /// Receive a slot of the optimizer's state.
+    PullState(ReceiveRegion, u8),
+    /// Rank 0: send a slot of the optimizer's state to start from, and the updates it has had.
+    InitialiseState(SendRegion, u8, u64),
 }
 
 impl Job {
@@ -151,6 +157,44 @@ impl Job {
             let gradient = sent(Buffers { send: buffers.send.take(), ..Default::default() });
             (gradient, received(buffers))
         })
+    }
+
+    /// Values of state that the job's optimizer keeps a parameter, as the hubs say: 0 for plain SGD, 1 with momentum, 2 for
+    /// Adam. Its slots are counted from 0.
+    pub fn state_slots(&self) -> u8 {
+        self.shared.state_slots
+    }
+
+    /// Receives a slot of the optimizer's state: an f32 value for each of the key's elements, whatever its dtype. The updates
+    /// it has had are in [`Finished::updates`](crate::Finished::updates).
+    ///
+    /// Each chunk of it is as the chunk's last complete update left it. To have all of one step, wait for this worker's
+    /// pushes first: a synchronous step needs everybody's, and so none is under way then. Where chunks have had different
+    /// numbers of updates, as in an asynchronous job, the smallest is told.
+    pub fn pull_state<P: StableBytes>(
+        &self,
+        key: u32,
+        slot: u8,
+        out: P,
+    ) -> Result<Handle<(), P>, WorkerError> {
+        let errand = Errand::PullState(ReceiveRegion::owned(out), slot);
+        self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
+    }
+
+    /// Rank 0: sends a slot of the optimizer's state to start from, as [`pull_state`](Self::pull_state) gave it, with the
+    /// updates it has had, 2^48 at most; those of a key's last slot hold. Ends when the hub has it.
+    ///
+    /// Send and wait for all state before the parameters are [initialised](Self::initialise): until then nobody else can
+    /// contribute or is given anything, so nobody meets parameters whose state is not restored yet.
+    pub fn initialise_state<G: StableBytes>(
+        &self,
+        key: u32,
+        slot: u8,
+        values: G,
+        updates: u64,
+    ) -> Result<Handle<G, ()>, WorkerError> {
+        let errand = Errand::InitialiseState(SendRegion::owned(values), slot, updates);
+        self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
     }
 
     /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
@@ -357,30 +401,41 @@ impl Shared {
         if matches!(errand, Errand::PushPullShared(_) | Errand::PullShared) {
             self.check_shares_parameters()?;
         }
-        let (request, version, mut buffers) = errand.open();
-        if request == Request::Initialise {
+        let (request, number, mut buffers) = errand.open();
+        if matches!(request, Request::Initialise | Request::InitialiseState) {
             self.check_has_parameters()?;
             if self.who.rank != 0 {
                 return Err(self.misplaced(format!(
-                    "key {named}: parameters to start from come from rank 0; other ranks pull them"
+                    "key {named}: what training starts from comes from rank 0; other ranks pull it"
                 )));
             }
         }
+        if request.is_of_state() {
+            self.check_state(named, number, buffers.updates)?;
+        }
+        if request == Request::PullState {
+            // The smallest of those that will come.
+            buffers.updates = u64::MAX;
+        }
         let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
         let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
-        for (buffer, bytes) in [("gradient", gradient), ("parameters", parameters)] {
-            let expected_bytes = named.elements().unwrap_or(0) * named.dtype.bytes() as u64;
+        let (element_bytes, names) = match request.is_of_state() {
+            true => (size_of::<f32>(), ["state", "state"]),
+            false => (named.dtype.bytes(), ["gradient", "parameters"]),
+        };
+        for (buffer, bytes) in names.into_iter().zip([gradient, parameters]) {
+            let expected_bytes = named.elements().unwrap_or(0) * element_bytes as u64;
             if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
                 let (who, key) = (self.who.clone(), named.to_string().into());
                 return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });
             }
         }
-        let claim = self.steps.claim(key, request, version).map_err(|request| WorkerError::Unfinished {
+        let claim = self.steps.claim(key, request, number).map_err(|request| WorkerError::Unfinished {
             who: self.who.clone(),
             key: named.to_string().into(),
             request,
         })?;
-        if let Some(arena) = &self.arena {
+        if let Some(arena) = self.arena.as_ref().filter(|_| !request.is_of_state()) {
             let (send, receive) = (buffers.send.as_ref(), buffers.receive.as_ref());
             let (send, receive) = (send.map(SendRegion::bytes), receive.map(ReceiveRegion::bytes));
             let claims = arena.claim(key, request, send, receive);
@@ -418,6 +473,22 @@ impl Shared {
         ))
     }
 
+    fn check_state(&self, key: &Key, slot: u32, updates: u64) -> Result<(), WorkerError> {
+        let slots = u32::from(self.state_slots);
+        if slot >= slots {
+            let optimizer = &self.settings.optimizer.name;
+            return Err(self.misplaced(format!(
+                "key {key}: optimizer `{optimizer}` keeps {slots} values of state a parameter, counted from 0: there is no slot {slot}"
+            )));
+        }
+        if updates > STATE_UPDATES_MAX {
+            return Err(self.misplaced(format!(
+                "key {key}: state to start from may have had {STATE_UPDATES_MAX} updates at most, but {updates} were given"
+            )));
+        }
+        Ok(())
+    }
+
     fn check_shares_parameters(&self) -> Result<(), WorkerError> {
         if self.arena.as_ref().is_some_and(|arena| arena.common.is_some()) {
             return Ok(());
@@ -433,7 +504,7 @@ impl Shared {
 
 impl Errand {
     fn open(self) -> (Request, u32, Buffers) {
-        let buffers = |send, receive| Buffers { send, receive, claims: [None, None] };
+        let buffers = |send, receive| Buffers { send, receive, ..Default::default() };
         match self {
             Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
             Errand::PushPullShared(send) => (Request::PushPull, 0, buffers(Some(send), None)),
@@ -441,6 +512,13 @@ impl Errand {
             Errand::Pull(receive) => (Request::Pull, 0, buffers(None, Some(receive))),
             Errand::PushPull(send, receive) => (Request::PushPull, 0, buffers(Some(send), Some(receive))),
             Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),
+            Errand::PullState(receive, slot) => {
+                (Request::PullState, slot.into(), buffers(None, Some(receive)))
+            }
+            Errand::InitialiseState(send, slot, updates) => {
+                let buffers = Buffers { updates, ..buffers(Some(send), None) };
+                (Request::InitialiseState, slot.into(), buffers)
+            }
         }
     }
 }

@@ -3,6 +3,7 @@ use std::ops::Range;
 use thiserror::Error;
 
 use crate::consistency::Consistency;
+use crate::limits::STATE_UPDATES_MAX;
 
 /// What holds for all chunks of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +64,14 @@ enum Request {
 pub enum Answer {
     /// With the newest parameters, to Pull and PushPull.
     Parameters,
-    /// With a bare acknowledgement, to Push and Initialise.
+    /// With a bare acknowledgement, to Push, Initialise and InitialiseState.
     Applied,
+    /// With this slot of the optimizer's state, to PullState.
+    State(u8),
 }
+
+/// A job keeps one of these a chunk and rank.
+const _: () = assert!(size_of::<RankBook>() == 8);
 
 /// What to do with a contribution that is here whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -132,6 +138,14 @@ pub enum Offence {
     /// Parameters came twice, or from another rank than 0, or to a job that has none.
     #[error("parameters to start from come once, from rank 0, and only to a job with an optimizer")]
     Initialised,
+    /// Optimizer state came when somebody may already have contributed, or from another rank than 0.
+    #[error("optimizer state to start from comes from rank 0, before its parameters to start from")]
+    StateInitialised,
+    /// Optimizer state that has had more updates than can be counted on from.
+    #[error(
+        "optimizer state to start from has had {0} updates, more than the {STATE_UPDATES_MAX} it may have had"
+    )]
+    StateUpdates(u64),
 }
 
 /// Ranks wait for what another rank will never send.
@@ -184,13 +198,60 @@ impl Exchange {
         if self.rank(slot, rank).request != Request::None {
             return Err(Offence::Unanswered);
         }
-        self.chunks[slot as usize] =
-            ChunkBook { version: u64::from(version), initialised: true, ..Default::default() };
+        self.chunks[slot as usize] = ChunkBook {
+            version: u64::from(version),
+            initialised: true,
+            updates: chunk.updates,
+            ..Default::default()
+        };
         for rank in 0..self.rules.workers {
             self.rank_mut(slot, rank).next_step = version;
         }
         self.rank_mut(slot, rank).request = Request::Waiting(Answer::Applied);
         Ok(())
+    }
+
+    /// Takes a slot of the optimizer's state to start from, which has had so many updates; the last slot's count holds. The
+    /// caller copies it if this is `Ok`, and owes rank 0 an acknowledgement at once.
+    ///
+    /// It comes before the parameters: until these are here nobody else may contribute or is answered, so nobody meets a
+    /// chunk whose parameters are restored and whose state is not.
+    pub fn initialise_state(&mut self, slot: u32, rank: u32, updates: u64) -> Result<(), Offence> {
+        if self.chunks[slot as usize].initialised || rank != 0 {
+            return Err(Offence::StateInitialised);
+        }
+        if self.rank(slot, rank).request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        if updates > STATE_UPDATES_MAX {
+            return Err(Offence::StateUpdates(updates));
+        }
+        self.chunks[slot as usize].updates = updates;
+        self.rank_mut(slot, rank).request = Request::Owed(Answer::Applied);
+        Ok(())
+    }
+
+    /// Takes a request for a slot of the optimizer's state. It is answered as soon as there are parameters, with what the
+    /// chunk's last update left: see [`Exchange::settle`].
+    pub fn pull_state(&mut self, slot: u32, rank: u32, state_slot: u8) -> Result<(), Offence> {
+        if self.rank(slot, rank).request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        self.rank_mut(slot, rank).request = Request::Waiting(Answer::State(state_slot));
+        Ok(())
+    }
+
+    /// Updates of the chunk since its optimizer's state was zero.
+    pub fn updates(&self, slot: u32) -> u64 {
+        self.chunks[slot as usize].updates
+    }
+
+    /// What is owed to `rank` and has not begun to leave.
+    pub fn owed(&self, slot: u32, rank: u32) -> Option<Answer> {
+        match self.rank(slot, rank).request {
+            Request::Owed(answer) => Some(answer),
+            Request::None | Request::Waiting(_) => None,
+        }
     }
 
     /// Takes a contribution that is here whole. The caller does what the arrival says and, if it ran the optimizer,
@@ -252,12 +313,12 @@ impl Exchange {
     }
 
     /// Calls `owed` for each rank whose request for this chunk may now be answered and could not before. Called after
-    /// every initialise, update and pull of the chunk.
+    /// every initialise, update, pull and pull_state of the chunk.
     pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
         for rank in 0..self.rules.workers {
             if let Request::Waiting(answer) = self.rank(slot, rank).request
-                && self.may_answer(slot, rank, slowest)
+                && self.may_answer(slot, rank, answer, slowest)
             {
                 self.rank_mut(slot, rank).request = Request::Owed(answer);
                 owed(rank, answer);
@@ -349,11 +410,12 @@ impl Exchange {
         Fold::Sum { first: rank == 0, parked: rank + 1..end }
     }
 
-    fn may_answer(&self, slot: u32, rank: u32, slowest: u32) -> bool {
+    fn may_answer(&self, slot: u32, rank: u32, answer: Answer, slowest: u32) -> bool {
         let chunk = self.chunks[slot as usize];
         let next_step = self.rank(slot, rank).next_step;
         chunk.initialised
             && match self.rules.consistency {
+                _ if matches!(answer, Answer::State(_)) => true,
                 Consistency::Synchronous => u64::from(next_step) <= chunk.version,
                 Consistency::Asynchronous => true,
                 Consistency::BoundedStaleness(bound) => next_step - slowest <= bound,

@@ -8,6 +8,8 @@ use super::*;
 use crate::consistency::Consistency;
 
 const STEPS: u32 = 4;
+/// Of the state that rank 0 restores, and zero where there is none to restore.
+const UPDATES_BEFORE: u64 = 1000;
 
 /// Who contributed, to which step.
 type Contribution = (u32, u32);
@@ -69,7 +71,8 @@ impl World {
         }
         if let Some(update) = arrival.update {
             assert_eq!(update.contributions as usize, self.sum.len());
-            assert_eq!(update.number as usize, self.model.len() + 1);
+            let before = if self.rules.has_parameters { UPDATES_BEFORE } else { 0 };
+            assert_eq!(update.number, before + self.model.len() as u64 + 1);
             assert!(self.sum.iter().all(|&(_, step)| step == update.step));
             self.model.push(std::mem::take(&mut self.sum));
             self.settle();
@@ -116,13 +119,15 @@ impl World {
             (worker.next_step, worker.waiting.is_some())
         };
         let before = format!("{:?}", self.exchange);
-        let offence = match rng.random_range(0..4u32) {
+        let offence = match rng.random_range(0..6u32) {
             0 if next > 0 => self.push(rank, next - 1, Answer::Applied).unwrap_err(),
             1 => self.push(rank, next + 1, Answer::Parameters).unwrap_err(),
             2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
+            3 => self.exchange.initialise_state(0, rank, 3).unwrap_err(),
+            4 if waiting => self.exchange.pull_state(0, rank, 0).unwrap_err(),
             _ => self.exchange.initialise(0, rank, 0).unwrap_err(),
         };
-        if waiting && offence != Offence::Initialised {
+        if waiting && ![Offence::Initialised, Offence::StateInitialised].contains(&offence) {
             assert_eq!(offence, Offence::Unanswered);
         }
         assert_eq!(before, format!("{:?}", self.exchange), "{offence:?} left a trace");
@@ -139,6 +144,14 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
             world.workers[rank as usize].waiting = Some(Answer::Parameters);
         }
         assert!(world.owed.is_empty(), "there is nothing to answer with yet");
+        world.exchange.initialise_state(0, 0, 7).unwrap();
+        assert_eq!(world.exchange.initialise_state(0, 0, 8), Err(Offence::Unanswered));
+        assert_eq!(world.exchange.owed(0, 0), Some(Answer::Applied), "state waits for no parameters");
+        world.exchange.answer_begun(0, 0);
+        world.exchange.initialise_state(0, 0, UPDATES_BEFORE).unwrap();
+        world.exchange.answer_begun(0, 0);
+        world.settle();
+        assert!(world.owed.is_empty(), "state alone answers nobody");
         world.exchange.initialise(0, 0, 0).unwrap();
         world.workers[0].waiting = Some(Answer::Applied);
         world.settle();
@@ -186,11 +199,19 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
 /// One request of a worker that waits for nothing.
 fn act(world: &mut World, rank: u32, rng: &mut TestRng) {
     let step = world.workers[rank as usize].next_step;
-    let answer = match rng.random_range(0..4) {
+    let answer = match rng.random_range(0..5) {
         0 => {
             world.exchange.pull(0, rank, step).unwrap();
             world.workers[rank as usize].waiting = Some(Answer::Parameters);
             world.settle();
+            return;
+        }
+        4 => {
+            let answer = Answer::State(1);
+            world.exchange.pull_state(0, rank, 1).unwrap();
+            world.workers[rank as usize].waiting = Some(answer);
+            world.settle();
+            assert!(world.owed.contains(&(rank, answer)), "state is there at any time");
             return;
         }
         1 => Answer::Applied,
@@ -294,6 +315,29 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
     let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().update.unwrap();
     assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
+}
+
+#[test]
+fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_before() {
+    let consistency = Consistency::Asynchronous;
+    let rules = Rules { workers: 2, consistency, reproducible: false, has_parameters: true };
+    let mut exchange = Exchange::new(rules, 1);
+    assert_eq!(exchange.initialise_state(0, 1, 5), Err(Offence::StateInitialised));
+    let most = 1 << 48;
+    assert_eq!(exchange.initialise_state(0, 0, most + 1), Err(Offence::StateUpdates(most + 1)));
+    exchange.pull_state(0, 1, 3).unwrap();
+    exchange.settle(0, |rank, _| panic!("rank {rank} is answered from nothing"));
+    exchange.initialise_state(0, 0, most).unwrap();
+    exchange.answer_begun(0, 0);
+    exchange.initialise(0, 0, 9).unwrap();
+    let mut owed = vec![];
+    exchange.settle(0, |rank, answer| owed.push((rank, answer)));
+    assert_eq!(owed, [(0, Answer::Applied), (1, Answer::State(3))]);
+    assert_eq!((exchange.updates(0), exchange.owed(0, 1)), (most, Some(Answer::State(3))));
+    exchange.answer_begun(0, 0);
+    assert_eq!(exchange.initialise_state(0, 0, 5), Err(Offence::StateInitialised), "too late");
+    let update = exchange.push(0, 0, 9, Answer::Applied).unwrap().update.unwrap();
+    assert_eq!(update.number, most + 1);
 }
 
 #[test]

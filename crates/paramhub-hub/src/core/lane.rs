@@ -337,6 +337,14 @@ fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize
             room = add(Pick::Answer(slot, answer));
         }
     }
+    // One a write: there is one place for it to leave from.
+    if room
+        && outbox.may_spill()
+        && let Some(slot) = outbox.state.pop_first()
+    {
+        picks[count] = Pick::Answer(slot, shard.stage_state(rank, slot));
+        count += 1;
+    }
     count
 }
 
@@ -388,7 +396,8 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
             Pick::Answer(slot, answer) if !is_whole => {
                 let source = match answer {
                     Answer::Parameters if !has_arena => Source::Model(slot),
-                    _ => Source::Empty,
+                    Answer::State(_) => Source::Spill,
+                    Answer::Parameters | Answer::Applied => Source::Empty,
                 };
                 outbox.begun = Some(Begun { header: headers[index], source });
             }

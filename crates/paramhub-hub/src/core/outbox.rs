@@ -6,15 +6,19 @@ use paramhub_core::exchange::Answer;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::Header;
 
-/// Answers and messages for one rank, most urgent first: messages, then acknowledgements, then parameters by slot.
+/// Answers and messages for one rank, most urgent first: messages, then acknowledgements, then parameters by slot, then
+/// optimizer state.
 ///
 /// It holds no parameters: they leave straight from the model. Only where the model is about to change under a frame that
 /// has begun to leave is that one chunk copied, into `spill`; so no worker ever receives a chunk torn between two steps,
-/// and what has not begun leaves with the newest values.
+/// and what has not begun leaves with the newest values. Optimizer state does not lie as it travels and is copied there
+/// whenever it is about to leave, one chunk at a time.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     pub(crate) parameters: ReadySet,
     pub(crate) applied: ReadySet,
+    /// Which slot of it is in the exchange's books.
+    pub(crate) state: ReadySet,
     /// Failure, notices and heartbeats; few.
     pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
     /// The frame whose first bytes have left and whose last have not.
@@ -51,6 +55,7 @@ impl Outbox {
         Outbox {
             parameters: ReadySet::new(slots),
             applied: ReadySet::new(slots),
+            state: ReadySet::new(slots),
             messages: VecDeque::new(),
             begun: None,
             spill: Vec::with_capacity(payload_bytes_max),
@@ -62,6 +67,7 @@ impl Outbox {
         match answer {
             Answer::Parameters => self.parameters.insert(slot),
             Answer::Applied => self.applied.insert(slot),
+            Answer::State(_) => self.state.insert(slot),
         };
     }
 
@@ -79,6 +85,12 @@ impl Outbox {
             && self.messages.is_empty()
             && self.applied.is_empty()
             && self.parameters.is_empty()
+            && self.state.is_empty()
+    }
+
+    /// Whether `spill` holds nothing of a frame that has begun.
+    pub(crate) fn may_spill(&self) -> bool {
+        !matches!(self.begun, Some(Begun { source: Source::Spill, .. }))
     }
 
     /// Forgets all but what has begun: the job is over, and its last word finds room.
@@ -87,5 +99,6 @@ impl Outbox {
         self.messages.truncate(usize::from(begun));
         while self.parameters.pop_first().is_some() {}
         while self.applied.pop_first().is_some() {}
+        while self.state.pop_first().is_some() {}
     }
 }

@@ -12,6 +12,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
+use paramhub_core::wire::{STATE_HEAD_BYTES, State};
 use paramhub_kernels::{Aggregator, Optimizer};
 
 use super::buffer::whole_lines;
@@ -35,7 +36,7 @@ pub(crate) struct ShardPlan {
 impl ShardPlan {
     /// Bytes of the largest payload a worker may send.
     pub(crate) fn frame_bytes_max(&self) -> usize {
-        self.settings.chunk_bytes.max(CONTROL_BYTES_MAX) as usize
+        (self.settings.chunk_bytes as usize + STATE_HEAD_BYTES).max(CONTROL_BYTES_MAX as usize)
     }
 }
 
@@ -75,6 +76,21 @@ impl Slot {
 
     pub(super) fn extent(&self) -> Extent {
         Extent { key: self.key, offset: self.first, elements: self.elements }
+    }
+
+    /// Where a slot of the optimizer's state lies for each of the [`blocks`](Self::blocks) that the optimizer is given: a
+    /// block's slots lie back to back.
+    pub(super) fn state_blocks(
+        &self,
+        state_slots: usize,
+        state_slot: usize,
+        block_elements: usize,
+    ) -> impl Iterator<Item = Range<usize>> + use<> {
+        let offset = self.offset;
+        self.blocks(block_elements).map(move |block| {
+            let start = (offset + block.start) * state_slots + state_slot * block.len();
+            start..start + block.len()
+        })
     }
 
     /// Ranges of the chunk's elements that are worked on one after the other.
@@ -136,7 +152,11 @@ impl Layout {
             state_slots: plan.optimizer.state_slots(&plan.hyperparameters),
             parked_ranks: if settings.reproducible { plan.workers as usize - 1 } else { 0 },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
-            payload_bytes_max: slots.iter().map(|slot| slot.elements as usize * 4).max().unwrap_or(0),
+            payload_bytes_max: slots
+                .iter()
+                .map(|slot| State::bytes(slot.elements) as usize)
+                .max()
+                .unwrap_or(0),
             rules: Rules {
                 workers: plan.workers,
                 consistency: settings.consistency,

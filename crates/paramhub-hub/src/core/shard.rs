@@ -8,7 +8,7 @@ use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Update};
 use paramhub_core::hyperparameters::Schedule;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Operation, Retune};
+use paramhub_core::wire::{Header, Operation, Retune, State};
 use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, shared};
 
 use super::arenas::Arenas;
@@ -131,19 +131,22 @@ impl Shard {
         if self.has_left(rank) {
             return Err(Fault::AfterLeave(header.operation));
         }
-        let Some(expected_codec) = (match header.operation {
-            Operation::Push | Operation::PushPull => Some(self.slot(header.chunk)?.1.gradient),
-            Operation::Initialise => Some(self.slot(header.chunk)?.1.parameter),
-            Operation::Pull => {
-                self.slot(header.chunk)?;
-                None
-            }
-            _ => None,
-        }) else {
+        if !header.operation.is_about_a_chunk() {
             return Ok(());
-        };
+        }
         let slot = self.slot(header.chunk)?.1;
-        let expected = slot.elements * expected_codec.bytes() as u32;
+        let of_state = matches!(header.operation, Operation::PullState | Operation::InitialiseState);
+        if of_state && header.step as usize >= self.state_slots {
+            let (key, slots) = (self.key_name(slot.key), self.state_slots);
+            return Err(Fault::StateSlot { chunk: header.chunk, key, slot: header.step, slots });
+        }
+        let (expected_codec, expected) = match header.operation {
+            Operation::Push | Operation::PushPull => (slot.gradient, slot.extent().bytes(slot.gradient)),
+            Operation::Initialise => (slot.parameter, slot.extent().bytes(slot.parameter)),
+            Operation::InitialiseState => (Codec::F32, State::bytes(slot.elements)),
+            // Without a payload.
+            _ => return Ok(()),
+        };
         if header.codec != expected_codec || header.length != expected {
             return Err(Fault::Payload {
                 chunk: header.chunk,
@@ -173,6 +176,15 @@ impl Shard {
                 self.exchange.stranded_at(index).map_err(Fault::Stranded)
             }
             Operation::Initialise => self.initialise(rank, header, payload),
+            Operation::PullState => {
+                let (index, slot) = self.slot(header.chunk)?;
+                // Every slot has a number that fits: `check` compared.
+                let pulled = self.exchange.pull_state(index, rank, header.step as u8);
+                pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+                self.settle(index);
+                self.exchange.stranded_at(index).map_err(Fault::Stranded)
+            }
+            Operation::InitialiseState => self.initialise_state(rank, header, payload.here()),
             Operation::Retune => self.retune(header.step, payload.here()),
             Operation::Leave => self.leave(rank),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
@@ -309,6 +321,38 @@ impl Shard {
         Ok(())
     }
 
+    fn initialise_state(&mut self, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot) = self.slot(header.chunk)?;
+        let state = State::decode(payload).expect("its length was compared");
+        self.exchange
+            .initialise_state(index, rank, state.updates)
+            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        let mut values = state.values;
+        for block in slot.state_blocks(self.state_slots, header.step as usize, self.block_elements) {
+            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
+            convert::decode(wire, &mut self.state[block], Codec::F32);
+            values = rest;
+        }
+        self.outboxes[rank as usize].owe(index, Answer::Applied);
+        self.dirty.insert(rank);
+        Ok(())
+    }
+
+    /// Copies the state owed to `rank` to where it leaves from, and says which slot it is. Nothing that has begun to leave
+    /// may lie there.
+    pub(crate) fn stage_state(&mut self, rank: u32, index: u32) -> Answer {
+        let answer = self.exchange.owed(index, rank).expect("what is in the outbox is owed");
+        let Answer::State(state_slot) = answer else { unreachable!("{answer:?} is in another set") };
+        let slot = self.slots[index as usize];
+        let wire = &mut self.outboxes[rank as usize].spill;
+        wire.clear();
+        wire.extend_from_slice(&State::head(self.exchange.updates(index)));
+        for block in slot.state_blocks(self.state_slots, usize::from(state_slot), self.block_elements) {
+            wire.extend_from_slice(bytemuck::cast_slice(&self.state[block]));
+        }
+        answer
+    }
+
     /// Hands the chunk's parameters out as they are.
     fn deliver(&mut self, slot: Slot, are_new: bool) {
         for block in slot.blocks(BLOCK_ELEMENTS) {
@@ -415,6 +459,11 @@ impl Shard {
         let step = self.exchange.answer_version(index, rank);
         match answer {
             Answer::Applied => (Header { chunk, step, ..Header::bare(Operation::Applied) }, &[]),
+            Answer::State(state_slot) => {
+                let staged = &self.outboxes[rank as usize].spill[..];
+                let (step, length) = (u32::from(state_slot), staged.len() as u32);
+                (Header { chunk, step, length, ..Header::bare(Operation::State) }, staged)
+            }
             Answer::Parameters => {
                 let payload = self.payload(slot);
                 let length = payload.len() as u32;

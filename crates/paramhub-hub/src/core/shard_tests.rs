@@ -133,6 +133,55 @@ fn a_frame_under_way_keeps_the_values_it_began_with() {
 }
 
 #[test]
+fn state_is_given_back_to_its_place_and_keeps_its_values_under_way() {
+    // Several blocks, the last of them not whole, in which Adam's two slots alternate.
+    const ELEMENTS: usize = 3 * BLOCK_ELEMENTS + 7;
+    let mut shard = shard(2, vec![Key::new("w", [ELEMENTS as u64])], |settings| {
+        settings.optimizer.name = "adam".into();
+        settings.consistency = Consistency::Asynchronous;
+        settings.chunk_bytes = 1 << 20;
+    });
+    let values = |slot: usize| (0..ELEMENTS).map(|i| (i + slot * 10_000) as f32).collect::<Vec<_>>();
+    let acknowledged = |shard: &mut Shard| {
+        let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+        shard.answer_begun(0, slot);
+    };
+    for slot in 0..2 {
+        let payload = [&State::head(41)[..], &wire(&values(slot))].concat();
+        take(&mut shard, 0, &header(Operation::InitialiseState, 0, slot as u32, &payload), &payload).unwrap();
+        acknowledged(&mut shard);
+    }
+    let payload = wire(&vec![0.0; ELEMENTS]);
+    take(&mut shard, 0, &header(Operation::Initialise, 0, 0, &payload), &payload).unwrap();
+    acknowledged(&mut shard);
+    let pull = |shard: &mut Shard, slot: u32| {
+        take(shard, 0, &header(Operation::PullState, 0, slot, &[]), &[]).unwrap();
+        let index = shard.outboxes[0].state.pop_first().expect("state is owed");
+        let answer = shard.stage_state(0, index);
+        let (header, payload) = shard.answer(0, index, answer);
+        let (header, payload) = (header, payload.to_vec());
+        assert_eq!((header.operation, header.step), (Operation::State, slot));
+        shard.answer_begun(0, index);
+        (header, payload)
+    };
+    for slot in [1, 0] {
+        let expected = wire(&values(slot));
+        let (_, payload) = pull(&mut shard, slot as u32);
+        assert_eq!(State::decode(&payload), Some(State { updates: 41, values: &expected }));
+    }
+    let (begun, payload) = pull(&mut shard, 1);
+    shard.outboxes[0].begun = Some(Begun { header: begun, source: Source::Spill });
+    assert!(!shard.outboxes[0].may_spill(), "no other state may be staged over it");
+    push_pull(&mut shard, 1, 0, 0, &vec![1.0; ELEMENTS]).unwrap();
+    answer(&mut shard, 1);
+    assert_eq!(shard.begun_payload(0, Source::Spill), payload, "what has begun to leave changes no more");
+    shard.outboxes[0].begun = None;
+    let (_, changed) = pull(&mut shard, 1);
+    assert_eq!(State::decode(&changed).unwrap().updates, 42);
+    assert!(payload.chunks(4).skip(2).zip(changed.chunks(4).skip(2)).all(|(before, after)| before != after));
+}
+
+#[test]
 fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time() {
     let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
     let mut shard = shard(1, vec![Key::new("w", [300])], |settings| {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
+use paramhub_core::limits::STATE_SLOTS_MAX;
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
@@ -23,6 +24,8 @@ pub(crate) struct Job {
     /// Of the job, this one included.
     pub(super) hubs: usize,
     pub(super) placement: Arc<Placement>,
+    /// Values of state the optimizer keeps a parameter.
+    pub(super) state_slots: u8,
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
     pub(super) memory_bytes: u64,
@@ -66,6 +69,13 @@ impl Job {
         optimizer
             .check(&hyperparameters)
             .map_err(|error| format!("optimizer `{}`: {error}", settings.optimizer.name))?;
+        let state_slots = optimizer.state_slots(&hyperparameters);
+        let state_slots = u8::try_from(state_slots).map_err(|_| {
+            format!(
+                "optimizer `{}` keeps {state_slots} values of state a parameter, more than the {STATE_SLOTS_MAX} a hub can number",
+                settings.optimizer.name
+            )
+        })?;
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
         let placement =
@@ -107,6 +117,7 @@ impl Job {
             settings,
             hubs: plan.hubs.len(),
             placement,
+            state_slots,
             routes,
             missing_bytes: None,
             left: HashSet::new(),

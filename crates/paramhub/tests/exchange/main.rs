@@ -9,6 +9,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod state;
 mod streams;
 mod tenants;
 

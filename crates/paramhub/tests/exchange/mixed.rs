@@ -6,6 +6,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod state;
 mod tenants;
 
 use paramhub_worker::Transport;

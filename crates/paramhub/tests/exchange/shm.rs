@@ -9,6 +9,7 @@ mod offences;
 mod raw;
 mod reproducible;
 mod shared;
+mod state;
 mod tenants;
 
 use paramhub_worker::Transport;

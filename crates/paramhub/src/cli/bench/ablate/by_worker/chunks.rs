@@ -262,6 +262,7 @@ impl Chunks {
                 let length = chunk.elements * chunk.codec.bytes() as u32;
                 Header { operation: Operation::Parameters, codec: chunk.codec, length, ..header }
             }
+            Answer::State(_) => unreachable!("nobody asks for optimizer state here"),
         }
     }
 
