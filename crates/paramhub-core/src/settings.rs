@@ -56,6 +56,13 @@ pub struct Settings {
     /// Fail the job, naming key and rank, when a gradient holds a NaN or an infinity; by default they pass.
     #[serde(default)]
     pub reject_non_finite: bool,
+    /// Hold every step until the norm of its whole mean gradient is known and rank 0 has released it with a factor.
+    #[serde(default)]
+    pub two_phase: bool,
+    /// Clip the mean gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does; steps are in two phases then, and
+    /// rank 0's worker releases them by itself.
+    #[serde(default)]
+    pub clip_norm: Option<f64>,
 }
 
 fn default_aggregator() -> String {
@@ -78,6 +85,14 @@ pub enum SettingsError {
     /// Rank order has no meaning where contributions are applied one by one.
     #[error("reproducible needs synchronous consistency, but {0} was asked for")]
     ReproducibleNeedsSynchronous(Consistency),
+    /// Only a step that ends for all at once has a norm before its update, and only an optimizer something to hold.
+    #[error(
+        "a step in two phases, as clipping needs, takes synchronous consistency and an optimizer, but {0} was asked for"
+    )]
+    TwoPhase(String),
+    /// A norm that nothing can be clipped to.
+    #[error("clip_norm is {0}; it must be a finite number above 0")]
+    ClipNorm(f64),
     /// The ranks disagree.
     #[error(
         "rank {mine} and rank {theirs} disagree on {what}: rank {mine} has {mine_has}, rank {theirs} has {theirs_has}"
@@ -108,6 +123,8 @@ impl Settings {
             codec: None,
             reproducible: false,
             reject_non_finite: false,
+            two_phase: false,
+            clip_norm: None,
         }
     }
 
@@ -121,8 +138,20 @@ impl Settings {
         if self.reproducible && self.consistency != Consistency::Synchronous {
             return Err(SettingsError::ReproducibleNeedsSynchronous(self.consistency));
         }
+        if let Some(norm) = self.clip_norm.filter(|norm| !norm.is_finite() || *norm <= 0.0) {
+            return Err(SettingsError::ClipNorm(norm));
+        }
+        if self.is_two_phase() && !(self.has_parameters() && self.consistency == Consistency::Synchronous) {
+            let asked_for = format!("{} with `{}`", self.consistency, self.optimizer.name);
+            return Err(SettingsError::TwoPhase(asked_for));
+        }
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
+    }
+
+    /// Whether a complete step waits for its norm and rank 0's release.
+    pub fn is_two_phase(&self) -> bool {
+        self.two_phase || self.clip_norm.is_some()
     }
 
     /// The codec of a key's gradients.
@@ -154,6 +183,8 @@ impl Settings {
             ("the codec", format!("{:?}", self.codec), format!("{:?}", other.codec)),
             ("reproducible", self.reproducible.to_string(), other.reproducible.to_string()),
             ("reject_non_finite", self.reject_non_finite.to_string(), other.reject_non_finite.to_string()),
+            ("two_phase", self.two_phase.to_string(), other.two_phase.to_string()),
+            ("clip_norm", format!("{:?}", self.clip_norm), format!("{:?}", other.clip_norm)),
         ];
         for (what, mine_has, theirs_has) in pairs {
             if mine_has != theirs_has {
@@ -181,6 +212,11 @@ mod tests {
         let reproducible = Settings { reproducible: true, ..settings(3) };
         assert!(reproducible.agree(1, 0, &settings(3)).unwrap_err().to_string().contains("reproducible"));
         assert_eq!(settings(3).agree(1, 0, &settings(3)), Ok(()));
+        let clipped = Settings { clip_norm: Some(0.5), ..settings(3) };
+        let refused = clipped.agree(1, 0, &settings(3)).unwrap_err().to_string();
+        assert!(refused.contains("clip_norm: rank 1 has Some(0.5), rank 0 has None"), "{refused}");
+        let two_phase = Settings { two_phase: true, ..settings(3) };
+        assert!(two_phase.agree(1, 0, &settings(3)).unwrap_err().to_string().contains("two_phase"));
     }
 
     #[test]
@@ -189,6 +225,23 @@ mod tests {
         let stale = Settings { reproducible: true, consistency: Consistency::Asynchronous, ..settings(1) };
         assert!(matches!(stale.check(), Err(SettingsError::ReproducibleNeedsSynchronous(_))));
         assert_eq!(settings(1).check(), Ok(()));
+    }
+
+    #[test]
+    fn two_phases_take_a_step_that_ends_at_once_and_an_optimizer() {
+        let sgd = OptimizerChoice { name: "sgd".into(), hyperparameters: None };
+        let good = Settings { optimizer: sgd, clip_norm: Some(1.0), ..settings(1) };
+        assert_eq!(good.check(), Ok(()));
+        assert!(good.is_two_phase() && !settings(1).is_two_phase());
+        for norm in [0.0, -1.0, f64::INFINITY, f64::NAN] {
+            let refused = Settings { clip_norm: Some(norm), ..good.clone() }.check();
+            assert!(matches!(refused, Err(SettingsError::ClipNorm(_))), "{norm}");
+        }
+        let consistency = Consistency::BoundedStaleness(1);
+        let refused = Settings { consistency, ..good.clone() }.check().unwrap_err().to_string();
+        assert!(refused.contains("staleness:1 with `sgd`"), "{refused}");
+        let mean = Settings { two_phase: true, ..settings(1) };
+        assert!(matches!(mean.check(), Err(SettingsError::TwoPhase(_))));
     }
 
     #[test]

@@ -25,6 +25,7 @@ use crate::error::{Who, WorkerError};
 use crate::inbox::Inbox;
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
+use crate::norms::NormBook;
 use crate::notices::Notices;
 use crate::options::{Options, Transport, deadline};
 use crate::staging::Staging;
@@ -96,7 +97,7 @@ impl Admission {
             let slots = placement.chunks(route).len() as u32;
             Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now)
         });
-        let lanes = lanes.collect();
+        let lanes: Vec<Lane> = lanes.collect();
 
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
@@ -114,8 +115,10 @@ impl Admission {
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
             notices: Notices::default(),
+            norms: NormBook::default(),
         });
-        let desk = Desk::new(Arc::clone(&shared), Requests::new(map, dtypes), placement, arena);
+        let requests = Requests::new(map, dtypes);
+        let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);

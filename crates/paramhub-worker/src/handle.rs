@@ -115,6 +115,8 @@ pub(crate) struct Buffers {
     pub(crate) claims: [Option<Tensor>; 2],
     /// Of optimizer state sent or received: the updates it has had, of its least updated chunk.
     pub(crate) updates: u64,
+    /// Of a step's mean gradient.
+    pub(crate) norm: f64,
 }
 
 /// What a handle and the I/O thread share of a request.

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Notice, Operation, State};
+use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Norm, Notice, Operation, State};
 use paramhub_transport::{FrameSink, Landing};
 
 use crate::desk::Desk;
@@ -15,6 +15,8 @@ use crate::notices::HubNotice;
 pub(crate) struct Inbound<'a> {
     pub(crate) desk: &'a mut Desk,
     pub(crate) route: RouteId,
+    /// The position of the route among those that have streams.
+    pub(crate) lane: usize,
     pub(crate) hub: &'a Arc<str>,
 }
 
@@ -88,6 +90,12 @@ impl FrameSink for Inbound<'_> {
                     }
                     None => Ok(()),
                 }
+            }
+            Operation::Norm => {
+                let Norm(squares) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;
+                let told = self.desk.norm_part(self.lane, header.step, squares);
+                let told = told.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                told.map_err(Fault::Callback)
             }
             Operation::Failure => {
                 Err(payload.and_then(Failure::decode).map_or_else(unreadable, Fault::Failure))

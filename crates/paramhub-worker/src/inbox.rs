@@ -20,10 +20,13 @@ const RETUNE_PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) enum Command {
     Request { key: u32, request: Request, step: u32, ticket: Ticket },
     Retune { first_step: u32, hyperparameters: Hyperparameters },
+    AwaitNorm { step: u32, ticket: Ticket },
+    Release { step: u32, factor: f32 },
     Leave { deadline: Instant },
 }
 
-/// A queue in order of arrival. It is bounded without counting requests: a key has one at a time.
+/// A queue in order of arrival. It is bounded without counting requests: a key has one at a time. Waits for norms are counted
+/// where they are made, and a step is released once.
 pub(crate) struct Inbox {
     state: Mutex<State>,
     retune_taken: Condvar,

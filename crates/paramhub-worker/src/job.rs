@@ -20,6 +20,7 @@ use crate::arena::WorkerArena;
 use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
 use crate::inbox::{Command, Inbox};
+use crate::norms::NormBook;
 use crate::notices::{HubNotice, Notices};
 use crate::options::{Options, deadline};
 use crate::scope::Scope;
@@ -53,6 +54,7 @@ pub(crate) struct Shared {
     pub(crate) inbox: Inbox,
     pub(crate) counters: Counters,
     pub(crate) notices: Notices,
+    pub(crate) norms: NormBook,
 }
 
 /// A request over regions of memory, for bindings whose buffers are neither owned nor borrowed Rust slices.
@@ -325,6 +327,61 @@ impl Job {
         self.shared.inbox.put_retune(&self.shared.who, first_step, *hyperparameters)
     }
 
+    /// Waits for the Euclidean norm of the whole mean gradient of `step`, of all keys, in a job whose steps are in two phases
+    /// ([`Settings::two_phase`], [`Settings::clip_norm`]). Every rank may ask; the handle gives the norm.
+    ///
+    /// A step has a norm when every rank has pushed every key to it: one that is left out keeps everybody waiting.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] in any other job, and where 1,024 such waits are under way. The handle fails likewise for a
+    /// step more than 16 steps back.
+    pub fn gradient_norm(&self, step: u32) -> Result<Handle<(), f64>, WorkerError> {
+        self.shared.check_two_phase()?;
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        if !self.shared.norms.begin_wait() {
+            let reason = format!("{} waits for norms are under way already", NormBook::WAITS_MAX);
+            return Err(self.shared.misplaced(reason));
+        }
+        let if_lost = WorkerError::Left { who: self.shared.who.clone() };
+        let (ticket, completion) = Ticket::new(Buffers::default(), true, if_lost);
+        match self.shared.inbox.put(Command::AwaitNorm { step, ticket }) {
+            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.norm))),
+            Err(error) => {
+                self.shared.norms.end_wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// The newest step whose [norm](Self::gradient_norm) is known, and the norm.
+    pub fn last_gradient_norm(&self) -> Option<(u32, f64)> {
+        self.shared.norms.last().map(|last| (last.step, last.norm))
+    }
+
+    /// Rank 0, in a job with [`Settings::two_phase`] and no [`Settings::clip_norm`]: lets the hubs update `step`, with its mean
+    /// gradient times `factor`; 1 changes nothing. Pushes of the step end after it. Once a step, when its
+    /// [norm](Self::gradient_norm) is known.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] says which of these does not hold.
+    pub fn release(&self, step: u32, factor: f32) -> Result<(), WorkerError> {
+        self.shared.check_two_phase()?;
+        if self.rank() != 0 {
+            return Err(self.shared.misplaced("steps are released by rank 0".into()));
+        }
+        if let Some(norm) = self.settings().clip_norm {
+            let reason = format!("steps are released by themselves in a job that clips gradients to {norm}");
+            return Err(self.shared.misplaced(reason));
+        }
+        if !self.shared.norms.release(step) {
+            let reason = format!("step {step} cannot be released: wait for its norm, and release it once");
+            return Err(self.shared.misplaced(reason));
+        }
+        self.shared.inbox.put(Command::Release { step, factor })
+    }
+
     /// What has been exchanged so far.
     pub fn statistics(&self) -> Statistics {
         self.shared.counters.read()
@@ -410,6 +467,14 @@ impl Shared {
                 )));
             }
         }
+        if request == Request::Initialise
+            && self.settings.is_two_phase()
+            && let Err(start) = self.norms.start(number)
+        {
+            return Err(self.misplaced(format!(
+                "key {named}: in two phases all parameters start from one version, but {number} came after {start}"
+            )));
+        }
         if request.is_of_state() {
             self.check_state(named, number, buffers.updates)?;
         }
@@ -473,6 +538,16 @@ impl Shared {
         ))
     }
 
+    fn check_two_phase(&self) -> Result<(), WorkerError> {
+        if self.settings.is_two_phase() {
+            return Ok(());
+        }
+        Err(self.misplaced(
+            "a step has a norm and a release only in two phases: ask for them in the settings, or for a norm to clip to"
+                .into(),
+        ))
+    }
+
     fn check_state(&self, key: &Key, slot: u32, updates: u64) -> Result<(), WorkerError> {
         let slots = u32::from(self.state_slots);
         if slot >= slots {
@@ -497,7 +572,7 @@ impl Shared {
             .misplaced("this worker shares no parameters: ask for them in the options it joins with".into()))
     }
 
-    fn misplaced(&self, reason: String) -> WorkerError {
+    pub(crate) fn misplaced(&self, reason: String) -> WorkerError {
         WorkerError::Misplaced { who: self.who.clone(), reason: reason.into() }
     }
 }

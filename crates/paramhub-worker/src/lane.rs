@@ -7,7 +7,7 @@ use std::time::Instant;
 use paramhub_core::chunk::Extent;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::wire::{Header, Operation, State};
+use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
 use crate::desk::Desk;
@@ -16,8 +16,9 @@ use crate::staging::{PLACES, Staging};
 
 /// Frames gathered into one write; a write of 32 KB chunks fills most socket buffers.
 const BATCH_FRAMES: usize = 32;
-/// Control frames that may wait: every change of hyperparameters the inbox lets through, a heartbeat and a farewell.
-const CONTROL_MAX: usize = RETUNES_MAX + 2;
+/// Control frames that may wait: every change of hyperparameters the inbox lets through, a release, a heartbeat and a
+/// farewell.
+const CONTROL_MAX: usize = RETUNES_MAX + 3;
 
 /// One stream of a job, as its I/O thread sees it.
 pub(crate) struct Lane {
@@ -56,6 +57,11 @@ pub(crate) enum Control {
     Retune {
         first_step: u32,
         wire: Arc<[u8]>,
+    },
+    /// A held step may be updated; one at a time, since the next is held behind it.
+    Release {
+        step: u32,
+        wire: [u8; Release::BYTES],
     },
 }
 
@@ -248,6 +254,11 @@ impl Control {
                     length: wire.len() as u32,
                     ..Header::bare(Operation::Retune)
                 };
+                Outgoing { header, payload: wire }
+            }
+            Control::Release { step, wire } => {
+                let length = Release::BYTES as u32;
+                let header = Header { step: *step, length, ..Header::bare(Operation::Release) };
                 Outgoing { header, payload: wire }
             }
         }

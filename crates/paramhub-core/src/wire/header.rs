@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::chunk::ChunkId;
 use crate::codec::Codec;
 use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
-use crate::wire::STATE_HEAD_BYTES;
+use crate::wire::{Norm, Release, STATE_HEAD_BYTES};
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -41,6 +41,8 @@ pub enum Operation {
     PullState = 8,
     /// Rank 0 to hub: the values of optimizer state slot `step` to start from; answered by `Applied`.
     InitialiseState = 9,
+    /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor it brings.
+    Release = 10,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
@@ -51,10 +53,12 @@ pub enum Operation {
     Notice = 19,
     /// Hub to worker: the values of optimizer state slot `step`.
     State = 20,
+    /// Hub to worker: all chunks of the route are held at `step`; brings the sum of the squares of their mean gradients.
+    Norm = 21,
 }
 
 impl Operation {
-    const ALL: [Operation; 14] = [
+    const ALL: [Operation; 16] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -64,11 +68,13 @@ impl Operation {
         Operation::Heartbeat,
         Operation::PullState,
         Operation::InitialiseState,
+        Operation::Release,
         Operation::Parameters,
         Operation::Applied,
         Operation::Failure,
         Operation::Notice,
         Operation::State,
+        Operation::Norm,
     ];
 
     /// The operation with this number on the wire, if there is one.
@@ -84,6 +90,8 @@ impl Operation {
             }
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
+            Operation::Release => Release::BYTES as u32,
+            Operation::Norm => Norm::BYTES as u32,
             Operation::Pull
             | Operation::PullState
             | Operation::Leave
@@ -113,8 +121,10 @@ impl Operation {
             Operation::Retune
             | Operation::Leave
             | Operation::Heartbeat
+            | Operation::Release
             | Operation::Failure
-            | Operation::Notice => false,
+            | Operation::Notice
+            | Operation::Norm => false,
         }
     }
 
@@ -126,7 +136,8 @@ impl Operation {
             | Operation::Applied
             | Operation::Failure
             | Operation::Notice
-            | Operation::State => Direction::ToWorker,
+            | Operation::State
+            | Operation::Norm => Direction::ToWorker,
             _ => Direction::ToHub,
         }
     }

@@ -24,6 +24,8 @@ pub(crate) enum Fault {
     StateSlot { chunk: u32, key: String, slot: u32, slots: usize },
     #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
     Rules { chunk: u32, key: String, offence: Offence },
+    #[error("broke the rules: {0}")]
+    Release(Offence),
     #[error(
         "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
     )]

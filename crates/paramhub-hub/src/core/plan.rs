@@ -106,7 +106,8 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
     let arrays = 2 + layout.state_slots + layout.parked_ranks;
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
-    let slots = layout.slots.len() as u64 * size_of::<Slot>() as u64;
+    let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
+    let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
     // Of each stream: the frame it is about to spill, and the one a read cut off.
     let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
     layout.elements as u64 * 4 * arrays as u64 + layout.encoded_bytes as u64 + books + slots + streams
@@ -162,6 +163,7 @@ impl Layout {
                 consistency: settings.consistency,
                 reproducible: settings.reproducible,
                 has_parameters: settings.has_parameters(),
+                two_phase: settings.is_two_phase(),
             },
             slots,
         }

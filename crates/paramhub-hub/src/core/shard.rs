@@ -8,8 +8,9 @@ use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Update};
 use paramhub_core::hyperparameters::Schedule;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Operation, Retune, State};
-use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, shared};
+use paramhub_core::wire::{Header, Norm, Operation, Release, Retune, State};
+use paramhub_kernels::squares::squares;
+use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, shared};
 
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory};
@@ -50,6 +51,10 @@ pub(crate) struct Shard {
     parked: Vec<Buffer>,
     /// Of every slot: whether `merge` holds a part of the step under way. Not kept in reproducible mode.
     merged: Vec<bool>,
+    /// In two phases, of every slot that is held: the squares of its mean gradient, added up.
+    squares: Vec<f64>,
+    /// What the step being released multiplies its mean gradient with.
+    factor: f32,
     arenas: Arenas,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
@@ -82,6 +87,8 @@ impl Shard {
                 .map(|rank| Buffer::zeroed(layout.elements, 3 + rank % 8))
                 .collect::<Result<_, _>>()?,
             merged: vec![false; layout.slots.len()],
+            squares: vec![0.0; if layout.rules.two_phase { layout.slots.len() } else { 0 }],
+            factor: 1.0,
             arenas: Arenas::new(plan.workers),
             encoded,
             outboxes: (0..plan.workers).map(|_| Outbox::new(slots, layout.payload_bytes_max)).collect(),
@@ -186,6 +193,7 @@ impl Shard {
             }
             Operation::InitialiseState => self.initialise_state(rank, header, payload.here()),
             Operation::Retune => self.retune(header.step, payload.here()),
+            Operation::Release => self.release(rank, header.step, payload.here()),
             Operation::Leave => self.leave(rank),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
             _ => Ok(()),
@@ -214,15 +222,16 @@ impl Shard {
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
         self.counters.contributions += 1;
         self.fold(index, slot, rank, payload, &arrival.fold);
-        match arrival.update {
-            Some(update) => {
-                // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
-                self.settle(index);
-                self.optimise(index, slot, rank, update);
-                Ok(())
-            }
-            None => self.exchange.stranded_at(index).map_err(Fault::Stranded),
+        if let Some(update) = arrival.update {
+            let is_of_all = self.plan.settings.consistency == Consistency::Synchronous;
+            self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(rank));
+            self.optimise(index, slot, update);
+            return Ok(());
         }
+        if arrival.is_held {
+            self.hold(index, slot);
+        }
+        self.exchange.stranded_at(index).map_err(Fault::Stranded)
     }
 
     /// Takes a contribution's payload where it must not stay. What lies in an arena stays there until the step is complete,
@@ -258,22 +267,76 @@ impl Shard {
         }
     }
 
-    /// Completes the sum with what lies in arenas, runs the optimizer and hands out the new parameters, block by block while
-    /// each is in cache (PHub section 3.2.2). `rank` brought the last contribution.
-    fn optimise(&mut self, index: u32, slot: Slot, rank: u32, update: Update) {
+    /// Completes the sum with what lies in arenas and looks at its norm, block by block; with the last chunk of the step, tells
+    /// everybody.
+    fn hold(&mut self, index: u32, slot: Slot) {
+        let settings = &self.plan.settings;
+        let merged = std::mem::replace(&mut self.merged[index as usize], true) || settings.reproducible;
+        let factor = mean_factor(self.plan.workers);
+        self.arenas.find_sources(&slot.extent(), None);
+        let mut total = 0.0;
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let sum = &mut self.merge[slot.offset + block.start..slot.offset + block.end];
+            if !settings.reproducible {
+                self.arenas.gather(&*self.plan.aggregator, slot.gradient, block.start, sum, merged);
+            }
+            total += squares(sum, factor);
+        }
+        self.squares[index as usize] = total;
+        if let Some(step) = self.exchange.held_step() {
+            // In the order of slots, whatever the order of arrival.
+            let norm = Norm(self.squares.iter().sum());
+            for (outbox, rank) in self.outboxes.iter_mut().zip(0..) {
+                outbox.tell_norm(step, norm);
+                self.dirty.insert(rank);
+            }
+        }
+    }
+
+    fn release(&mut self, rank: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
+        let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
+        let Release(factor) = Release::decode(payload).ok_or_else(short)?;
+        self.exchange.release(rank, step).map_err(Fault::Release)?;
+        self.factor = factor;
+        Ok(())
+    }
+
+    /// Whether chunks of a released step wait for [`Shard::update_released`].
+    pub(crate) fn is_releasing(&self) -> bool {
+        self.exchange.is_releasing()
+    }
+
+    /// Updates the next chunks of a released step, about so many elements.
+    pub(crate) fn update_released(&mut self, elements: usize) {
+        let mut done = 0;
+        while done < elements
+            && let Some((index, update)) = self.exchange.release_next()
+        {
+            let slot = self.slots[index as usize];
+            // The sum has been complete since the chunk was held.
+            self.arenas.find_no_sources();
+            self.optimise(index, slot, update);
+            done += slot.elements as usize;
+        }
+    }
+
+    /// Completes the sum with what lies in arenas, where sources were found there, runs the optimizer and hands out the new
+    /// parameters, block by block while each is in cache (PHub section 3.2.2).
+    fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
+        // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
+        self.settle(index);
         self.spill(index, slot);
         self.newest_step = self.newest_step.max(update.step);
         let step = Step {
             hyperparameters: self.schedule.at(update.step),
             number: update.number,
             contributions: update.contributions,
+            factor: self.factor,
         };
         let settings = &self.plan.settings;
-        let is_of_all = settings.consistency == Consistency::Synchronous;
         let merged = std::mem::take(&mut self.merged[index as usize]) || settings.reproducible;
         let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
         let extent = slot.extent();
-        self.arenas.find_sources(&extent, (!is_of_all).then_some(rank));
         let is_whole = self.block_elements > BLOCK_ELEMENTS;
         let mut total = [0.0_f32; BLOCK_ELEMENTS];
         for block in slot.blocks(self.block_elements) {
@@ -480,6 +543,7 @@ impl Shard {
         match source {
             Source::Empty => &[],
             Source::Message => &outbox.messages.front().expect("a begun message stays in front").1,
+            Source::Norm => &outbox.norm.as_ref().expect("a begun norm stays").1,
             Source::Spill => &outbox.spill,
             Source::Model(index) => self.payload(self.slots[index as usize]),
         }
@@ -513,6 +577,7 @@ impl Shard {
         }
         self.model = Buffer::default();
         self.merge = Buffer::default();
+        self.squares = Vec::new();
         self.state = Buffer::default();
         self.parked = Vec::new();
         self.encoded = Vec::new();

@@ -182,6 +182,79 @@ fn state_is_given_back_to_its_place_and_keeps_its_values_under_way() {
 }
 
 #[test]
+fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
+    const CHUNKS: u32 = 8;
+    let start = |reproducible| {
+        let keys = vec![Key::new("w", [u64::from(CHUNKS) * 256])];
+        let mut shard = shard(2, keys, |settings| {
+            let rate = Hyperparameters { learning_rate: 1.0, ..Default::default() };
+            settings.optimizer = OptimizerChoice { name: "sgd".into(), hyperparameters: Some(rate) };
+            settings.two_phase = true;
+            settings.reproducible = reproducible;
+        });
+        let zeros = wire(&[0.0; 256]);
+        for chunk in 0..CHUNKS {
+            take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &zeros), &zeros).unwrap();
+            let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+            shard.answer_begun(0, slot);
+        }
+        shard
+    };
+    for reproducible in [false, true] {
+        let mut shard = start(reproducible);
+        for step in 0..3 {
+            for chunk in (0..CHUNKS).rev() {
+                assert!(shard.outboxes.iter().all(|outbox| outbox.norm.is_none()), "it is not complete");
+                for rank in [1, 0] {
+                    push_pull(&mut shard, rank, chunk, step, &[1.0 + 2.0 * rank as f32; 256]).unwrap();
+                }
+            }
+            // The mean of 1 and 3 in each element.
+            let norm = Norm(f64::from(CHUNKS * 256) * 4.0).encode();
+            for outbox in &mut shard.outboxes {
+                let (header, payload) = outbox.norm.take().expect("everybody is told");
+                assert_eq!((header.operation, header.step, payload), (Operation::Norm, step, norm));
+                assert!(outbox.is_empty(), "nothing is answered before the release");
+            }
+            assert!(!shard.is_releasing());
+            let factor = Release(0.25).encode();
+            take(&mut shard, 0, &header(Operation::Release, 0, step, &factor), &factor).unwrap();
+            let mut turns = 0;
+            while shard.is_releasing() {
+                shard.update_released(3 * 256);
+                turns += 1;
+                let updated = (3 * turns).min(CHUNKS);
+                assert_eq!(shard.outboxes[1].parameters.len(), updated, "so many and no more");
+                assert_eq!(shard.counters().updates, u64::from(step * CHUNKS + updated));
+            }
+            assert_eq!(turns, 3);
+            for rank in 0..2 {
+                for chunk in 0..CHUNKS {
+                    let (header, model) = answer(&mut shard, rank);
+                    assert_eq!((header.chunk, header.step), (chunk, step + 1));
+                    assert_eq!(model, [-0.5 * (step + 1) as f32; 256]);
+                }
+            }
+        }
+        shard.free();
+        shard.update_released(usize::MAX);
+    }
+}
+
+#[test]
+fn a_norm_that_has_begun_to_leave_outlives_its_job() {
+    let mut shard = shard(1, vec![Key::new("w", [1])], |_| {});
+    shard.outboxes[0].tell_norm(3, Norm(1.0));
+    let (header, payload) = shard.outboxes[0].norm.unwrap();
+    shard.outboxes[0].begun = Some(Begun { header, source: Source::Norm });
+    shard.free();
+    assert_eq!(shard.begun_payload(0, Source::Norm), payload);
+    shard.outboxes[0].begun = None;
+    shard.outboxes[0].forget();
+    assert!(shard.outboxes[0].is_empty());
+}
+
+#[test]
 fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time() {
     let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
     let mut shard = shard(1, vec![Key::new("w", [300])], |settings| {

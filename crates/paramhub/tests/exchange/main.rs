@@ -3,6 +3,7 @@
 
 mod bad_frames;
 mod bystander;
+mod clipping;
 mod cluster;
 mod consistency;
 mod numerics;

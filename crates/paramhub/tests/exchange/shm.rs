@@ -1,6 +1,7 @@
 //! What is exchanged over shared memory is as right as over TCP, and what is wrong is said.
 
 mod bystander;
+mod clipping;
 mod cluster;
 mod consistency;
 mod local;
