@@ -154,7 +154,7 @@ impl Knock {
             }
             Stage::AwaitsVerdict(expected) => {
                 return Ok(Some(match Verdict::decode(&self.inbox) {
-                    Ok(Verdict::Welcome { proof }) if proof.matches(expected) => Progress::Joined,
+                    Ok(Verdict::Welcome { proof, .. }) if proof.matches(expected) => Progress::Joined,
                     Ok(Verdict::Welcome { .. }) => Progress::Refused(
                         "it does not know the mesh's secret: something else answers there".into(),
                     ),
@@ -188,7 +188,7 @@ impl Knock {
                 } else if let Err((refusal, message)) = judge(&hello) {
                     self.refuse(Some(hello.rank), refusal, message);
                 } else {
-                    self.outbox.extend_from_slice(&Verdict::Welcome { proof: ours }.encode());
+                    self.outbox.extend_from_slice(&Verdict::Welcome { proof: ours, state_slots: 0 }.encode());
                     self.stage = Stage::Welcomes(hello.rank);
                 }
             }
