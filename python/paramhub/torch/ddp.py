@@ -120,6 +120,9 @@ class HubState:
         """Where each parameter's gradient lies in the bucket. Buckets are known by their parameters: DDP
         numbers them anew when it rebuilds them."""
         parameters = bucket.parameters()
+        if buffer.is_sparse:
+            name = self._names.get(id(parameters[0]))
+            raise MisuseError(f"hub_hook: the gradient of {name!r} is sparse: use sparse=False in its module")
         identity = tuple(map(id, parameters))
         address = buffer.data_ptr()
         layout = self._layouts.get(identity)
