@@ -376,7 +376,7 @@ def misused(rank: Rank) -> dict[str, str]:
     def disagrees() -> None:
         # The manager says so, which is an answer to a call over the network.
         other = nn.Linear(2 + rank.rank, 1)
-        with pytest.raises(paramhub.ParamhubError, match="rank 0 and rank 1 disagree on key 0: .*`weight`"):
+        with pytest.raises(paramhub.ParamhubError, match="disagree on key 0"):
             wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
 
     def fresh(**options: Any) -> tuple[nn.Module, Any]:
