@@ -531,7 +531,8 @@ def test_a_dying_rank_fails_the_others(team: Team, where: str) -> None:
     results = team(dying, where, ranks=3, dies=[1])
     assert isinstance(results[1], Died)
     for message in (results[0], results[2]):
-        assert "because of rank 1" in message and "its connection ended" in message
+        assert "because of rank 1" in message and "rank 1 was lost: " in message
+        assert "connection" in message.split("rank 1 was lost: ")[1]
 
 
 def alone(rank: Rank) -> float:
