@@ -160,6 +160,54 @@ def test_join_with_uneven_inputs(team: Team) -> None:
     assert max(team(uneven, ranks=2)) < TOLERANCE
 
 
+def orders(rank: Rank) -> list[tuple[int, list[bool]]]:
+    """After each pass, how often the job was opened again, and which buckets' means are read in place."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02)
+    state = paramhub.torch.HubState()
+    ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+    seen = []
+    for step in range(4):
+        loss_of(ddp, step, rank.rank).backward()
+        buckets = state._buckets
+        seen.append(
+            (buckets._reorderings, [layout.shared is not None for layout in buckets._layouts.values()])
+        )
+    return seen
+
+
+def test_rebuilt_buckets_are_neighbours_in_a_new_job(team: Team) -> None:
+    for seen in team(orders, ranks=2):
+        assert seen == [(0, [True]), (0, [True, False, False]), (1, [True, True]), (1, [True, True])]
+    for seen in team(orders, ranks=2, env={"PARAMHUB_TRANSPORT": "tcp"}):
+        assert seen[-1] == (1, [False, False])
+
+
+def wrapped(rank: Rank) -> float:
+    """A hook around ours that changes the mean where it lies."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def doubled(state: Any, bucket: dist.GradBucket) -> Any:
+        return paramhub.torch.hub_hook(state, bucket).then(lambda future: future.value().mul_(2))
+
+    doubled.__annotations__ = {}
+    ddp = DistributedDataParallel(make())
+    ddp.register_comm_hook(paramhub.torch.HubState(in_place=True), doubled)
+    plain = DistributedDataParallel(make())
+    for model in (ddp, plain):
+        loss_of(model, 0, rank.rank).backward()
+    expected = [2 * parameter.grad for parameter in plain.parameters()]
+    return difference([parameter.grad for parameter in ddp.parameters()], expected)
+
+
+def test_a_hook_around_it_may_change_the_mean_in_place(team: Team) -> None:
+    assert max(team(wrapped, ranks=2)) < TOLERANCE
+
+
 def accumulates(rank: Rank) -> float:
     import paramhub.torch
 
@@ -221,8 +269,8 @@ def dying(rank: Rank, options: dict[str, Any], passes: int) -> tuple[str, str]:
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if rank.rank == 1 and step == passes:
-            if state._job is None:
-                state._job = state._open()
+            if state._buckets is None:
+                state._open()
             os.kill(os.getpid(), signal.SIGKILL)
         return paramhub.torch.hub_hook(state, bucket)
 
@@ -265,7 +313,7 @@ def pickled(rank: Rank) -> tuple[dict[str, Any], float]:
 
 def test_a_state_can_be_pickled_and_goes_on(team: Team) -> None:
     for state, apart in team(pickled, ranks=2):
-        assert state == {"codec": "bf16", "parameters": {}}
+        assert state == {"codec": "bf16", "in_place": False, "parameters": {}}
         assert apart == 0.0
 
 
