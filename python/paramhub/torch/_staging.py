@@ -151,7 +151,11 @@ class Stage:
 
     def current_stream(self) -> Any:
         """The stream that the caller computes on."""
-        return self._streams.current_stream() if self._device.type == "cpu" else self._streams.current_stream(self._device)
+        return (
+            self._streams.current_stream()
+            if self._device.type == "cpu"
+            else self._streams.current_stream(self._device)
+        )
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
         """Within it the results' stream is the current one."""
@@ -161,7 +165,9 @@ class Stage:
         """Ends the stage's thread; requests handed in before are still answered."""
         self._close()
 
-    def _host(self, take: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _host(
+        self, take: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
         if self._job.shares_memory or self._device.type != "cuda":
             return torch.from_dlpack(take(key)).view(shape)
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -29,6 +29,8 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
+FAREWELL_TIMEOUT_AFTER_FAILURE = 1.0
+"""The same once a job has failed: whom it has lost says no farewell, and the others know."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class World:
 
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
+        farewell_timeout = FAREWELL_TIMEOUT
         jobs, self._jobs = self._jobs, []
         for job in reversed(jobs):
             if abandon:
@@ -219,17 +222,18 @@ class World:
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 _say(f"rank {self.rank}: {error}")
+                farewell_timeout = FAREWELL_TIMEOUT_AFTER_FAILURE
         trace._finish()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)
             return
         if not abandon:
-            self._await_farewells()
+            self._await_farewells(farewell_timeout)
         self._hub.stop()
 
-    def _await_farewells(self) -> None:
-        deadline = time.monotonic() + FAREWELL_TIMEOUT
+    def _await_farewells(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         with contextlib.suppress(Exception):
             while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -188,7 +188,8 @@ fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
         let keys = vec![Key::new("w", [u64::from(CHUNKS) * 256])];
         let mut shard = shard(2, keys, |settings| {
             let rate = Hyperparameters { learning_rate: 1.0, ..Default::default() };
-            settings.optimizer = OptimizerChoice { hyperparameters: Some(rate), ..OptimizerChoice::named("sgd") };
+            settings.optimizer =
+                OptimizerChoice { hyperparameters: Some(rate), ..OptimizerChoice::named("sgd") };
             settings.two_phase = true;
             settings.reproducible = reproducible;
         });
