@@ -87,7 +87,7 @@ class World:
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
-        cores = self.options.hub_cores or max(1, min(4, (os.cpu_count() or 1) // 4))
+        cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         if place.is_on_one_host:
             self._hub = Hub(cores=cores)
             token = None
@@ -276,7 +276,8 @@ def init(
 
     ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp`` or ``shm``, by default what
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
-    is how many threads a hub in rank 0 sums on, by default a quarter of the processors and at most 4. ``timeout`` in seconds is
+    is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
+    sleep while nothing arrives. ``timeout`` in seconds is
     how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
     noticed at once.
     """
