@@ -1,0 +1,5 @@
+//! Meshes of threads in one process, over real sockets on loopback.
+
+mod collectives;
+mod common;
+mod point_to_point;
