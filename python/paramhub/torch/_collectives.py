@@ -108,7 +108,9 @@ class Group:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
         return self._issued("allreduce", host, Work((handle,), finish), timeout)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None) -> Work:
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None
+    ) -> Work:
         """Reduces all ranks' tensors into the root's."""
         host, finish = staged(_real(tensor, op), writes=self.rank == root)
         if self.rank != root and finish is None and host.data_ptr() == tensor.data_ptr():
@@ -118,7 +120,12 @@ class Group:
         return self._issued("reduce", host, Work((handle,), finish), timeout)
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = "sum", *, timeout: float | None = None
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op = "sum",
+        *,
+        timeout: float | None = None,
     ) -> Work:
         """Reduces all ranks' ``inputs[i]`` into rank i's ``output``. Lengths may differ from rank to rank."""
         sources = [staged(_real(each, op), writes=False)[0] for each in inputs]
@@ -309,7 +316,9 @@ class Group:
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
-    def _parts(self, tensor: torch.Tensor, name: str, rows: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _parts(
+        self, tensor: torch.Tensor, name: str, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         if rows:
             if len(rows) != self.size or tensor.dim() == 0 or sum(rows) != tensor.shape[0]:
                 raise MisuseError(

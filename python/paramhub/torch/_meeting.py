@@ -30,9 +30,7 @@ def await_keys(store: dist.Store, keys: list[str], timeout: float) -> list[str]:
     return []
 
 
-def exchange_text(
-    store: dist.Store, label: str, own: Any, rank: int, size: int, timeout: float
-) -> list[Any]:
+def exchange_text(store: dist.Store, label: str, own: Any, rank: int, size: int, timeout: float) -> list[Any]:
     """What every rank tells, by rank. Each calls it once with a label; what it tells must fit JSON."""
     store.set(f"{label}/{rank}", json.dumps(own))
     keys = [f"{label}/{each}" for each in range(size)]

@@ -12,14 +12,18 @@ Finish = Callable[[], None]
 """What is left to do once an exchange has ended well."""
 
 
-def staged(tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> tuple[torch.Tensor, Finish | None]:
+def staged(
+    tensor: torch.Tensor, *, reads: bool = True, writes: bool = True
+) -> tuple[torch.Tensor, Finish | None]:
     """A contiguous host tensor to exchange in place of ``tensor``, which is itself where it can be.
 
     ``reads`` says that the exchange starts from the elements, ``writes`` that it changes them. The second result is to be
     called when it has ended well.
     """
     if tensor.layout is not torch.strided:
-        raise MisuseError(f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()")
+        raise MisuseError(
+            f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()"
+        )
     if tensor.device.type != "cpu":
         raise MisuseError(
             f"a tensor on {tensor.device} cannot be exchanged yet: move it to the host, or give its device another "
@@ -27,11 +31,12 @@ def staged(tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> 
         )
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor, None
-    if reads:
-        host = tensor.detach().contiguous().resolve_conj().resolve_neg()
-    else:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    host = _copied(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
     return host, (lambda: _copy(tensor, host)) if writes else None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _copy(tensor: torch.Tensor, host: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ class _Pending(NamedTuple):
     handles: tuple[Handle, ...]
 
     def is_over(self) -> bool:
-        return all([handle.done() for handle in self.handles])
+        return all(handle.done() for handle in self.handles)
 
     def __str__(self) -> str:
         return self.name if self.nbytes is None else f"{self.name} of {self.nbytes} bytes"
@@ -111,8 +111,10 @@ class Watch:
             # Others that wait, but not long, tell meanwhile.
             time.sleep(2 * INTERVAL)
             culprits = self.culprits(overdue.number, overdue.handles)
-            whom = f"{ranks(culprits)} {'has' if len(culprits) == 1 else 'have'} not called it" if culprits else (
-                "nobody knows which rank is late"
+            whom = (
+                f"{ranks(culprits)} {'has' if len(culprits) == 1 else 'have'} not called it"
+                if culprits
+                else ("nobody knows which rank is late")
             )
             self._give_up(
                 f"group `{self._name}`, rank {self._rank}: {overdue} has not ended within {overdue.limit:g} s: {whom}",
@@ -129,9 +131,7 @@ class Watch:
         late = []
         for rank in range(self._size):
             key = f"waits/{rank}"
-            if rank != self._rank and (
-                not self._store.check([key]) or int(self._store.get(key)) < number
-            ):
+            if rank != self._rank and (not self._store.check([key]) or int(self._store.get(key)) < number):
                 late.append(rank)
         return late
 

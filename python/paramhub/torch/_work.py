@@ -41,7 +41,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        if not all([handle.done() for handle in self._handles]):
+        if not all(handle.done() for handle in self._handles):
             return False
         if self._finish is not None:
             self.conclude()
@@ -110,7 +110,7 @@ class Work:
             if self._concluded:
                 return
             self._concluded = True
-            if any([handle.exception() is not None for handle in self._handles]):
+            if any(handle.exception() is not None for handle in self._handles):
                 return
             assert self._finish is not None
             try:

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _world
-from paramhub.torch._c10d import C10dWork, Collectives, made
+from paramhub.torch._c10d import Collectives, made
 from paramhub.torch._collectives import Group
 from paramhub.torch._launched import Launched, launched
 from paramhub.torch._meeting import exchange_text
@@ -106,18 +107,6 @@ class _Ends:
         self._leave(abandon=True)
 
 
-_COLLECTIVES = [
-    name
-    for name in (
-        "allreduce allreduce_coalesced reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced broadcast "
-        "allgather allgather_coalesced all_gather_single all_gather_single_coalesced gather scatter alltoall all_to_all_single "
-        "_allgather_base _reduce_scatter_base alltoall_base allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced send "
-        "recv recv_anysource barrier _end_coalescing"
-    ).split()
-    if hasattr(dist.ProcessGroup, name)
-]
-
-
 if HAS_BACKENDS:
     _Base = torch._C._distributed_c10d.Backend
 
@@ -170,7 +159,29 @@ if HAS_BACKENDS:
         method.__name__ = name
         return method
 
-    for _name in _COLLECTIVES:
+    # The old names lead to these.
+    for _name in (
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "broadcast",
+        "allgather",
+        "allgather_coalesced",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "gather",
+        "scatter",
+        "alltoall",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "recv_anysource",
+        "barrier",
+        "_end_coalescing",
+    ):
         setattr(FrontedProcessGroup, _name, _fronted(_name))
 
 else:
@@ -214,7 +225,9 @@ def _place(store: dist.Store, rank: int, size: int, timeout: float) -> Launched:
     hosts = exchange_text(store, "hosts", _host(), rank, size, timeout)
     local = [each for each in range(size) if hosts[each] == hosts[rank]]
     master = (environment["MASTER_ADDR"], 1) if "MASTER_ADDR" in environment else None
-    return Launched(rank, size, local.index(rank), len(local), "torch.distributed", master or _address_of(store))
+    return Launched(
+        rank, size, local.index(rank), len(local), "torch.distributed", master or _address_of(store)
+    )
 
 
 def _host() -> str:
@@ -222,7 +235,7 @@ def _host() -> str:
     parts = [socket.gethostname()]
     for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
         try:
-            parts.append(os.readlink(path) if os.path.islink(path) else open(path).read().strip())
+            parts.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip())
         except OSError:
             continue
     return " ".join(parts)
@@ -232,6 +245,3 @@ def _address_of(store: dist.Store) -> tuple[str, int] | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
-
-
-
