@@ -180,11 +180,19 @@ pub enum MeshError {
         /// What it sent.
         reason: Arc<str>,
     },
-    /// This rank has left the mesh or dropped it.
+    /// This rank has left the mesh.
     #[error("{who}: this rank has left the mesh")]
     Left {
         /// Who asked.
         who: Who,
+    },
+    /// This rank has ended the mesh itself, with [`Mesh::abort`](crate::Mesh::abort) or by dropping it.
+    #[error("{who}: this rank has ended the mesh: {reason}")]
+    GaveUp {
+        /// Who asked.
+        who: Who,
+        /// The reason it gave.
+        reason: Arc<str>,
     },
     /// [`Mesh::leave`](crate::Mesh::leave) did not finish in time.
     #[error("{who}: leaving took more than {seconds} s; {outstanding} operations were given up")]
@@ -207,7 +215,7 @@ pub enum MeshError {
 }
 
 impl MeshError {
-    /// The peer that is to blame, if one is known.
+    /// The rank that is to blame, if one is known.
     pub fn rank(&self) -> Option<u32> {
         match self {
             MeshError::Refused { rank, .. }
@@ -218,6 +226,7 @@ impl MeshError {
             | MeshError::Protocol { rank, .. } => Some(*rank),
             MeshError::Aborted { culprit, .. } => *culprit,
             MeshError::Join { missing, .. } => missing.first().map(|(rank, _)| *rank),
+            MeshError::GaveUp { who, .. } => Some(who.rank),
             MeshError::LengthMismatch { who, sender, receiver, .. } => {
                 Some(if *sender == who.rank { *receiver } else { *sender })
             }

@@ -25,8 +25,10 @@ pub(crate) enum Command {
     Leave {
         timeout: Duration,
     },
-    /// The mesh was dropped without leaving.
-    Drop,
+    /// The program gives up, for this reason.
+    Abort {
+        reason: Arc<str>,
+    },
 }
 
 /// A queue in order of arrival, bounded by the operations that may be outstanding.

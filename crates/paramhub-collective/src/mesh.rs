@@ -38,7 +38,13 @@ pub struct Mesh {
     who: Who,
     size: u32,
     inbox: Arc<Inbox>,
-    ended: Mutex<Receiver<Result<(), MeshError>>>,
+    thread: Mutex<Thread>,
+}
+
+/// The mesh's thread, as far as leaving needs it.
+enum Thread {
+    Runs(Receiver<Result<(), MeshError>>),
+    Ended(Result<(), MeshError>),
 }
 
 impl Mesh {
@@ -54,13 +60,13 @@ impl Mesh {
             .map_err(system("make a poller"))?;
         let (tell, ended) = sync_channel(1);
         thread::Builder::new()
-            .name(format!("paramhub-mesh-{}", who.rank))
+            .name("paramhub-mesh".into())
             .spawn(move || {
                 // Nobody may wait for it.
                 let _ = tell.send(engine.run());
             })
             .map_err(system("start a thread"))?;
-        Ok(Mesh { who, size: config.size, inbox, ended: Mutex::new(ended) })
+        Ok(Mesh { who, size: config.size, inbox, thread: Mutex::new(Thread::Runs(ended)) })
     }
 
     /// This process's place.
@@ -281,19 +287,33 @@ impl Mesh {
     }
 
     /// Leaves in order: waits until nothing is under way but receives to which nothing has come, which fail, says goodbye, and
-    /// waits until every peer has read it. Peers go on without this rank; what still needs it fails there, and says so.
+    /// waits until every peer has read it. Peers go on without this rank; what still needs it fails there, and says so. Called
+    /// again, it says what the first call did.
     ///
     /// # Panics
     /// On the mesh's thread, that is in a callback: it would wait for itself.
-    pub fn leave(self, timeout: Duration) -> Result<(), MeshError> {
+    pub fn leave(&self, timeout: Duration) -> Result<(), MeshError> {
         assert!(!on_mesh_thread(), "a callback must not leave the mesh: it would wait for itself");
-        // A mesh that has failed says why below.
+        // A mesh that has ended says below how.
         let _ = self.inbox.put(Command::Leave { timeout });
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        ended.recv_timeout(timeout.saturating_add(LEAVE_GRACE)).unwrap_or_else(|_| {
-            let reason = "it does not answer: does a callback block it?".into();
-            Err(MeshError::Internal { who: self.who.clone(), reason })
-        })
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Thread::Runs(ended) = &*thread {
+            let outcome = ended.recv_timeout(timeout.saturating_add(LEAVE_GRACE)).unwrap_or_else(|_| {
+                let reason = "it does not answer: does a callback block it?".into();
+                Err(MeshError::Internal { who: self.who.clone(), reason })
+            });
+            *thread = Thread::Ended(outcome);
+        }
+        match &*thread {
+            Thread::Ended(outcome) => outcome.clone(),
+            Thread::Runs(_) => unreachable!("the thread has ended"),
+        }
+    }
+
+    /// Ends the mesh at once, here and at every peer: everything outstanding fails, there with `reason`. For a program that
+    /// cannot go on and wants the others to know why. Does nothing to a mesh that has ended.
+    pub fn abort(&self, reason: &str) {
+        let _ = self.inbox.put(Command::Abort { reason: reason.into() });
     }
 
     fn issue(&self, what: What, buffers: Vec<Buffer>, schedule: Schedule) -> Result<Handle, MeshError> {
@@ -369,7 +389,8 @@ impl Mesh {
 impl Drop for Mesh {
     fn drop(&mut self) {
         // Nobody is left to tell; a mesh that has ended is closed already.
-        let _ = self.inbox.put(Command::Drop);
+        let reason = format!("rank {} dropped its mesh without leaving it", self.who.rank).into();
+        let _ = self.inbox.put(Command::Abort { reason });
     }
 }
 

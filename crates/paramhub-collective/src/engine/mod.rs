@@ -1,6 +1,7 @@
 //! The mesh's thread: one loop that moves every transfer, computes, and ends operations.
 
 mod board;
+mod ending;
 mod fifo;
 mod inbound;
 mod matching;
@@ -9,6 +10,9 @@ mod parting;
 mod peer;
 mod sequence;
 mod slab;
+#[cfg(test)]
+mod tests;
+mod watch;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -19,15 +23,15 @@ use std::time::{Duration, Instant};
 use paramhub_transport::{Events, Interest, Poller, Waker};
 
 use crate::error::{MeshError, Who, panic_message};
-use crate::handle::{Completion, become_mesh_thread};
+use crate::handle::become_mesh_thread;
 use crate::inbox::{Command, Inbox};
 use crate::operation::{Request, What};
 use crate::schedule::Work;
-use crate::wire::{Channel, Header, Kind, PIECE_BYTES};
+use crate::wire::{Header, Kind, PIECE_BYTES};
 use board::{Board, Landing, StepId};
 use inbound::Over;
 use matching::Waiting;
-use parting::{Parting, part};
+use parting::part;
 use peer::{Peer, Seat};
 use slab::Key;
 
@@ -129,8 +133,10 @@ impl Engine {
             (Ok(()), Some((_, deadline))) => deadline,
             _ => Instant::now() + LAST_WORDS,
         };
+        // Before callbacks run, which may take their time.
         let partings = self.last_words(outcome.is_ok(), &error);
-        for (key, _) in self.board.operations.iter().map(|(key, _)| (key, ())).collect::<Vec<_>>() {
+        let operations: Vec<Key> = self.board.operations.iter().map(|(key, _)| key).collect();
+        for key in operations {
             self.board.end(key, Err(error.clone()));
         }
         let unbegun = self.commands.drain(..).chain(queued).filter_map(|command| match command {
@@ -140,6 +146,8 @@ impl Engine {
         for request in self.queue.drain(..).chain(unbegun).collect::<Vec<_>>() {
             self.board.refuse(request, error.clone());
         }
+        // Nobody has anything to say to this thread any more. Fails only if the descriptor is not in the set.
+        let _ = self.poller.remove(&self.waker);
         part(partings, &self.poller, &mut self.scratch, deadline);
         outcome
     }
@@ -242,7 +250,9 @@ impl Engine {
                     self.obey(command)?;
                 }
             }
-            Command::Drop => return Err(MeshError::Left { who: self.board.who.clone() }),
+            Command::Abort { reason } => {
+                return Err(MeshError::GaveUp { who: self.board.who.clone(), reason });
+            }
         }
         Ok(())
     }
@@ -341,18 +351,6 @@ impl Engine {
 
     fn has_peers(&self) -> bool {
         self.seats.iter().any(|seat| matches!(seat, Seat::Present(_)))
-    }
-
-    /// An operation needs a rank that has left: it fails, and a collective that has begun takes the mesh with it, for the other
-    /// ranks wait for its steps.
-    fn miss(&mut self, operation: Key, rank: u32) -> Result<(), MeshError> {
-        let Some(missed) = self.board.operations.get(operation) else { return Ok(()) };
-        let error = MeshError::PeerLeft { who: self.board.who.clone(), what: missed.name(), rank };
-        if missed.is_collective() {
-            return Err(error);
-        }
-        self.board.end(operation, Err(error));
-        Ok(())
     }
 
     fn compute(&mut self) {
@@ -456,134 +454,6 @@ impl Engine {
         }
     }
 
-    /// A peer has left in order. Whatever still needs it fails.
-    fn let_go(&mut self, rank: u32, collectives: u64) -> Result<(), MeshError> {
-        let seat = &mut self.seats[rank as usize];
-        let Seat::Present(peer) = std::mem::replace(seat, Seat::Left { collectives }) else { return Ok(()) };
-        // Fails only if the descriptor is not in the set.
-        let _ = self.poller.remove(&peer.socket);
-        let mut needed: Vec<Key> =
-            peer.matching.unmatched().chain(peer.outbound.transfers()).map(|id| id.operation).collect();
-        let is_last = !self.has_peers();
-        let orphans: Vec<Key> = self
-            .board
-            .landings
-            .iter()
-            .filter(|(_, landing)| landing.from == Some(rank) || (landing.from.is_none() && is_last))
-            .map(|(ticket, _)| ticket)
-            .collect();
-        for ticket in orphans {
-            needed.extend(self.board.landings.remove(ticket).map(|landing| landing.id.operation));
-        }
-        needed.extend(self.board.operations.iter().filter_map(|(key, operation)| {
-            (operation.is_collective() && operation.number >= collectives).then_some(key)
-        }));
-        needed.into_iter().try_for_each(|operation| self.miss(operation, rank))
-    }
-
-    /// Heartbeats, and whether peers are silent for too long.
-    fn beat(&mut self, now: Instant) -> Result<(), MeshError> {
-        let is_waiting = !self.board.operations.is_empty();
-        for seat in &mut self.seats {
-            let Seat::Present(peer) = seat else { continue };
-            if now.duration_since(peer.spoken) >= self.heartbeat && !peer.outbound.has_something() {
-                peer.outbound.control(Header::bare(Kind::Heartbeat), &[]);
-            }
-            let silence = now.duration_since(peer.heard);
-            if is_waiting && silence >= self.dead_after {
-                let (who, seconds) = (self.board.who.clone(), silence.as_secs_f64());
-                return Err(MeshError::Silent { who, rank: peer.rank, seconds });
-            }
-        }
-        Ok(())
-    }
-
-    /// Time in which this process was stopped, or a callback kept the thread, is not held against the peers.
-    fn forgive_own_absence(&mut self, now: Instant) {
-        let absence = now.duration_since(self.last_turn);
-        self.last_turn = now;
-        if absence > self.heartbeat * 2 {
-            for seat in &mut self.seats {
-                if let Seat::Present(peer) = seat {
-                    peer.heard = now;
-                }
-            }
-        }
-    }
-
-    /// Whether this rank may say goodbye: nothing is under way but receives to which nothing has come.
-    fn has_left(&mut self, now: Instant) -> Result<bool, MeshError> {
-        let Some((timeout, deadline)) = self.leaving else { return Ok(false) };
-        let idle = self
-            .board
-            .landings
-            .iter()
-            .filter(|(_, landing)| landing.arrived == 0 && landing.address.0 == Channel::PointToPoint);
-        let outstanding = self.board.operations.len() + self.queue.len();
-        let has_unsent = self
-            .seats
-            .iter()
-            .any(|seat| matches!(seat, Seat::Present(peer) if peer.outbound.has_something()));
-        if outstanding == idle.count() && !has_unsent {
-            return Ok(true);
-        }
-        if now >= deadline {
-            let (who, seconds) = (self.board.who.clone(), timeout.as_secs_f64());
-            return Err(MeshError::LeaveTimeout { who, seconds, outstanding });
-        }
-        Ok(false)
-    }
-
-    fn last_words(&mut self, is_goodbye: bool, error: &MeshError) -> Vec<Parting> {
-        let (header, text) = match is_goodbye {
-            true => {
-                (Header { tag: self.board.sequence.begun(), ..Header::bare(Kind::Goodbye) }, String::new())
-            }
-            false => {
-                let tag = error.rank().map_or(u64::MAX, u64::from);
-                (Header { tag, ..Header::bare(Kind::Abort) }, abort_text(error))
-            }
-        };
-        let mut partings = Vec::with_capacity(self.seats.len());
-        for seat in self.seats.drain(..) {
-            if let Seat::Present(mut peer) = seat {
-                let _ = self.poller.remove(&peer.socket);
-                let words = peer.outbound.last_words(&self.board, header, text.as_bytes());
-                partings.push(Parting::new(peer.socket, words));
-            }
-        }
-        partings
-    }
-
-    /// The ranks an operation waits for; those that the collectives before it wait for, if it has not begun.
-    fn awaited(&self, completion: &Arc<Completion>) -> Vec<u32> {
-        let is_queued = self.queue.iter().any(|request| request.ticket.is_of(completion));
-        let is_meant = |key: Key| {
-            let Some(operation) = self.board.operations.get(key) else { return false };
-            if is_queued { operation.is_collective() } else { operation.ticket.is_of(completion) }
-        };
-        let mut ranks = Vec::new();
-        for (_, landing) in self.board.landings.iter().filter(|(_, landing)| is_meant(landing.id.operation)) {
-            match landing.from {
-                Some(rank) => ranks.push(rank),
-                None => ranks.extend(self.seats.iter().filter_map(|seat| match seat {
-                    Seat::Present(peer) => Some(peer.rank),
-                    _ => None,
-                })),
-            }
-        }
-        for seat in &self.seats {
-            if let Seat::Present(peer) = seat
-                && peer.matching.unmatched().chain(peer.outbound.transfers()).any(|id| is_meant(id.operation))
-            {
-                ranks.push(peer.rank);
-            }
-        }
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
-    }
-
     fn system(&self, what: &'static str, error: &std::io::Error) -> MeshError {
         MeshError::System { who: self.board.who.clone(), what, reason: error.to_string().into() }
     }
@@ -598,16 +468,4 @@ fn announce(peer: &mut Peer, kind: Kind, ticket: Key, address: board::Address, b
         ..Header::bare(kind)
     };
     peer.outbound.control(header, &[]);
-}
-
-/// What the peers are told, within the bound of a frame.
-fn abort_text(error: &MeshError) -> String {
-    let mut text = match error {
-        // Said by somebody already: passed on as it is, so that it does not grow from rank to rank.
-        MeshError::Aborted { reason, .. } => reason.to_string(),
-        MeshError::Left { who } => format!("rank {} dropped its mesh without leaving it", who.rank),
-        other => other.to_string(),
-    };
-    text.truncate(text.floor_char_boundary(paramhub_core::limits::MESSAGE_BYTES_MAX));
-    text
 }

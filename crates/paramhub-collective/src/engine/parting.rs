@@ -10,29 +10,34 @@ use rustix::net::{SendFlags, Shutdown};
 /// A connection on which only last words remain.
 #[derive(Debug)]
 pub(crate) struct Parting {
-    pub(crate) socket: OwnedFd,
-    pub(crate) words: Vec<u8>,
-    pub(crate) gone: usize,
-    pub(crate) is_over: bool,
+    socket: OwnedFd,
+    words: Vec<u8>,
+    gone: usize,
+    /// Our side is closed, or broken.
+    has_said_all: bool,
+    is_over: bool,
 }
 
 impl Parting {
-    pub(crate) fn new(socket: OwnedFd, words: Vec<u8>) -> Self {
-        Parting { socket, words, gone: 0, is_over: false }
+    pub(crate) fn begin(socket: OwnedFd, words: Vec<u8>) -> Self {
+        let mut parting = Parting { socket, words, gone: 0, has_said_all: false, is_over: false };
+        parting.speak();
+        parting
     }
 
     fn speak(&mut self) {
-        while !self.is_over && self.gone < self.words.len() {
+        while !self.has_said_all && self.gone < self.words.len() {
             match rustix::net::send(&self.socket, &self.words[self.gone..], SendFlags::NOSIGNAL) {
                 Ok(wrote) => self.gone += wrote,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
-                Err(_) => self.is_over = true,
+                Err(_) => (self.has_said_all, self.is_over) = (true, true),
             }
         }
-        // Closing with unread bytes would reset the connection and take from the peer what it has not read.
-        if !self.is_over && rustix::net::shutdown(&self.socket, Shutdown::Write).is_err() {
-            self.is_over = true;
+        if !self.has_said_all {
+            self.has_said_all = true;
+            // Closing with unread bytes would reset the connection and take from the peer what it has not read.
+            self.is_over = rustix::net::shutdown(&self.socket, Shutdown::Write).is_err();
         }
     }
 
@@ -48,16 +53,12 @@ impl Parting {
     }
 }
 
-/// Says the last words and waits until every peer has closed, at most until `deadline`.
+/// Says what is left to say and waits until every peer has closed, at most until `deadline`.
 pub(crate) fn part(mut partings: Vec<Parting>, poller: &Poller, scratch: &mut [u8], deadline: Instant) {
     let mut events = Events::with_capacity(partings.len() + 1);
     for (token, parting) in partings.iter_mut().enumerate() {
-        parting.speak();
-        let has_said_all = parting.gone == parting.words.len();
-        let interest = if has_said_all { Interest::READABLE } else { Interest::BOTH };
-        if poller.add(&parting.socket, token as u64, interest).is_err() {
-            parting.is_over = true;
-        }
+        let interest = if parting.has_said_all { Interest::READABLE } else { Interest::BOTH };
+        parting.is_over |= poller.add(&parting.socket, token as u64, interest).is_err();
     }
     while partings.iter().any(|parting| !parting.is_over) {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -65,18 +66,19 @@ pub(crate) fn part(mut partings: Vec<Parting>, poller: &Poller, scratch: &mut [u
             return;
         }
         for event in events.iter() {
-            let Some(parting) = partings.get_mut(event.token as usize) else { continue };
-            if event.writable && parting.gone < parting.words.len() {
+            let parting = &mut partings[event.token as usize];
+            if event.writable && !parting.has_said_all {
                 parting.speak();
-                if parting.gone == parting.words.len() {
-                    // Fails only if the descriptor is not in the set.
-                    let _ = poller.modify(&parting.socket, event.token, Interest::READABLE);
+                if parting.has_said_all {
+                    parting.is_over |=
+                        poller.modify(&parting.socket, event.token, Interest::READABLE).is_err();
                 }
             }
             if event.readable {
                 parting.hear_out(scratch);
             }
             if parting.is_over {
+                // Fails only if the descriptor is not in the set.
                 let _ = poller.remove(&parting.socket);
             }
         }

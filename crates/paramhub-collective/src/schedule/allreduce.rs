@@ -1,6 +1,6 @@
 //! Reductions whose result goes to everybody.
 
-use super::{SMALL_BYTES_MAX, Schedule, Span, Step, Work, cut, pieces};
+use super::{HALVING_BYTES_MAX, SMALL_BYTES_MAX, Schedule, Span, Step, Work, cut, pieces};
 
 /// Buffer 0, elements of `width` bytes, reduced to all ranks. The results have the same bits everywhere.
 pub(crate) fn allreduce(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
@@ -8,6 +8,8 @@ pub(crate) fn allreduce(rank: u32, size: u32, bytes: usize, width: usize, is_ave
         Schedule::default()
     } else if bytes <= SMALL_BYTES_MAX || bytes / width < size as usize {
         doubling(rank, size, bytes, is_average)
+    } else if bytes <= HALVING_BYTES_MAX && size.is_power_of_two() {
+        halving(rank, size, bytes, width, is_average)
     } else {
         ring(rank, size, bytes, width, is_average)
     }
@@ -63,6 +65,40 @@ fn doubling(rank: u32, size: u32, bytes: usize, is_average: bool) -> Schedule {
     if value != whole {
         sends.push(reduced);
         schedule.push(Work::Copy { into: whole, from: value }, &sends);
+    }
+    schedule
+}
+
+/// Recursive halving, then doubling (Rabenseifner 2004): as few rounds as the logarithm twice, and no more bytes than a ring. The
+/// number of ranks is a power of two. In round k partners size/2^(k+1) apart split what they have left, and each reduces its
+/// half; then they give one another the results in the opposite order.
+fn halving(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
+    let mut schedule = Schedule::default();
+    let rounds = size.ilog2();
+    let (mut own, mut reduced) = (Span::whole(0, bytes), None);
+    let mut given = Vec::with_capacity(rounds as usize);
+    for round in 0..rounds {
+        let peer = rank ^ (size >> (round + 1));
+        let is_upper = usize::from(rank > peer);
+        let (kept, other) = (cut(own, width, 2, is_upper), cut(own, width, 2, 1 - is_upper));
+        let theirs = schedule.scratch(kept.bytes);
+        let arrived = Some(schedule.push(Work::Receive { peer, index: round, into: theirs }, &[]));
+        let sent = schedule.push(Work::Send { peer, index: round, from: other }, &[reduced]);
+        given.push((peer, other, sent));
+        reduced = Some(schedule.push(Work::Reduce { into: kept, from: theirs }, &[arrived, reduced]));
+        own = kept;
+    }
+    if is_average {
+        reduced = Some(schedule.push(Work::Divide { span: own }, &[reduced]));
+    }
+    let mut whole = vec![reduced];
+    for (turn, (peer, other, sent)) in given.into_iter().rev().enumerate() {
+        let index = rounds + turn as u32;
+        schedule.push(Work::Send { peer, index, from: own }, &whole);
+        // The result takes the place of what was sent from there in the first half.
+        whole.push(Some(schedule.push(Work::Receive { peer, index, into: other }, &[Some(sent)])));
+        let start = own.start.min(other.start);
+        own = Span { start, bytes: own.bytes + other.bytes, ..own };
     }
     schedule
 }

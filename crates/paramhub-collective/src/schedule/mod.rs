@@ -20,6 +20,8 @@ pub(crate) use reduce::{reduce, reduce_scatter};
 
 /// Up to here an operation is bound by latency: fewer rounds count for more than fewer bytes.
 pub(crate) const SMALL_BYTES_MAX: usize = 64 << 10;
+/// Up to here an allreduce among a power of two ranks goes by halves: fewer rounds than a ring, without its pipeline.
+const HALVING_BYTES_MAX: usize = 1 << 20;
 /// A piece of a pipeline is about so large: one frame.
 const PIECE_BYTES: usize = crate::wire::PIECE_BYTES;
 /// Smaller pieces than this do not pay for their frames.

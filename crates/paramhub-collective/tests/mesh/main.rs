@@ -2,4 +2,5 @@
 
 mod collectives;
 mod common;
+mod joining;
 mod point_to_point;

@@ -260,6 +260,21 @@ fn a_mesh_that_is_dropped_is_named() {
 }
 
 #[test]
+fn an_abort_tells_everybody_why() {
+    at_all(meshes(3), |mesh| {
+        let never = mesh.receive((mesh.rank() + 1) % 3, 1, ReceiveRegion::owned(vec![0_u8; 4])).unwrap();
+        if mesh.rank() == 1 {
+            mesh.abort("the sun has set");
+        }
+        let error = never.wait().unwrap_err();
+        assert_eq!(error.rank(), Some(1), "{error}");
+        assert!(error.to_string().ends_with("ended the mesh: the sun has set"), "{error}");
+        assert_eq!(mesh.leave(PATIENCE).unwrap_err().to_string(), error.to_string());
+        assert!(mesh.leave(PATIENCE).is_err(), "again");
+    });
+}
+
+#[test]
 fn a_timeout_says_whom_it_waits_for() {
     at_all(meshes(3), |mesh| {
         if mesh.rank() == 0 {
