@@ -304,15 +304,15 @@ impl Mesh {
         refuse_in_child(py)?;
         let timeout = seconds(py, Some(timeout))?.unwrap_or_default();
         let Some(mesh) = self.take() else { return Ok(()) };
-        // A call on another thread may still have it, and then drops it when it returns.
-        let Some(mesh) = Arc::into_inner(mesh) else { return Ok(()) };
         interruptible(py, move || mesh.leave(timeout))?.map_err(|error| errors::mesh(py, &error))
     }
 
-    /// Drops the connections: everything under way fails, here and where it needs this rank.
-    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+    /// Ends the mesh at once for all ranks: everything under way fails, elsewhere with `reason`.
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         refuse_in_child(py)?;
-        drop(self.take());
+        if let Some(mesh) = self.take() {
+            mesh.abort(reason);
+        }
         Ok(())
     }
 }

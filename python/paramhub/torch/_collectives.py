@@ -291,7 +291,7 @@ class Group:
         self._watch.close()
         self._sums.close(abandon=abandon)
         if abandon:
-            self._mesh.abandon()
+            self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
         elif self._mesh.failure() is None:
             self._mesh.leave(max(1.0, deadline - time.monotonic()))
 
@@ -301,7 +301,7 @@ class Group:
         self._failure.culprit = culprit
         self._watch.fail(message, culprit)
         self._sums.fail(message, culprit)
-        self._mesh.abandon()
+        self._mesh.abort(message)
 
     def _connected(self) -> _native.Mesh:
         if self._failure is not None:
