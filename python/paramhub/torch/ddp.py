@@ -15,6 +15,7 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._buckets import Buckets
+from paramhub.torch._staging import StagedHandle
 from paramhub.torch._world import World, world
 
 
@@ -88,7 +89,7 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     """
     buckets = state._buckets or state._open()
     handle, result, name = buckets.exchange(bucket)
-    return _Exchange(handle, result, name, buckets.watch).future
+    return _Exchange(handle, result, name, buckets).future
 
 
 class _Exchange:
@@ -100,15 +101,18 @@ class _Exchange:
     """
 
     def __init__(
-        self, handle: _native.Handle, result: torch.Tensor, name: str, watch: trace.Watch | None
+        self, handle: _native.Handle | StagedHandle, result: torch.Tensor, name: str, buckets: Buckets
     ) -> None:
         self._handle = handle
         self._name = name
-        self._watch = watch
-        self._uncompleted: list[torch.futures.Future[torch.Tensor]] = [torch.futures.Future()]
+        self._watch = buckets.watch
+        # On a device it has to know the stream on which the result becomes right.
+        devices = [] if buckets.device.type == "cpu" else [buckets.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._uncompleted = [future]
         # Not set_exception: the object it sets in the result's place is no tensor, and DDP would complain of
         # that.
-        self.future = self._uncompleted[0].then(self._outcome)
+        self.future = future.then(self._outcome)
         self._result = result
         with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
@@ -121,7 +125,7 @@ class _Exchange:
             self._handle.wait()
         self._complete(self._handle)
 
-    def _complete(self, handle: _native.Handle) -> None:
+    def _complete(self, handle: _native.Handle | StagedHandle) -> None:
         try:
             future = self._uncompleted.pop()
         except IndexError:

@@ -72,6 +72,21 @@ def test_it_averages_as_ddp_does(team: Team, transport: str) -> None:
         assert max(differences) < TOLERANCE, differences
 
 
+def staged(rank: Rank) -> list[float]:
+    """As for a device's tensors, with the processor as the device."""
+    from paramhub.torch import _buckets
+
+    _buckets.needs_stage = lambda device: True
+    return compare(rank)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_it_averages_by_way_of_a_stage(team: Team, transport: str) -> None:
+    for differences in team(staged, ranks=2, env={"PARAMHUB_TRANSPORT": transport}):
+        assert len(differences) == len(OPTIONS) + len(UNUSED)
+        assert max(differences) < TOLERANCE, differences
+
+
 def reproduce(rank: Rank) -> list[bytes]:
     import paramhub.torch
 

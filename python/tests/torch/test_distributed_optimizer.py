@@ -78,6 +78,20 @@ def test_it_steps_as_ddp_does(team: Team, transport: str) -> None:
         assert max(differences) < TOLERANCE, differences
 
 
+def staged(rank: Rank) -> list[float]:
+    """As for a device's tensors, with the processor as the device."""
+    from paramhub.torch import _gradients
+
+    _gradients.needs_stage = lambda device: True
+    return compare(rank)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_it_steps_by_way_of_a_stage(team: Team, transport: str) -> None:
+    for differences in team(staged, ranks=2, env={"PARAMHUB_TRANSPORT": transport}):
+        assert max(differences) < TOLERANCE, differences
+
+
 def reproduce(rank: Rank) -> list[bytes]:
     import paramhub.torch
 
