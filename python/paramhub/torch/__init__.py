@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from paramhub.torch._world import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from paramhub.torch.hub_optimizer import HubOptimizer
 
-__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
+__all__ = ["HubOptimizer", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
