@@ -74,6 +74,10 @@ pub struct Settings {
     /// Fail the job, naming key and rank, when a gradient holds a NaN or an infinity; by default they pass.
     #[serde(default)]
     pub reject_non_finite: bool,
+    /// Let tensors lie back to back in shared memory, so that neighbours in the table can be handled as one; by default each
+    /// starts where a processor likes it best.
+    #[serde(default)]
+    pub packed: bool,
 }
 
 /// Reads no more groups than a job may have: a group takes a hundred times the bytes of its shortest text.
@@ -174,6 +178,7 @@ impl Settings {
             codec: None,
             reproducible: false,
             reject_non_finite: false,
+            packed: false,
         }
     }
 
@@ -238,6 +243,7 @@ impl Settings {
             ("the codec", format!("{:?}", self.codec), format!("{:?}", other.codec)),
             ("reproducible", self.reproducible.to_string(), other.reproducible.to_string()),
             ("reject_non_finite", self.reject_non_finite.to_string(), other.reject_non_finite.to_string()),
+            ("packed", self.packed.to_string(), other.packed.to_string()),
         ];
         for (what, mine_has, theirs_has) in pairs {
             if mine_has != theirs_has {

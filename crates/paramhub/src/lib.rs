@@ -63,6 +63,6 @@ pub use paramhub_hub::{HubConfig, HubError, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 pub use paramhub_worker::{
-    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Statistics, Tensor, Transport,
-    WorkerError,
+    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing, Statistics, Tensor,
+    Transport, WorkerError,
 };

@@ -19,7 +19,7 @@ use paramhub_core::wire::{
     Verdict, stream_proofs,
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, send_segments};
-use paramhub_worker::{Job, Member, Options, Transport};
+use paramhub_worker::{Job, Member, Options, Sharing, Transport};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
@@ -802,16 +802,26 @@ fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_ove
     };
     let hub = cluster.hub().addresses()[0].to_string();
     for (name, transport, shared_parameters, parts) in [
-        ("needs", Transport::Shm, false, ["the transport shm needs", "use the transport auto or tcp"]),
-        ("shares", Transport::Auto, true, ["shared parameters need", "join without shared parameters"]),
+        (
+            "needs",
+            Transport::Shm,
+            Sharing::WherePossible,
+            ["the transport shm needs", "use the transport auto or tcp"],
+        ),
+        (
+            "shares",
+            Transport::Auto,
+            Sharing::Always,
+            ["shared parameters need", "join without shared parameters"],
+        ),
     ] {
         let told = join(name, transport, shared_parameters).expect_err("there is none").to_string();
         for part in parts.into_iter().chain([&*format!("job `{name}`, rank 0"), &hub, "--no-shared-memory"]) {
             assert!(told.contains(part), "no `{part}` in: {told}");
         }
     }
-    let job = join("auto", Transport::Auto, false).unwrap();
-    assert!(!job.shares_memory());
+    let job = join("auto", Transport::Auto, Sharing::WherePossible).unwrap();
+    assert!(!job.shares_memory() && !job.shares_parameters());
     let (_, mean) = job.push_pull(0, vec![2.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap();
     assert_eq!(mean, [2.0; 4]);
 }
