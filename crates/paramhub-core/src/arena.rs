@@ -5,14 +5,13 @@ use std::ops::Range;
 
 use crate::chunk::Extent;
 use crate::codec::Codec;
-use crate::key::KeyTable;
 use crate::settings::Settings;
 
-/// Tensors start at multiples of this: two cache lines, which processors fetch in pairs.
+/// Tensors start at multiples of this unless they are packed: two cache lines, which processors fetch in pairs.
 const ALIGNMENT: u64 = 128;
 
 /// The places of all keys in one arena: first every key's gradient as it travels, then every key's parameters as they lie
-/// in memory, in table order. An arena of [`parameters_only`](Self::parameters_only) has the latter alone.
+/// in memory, in table order. With [`Settings::packed`] there is no gap between tensors of one type. An arena of [`parameters_only`](Self::parameters_only) has the latter alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaLayout {
     gradients: Vec<Place>,
@@ -37,15 +36,15 @@ impl ArenaLayout {
     /// The layout of a worker's arena.
     pub fn new(settings: &Settings) -> Self {
         let mut end = 0;
-        let gradients = lay(&settings.keys, &mut end, |dtype| settings.gradient_codec(dtype));
-        let parameters = lay(&settings.keys, &mut end, |dtype| dtype.codec());
+        let gradients = lay(settings, &mut end, |dtype| settings.gradient_codec(dtype));
+        let parameters = lay(settings, &mut end, |dtype| dtype.codec());
         ArenaLayout { gradients, parameters, bytes: end }
     }
 
     /// The layout of an arena that holds the parameters of all workers of a host.
     pub fn parameters_only(settings: &Settings) -> Self {
         let mut end = 0;
-        let parameters = lay(&settings.keys, &mut end, |dtype| dtype.codec());
+        let parameters = lay(settings, &mut end, |dtype| dtype.codec());
         ArenaLayout { gradients: Vec::new(), parameters, bytes: end }
     }
 
@@ -87,14 +86,18 @@ impl ArenaLayout {
     }
 }
 
-fn lay(keys: &KeyTable, end: &mut u64, codec: impl Fn(crate::codec::Dtype) -> Codec) -> Vec<Place> {
+/// Lays all keys out from the first aligned place at `end` or after it.
+fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(crate::codec::Dtype) -> Codec) -> Vec<Place> {
+    *end = end.next_multiple_of(ALIGNMENT);
     let place = |key: &crate::key::Key| {
-        let start = end.next_multiple_of(ALIGNMENT);
-        let place = Place { start, codec: codec(key.dtype), elements: key.elements().unwrap_or(0) };
+        let codec = codec(key.dtype);
+        let alignment = if settings.packed { codec.bytes() as u64 } else { ALIGNMENT };
+        let start = end.next_multiple_of(alignment);
+        let place = Place { start, codec, elements: key.elements().unwrap_or(0) };
         *end = start + place.bytes();
         place
     };
-    keys.keys().iter().map(place).collect()
+    settings.keys.keys().iter().map(place).collect()
 }
 
 fn whole(place: &Place) -> Range<usize> {
@@ -110,7 +113,7 @@ mod tests {
     use super::*;
     use crate::chunk::ChunkMap;
     use crate::codec::Dtype;
-    use crate::key::Key;
+    use crate::key::{Key, KeyTable};
 
     #[test]
     fn places_are_aligned_apart_and_as_large_as_their_tensors() {
@@ -132,5 +135,20 @@ mod tests {
 
         let shared = ArenaLayout::parameters_only(&settings);
         assert_eq!([shared.parameters(0), shared.parameters(2)], [0..4004, 4224..4252]);
+    }
+
+    #[test]
+    fn packed_tensors_lie_back_to_back_and_aligned_to_their_elements() {
+        let half = Key { dtype: Dtype::F16, ..Key::new("half", [3]) };
+        let keys =
+            KeyTable::new(vec![Key::new("w", [1001]), Key::new("v", [5]), half, Key::new("b", [7])]).unwrap();
+        let settings = Settings { packed: true, ..Settings::new(keys) };
+        let layout = ArenaLayout::new(&settings);
+        let gradients: Vec<_> = (0..4).map(|key| layout.gradient(key)).collect();
+        assert_eq!(gradients, [0..4004, 4004..4024, 4024..4030, 4032..4060]);
+        let first = layout.parameters(0).start;
+        assert!(first >= 4060 && first.is_multiple_of(128), "the halves stay apart: {first}");
+        assert_eq!(layout.parameters(1), first + 4004..first + 4024);
+        assert_eq!(ArenaLayout::parameters_only(&settings).parameters(1), 4004..4024);
     }
 }

@@ -284,6 +284,10 @@ impl Schedule {
         Schedule { changes }
     }
 
+    /// Bytes it takes.
+    pub const MEMORY_BYTES: u64 =
+        ((Self::CHANGES_MAX + 1) * size_of::<(u32, Hyperparameters)>() + size_of::<Self>()) as u64;
+
     /// Lets `hyperparameters` hold from `first_step` on, replacing what was said for that very step. `step` is the newest
     /// that is under way: what was superseded by then makes room.
     ///

@@ -21,12 +21,20 @@ pub struct Key {
     /// Higher is more urgent. Keys of equal priority go in table order, so a table in forward order needs none.
     #[serde(default)]
     pub priority: i32,
+    /// Keys of one group share hyperparameters: see [`OptimizerChoice`](crate::settings::OptimizerChoice).
+    #[serde(default)]
+    pub group: u16,
 }
 
 impl Key {
-    /// An f32 key of neutral priority.
+    /// An f32 key of neutral priority, in group 0.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
-        Key { name: name.into(), shape: shape.into(), dtype: Dtype::F32, priority: 0 }
+        Key { name: name.into(), shape: shape.into(), dtype: Dtype::F32, priority: 0, group: 0 }
+    }
+
+    /// The same key in another group.
+    pub fn in_group(self, group: u16) -> Self {
+        Key { group, ..self }
     }
 
     /// Product of the extents, or `None` where it exceeds [`KEY_ELEMENTS_MAX`].
@@ -43,6 +51,9 @@ impl std::fmt::Display for Key {
         write!(f, "`{}` {} {:?}", self.name, self.dtype, self.shape)?;
         if self.priority != 0 {
             write!(f, " priority {}", self.priority)?;
+        }
+        if self.group != 0 {
+            write!(f, " in group {}", self.group)?;
         }
         Ok(())
     }
@@ -155,6 +166,7 @@ impl KeyTable {
                 hasher.update(&extent.to_le_bytes());
             }
             hasher.update(&[key.dtype.codec() as u8]).update(&key.priority.to_le_bytes());
+            hasher.update(&key.group.to_le_bytes());
         }
         hasher.finalize()
     }
@@ -226,6 +238,10 @@ mod tests {
         assert_eq!((index, left.unwrap().shape[0], right.unwrap().shape[0]), (1, 2, 3));
         assert!(mine.first_difference(&mine.clone()).is_none());
         assert_ne!(mine.digest(), theirs.digest());
+        let grouped = table(vec![Key::new("a", [1]), Key::new("b", [2]).in_group(3)]).unwrap();
+        let (index, _, right) = mine.first_difference(&grouped).unwrap();
+        assert_eq!((index, right.unwrap().to_string().as_str()), (1, "`b` f32 [2] in group 3"));
+        assert_ne!(mine.digest(), grouped.digest());
     }
 
     #[test]
@@ -241,6 +257,9 @@ mod tests {
         assert!(refused.to_string().contains("shape [0]"), "{refused}");
         let accepted: KeyTable =
             serde_json::from_str(r#"[{"name":"a","shape":[2,3],"dtype":"bf16"}]"#).unwrap();
-        assert_eq!(accepted.bytes(), 12);
+        assert_eq!((accepted.bytes(), accepted.keys()[0].group), (12, 0));
+        let accepted: KeyTable = serde_json::from_str(r#"[{"name":"a","shape":[2],"group":7}]"#).unwrap();
+        assert_eq!(accepted.keys()[0], Key::new("a", [2]).in_group(7));
+        assert!(serde_json::from_str::<KeyTable>(r#"[{"name":"a","shape":[2],"group":65536}]"#).is_err());
     }
 }

@@ -1,6 +1,7 @@
 //! What every rank of a job must agree on before buffers are allocated.
 
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use crate::chunk::{ChunkMap, TooManyChunks};
@@ -8,7 +9,7 @@ use crate::codec::{Codec, Dtype};
 use crate::consistency::Consistency;
 use crate::hyperparameters::Hyperparameters;
 use crate::key::KeyTable;
-use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
+use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, GROUPS_MAX};
 
 /// The optimizer a hub runs on each chunk, fused with the sum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -18,14 +19,30 @@ pub struct OptimizerChoice {
     /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`, or a
     /// name registered at the hub.
     pub name: String,
-    /// What holds from step 0; by default the optimizer's own defaults.
+    /// What holds from step 0 for keys of group 0; by default the optimizer's own defaults.
     #[serde(default)]
     pub hyperparameters: Option<Hyperparameters>,
+    /// What holds from step 0 for keys of group 1, of group 2, and so on.
+    #[serde(default, deserialize_with = "read_groups")]
+    pub groups: Vec<Hyperparameters>,
+}
+
+impl OptimizerChoice {
+    /// An optimizer by its name, with its own defaults and one group.
+    pub fn named(name: impl Into<String>) -> Self {
+        OptimizerChoice { name: name.into(), hyperparameters: None, groups: Vec::new() }
+    }
+
+    /// Every group's hyperparameters at step 0, in the order of their numbers; `defaults` are the optimizer's own.
+    pub fn of_groups(&self, defaults: Hyperparameters) -> Vec<Hyperparameters> {
+        let first = self.hyperparameters.unwrap_or(defaults);
+        [first].into_iter().chain(self.groups.iter().copied()).collect()
+    }
 }
 
 impl Default for OptimizerChoice {
     fn default() -> Self {
-        OptimizerChoice { name: "mean".into(), hyperparameters: None }
+        OptimizerChoice::named("mean")
     }
 }
 
@@ -57,6 +74,36 @@ pub struct Settings {
     /// Fail the job, naming key and rank, when a gradient holds a NaN or an infinity; by default they pass.
     #[serde(default)]
     pub reject_non_finite: bool,
+    /// Let tensors lie back to back in shared memory, so that neighbours in the table can be handled as one; by default each
+    /// starts where a processor likes it best.
+    #[serde(default)]
+    pub packed: bool,
+}
+
+/// Reads no more groups than a job may have: a group takes a hundred times the bytes of its shortest text.
+fn read_groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Hyperparameters>, D::Error> {
+    struct Groups;
+
+    impl<'de> Visitor<'de> for Groups {
+        type Value = Vec<Hyperparameters>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "the hyperparameters of up to {} groups", GROUPS_MAX - 1)
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+            let mut groups = Vec::new();
+            while let Some(group) = list.next_element()? {
+                groups.push(group);
+                if groups.len() == GROUPS_MAX {
+                    return Err(A::Error::custom(SettingsError::TooManyGroups(1 + groups.len())));
+                }
+            }
+            Ok(groups)
+        }
+    }
+
+    deserializer.deserialize_seq(Groups)
 }
 
 /// Whether an optimizer of this name updates parameters. `mean` and `sum` do not: what comes back follows from the step's
@@ -82,6 +129,22 @@ pub enum SettingsError {
     /// Too many chunks.
     #[error(transparent)]
     TooManyChunks(#[from] TooManyChunks),
+    /// More groups than a job may have.
+    #[error("the optimizer has {0} groups or more, but a job may have {GROUPS_MAX}")]
+    TooManyGroups(usize),
+    /// A key is in a group without hyperparameters.
+    #[error(
+        "key `{key}` is in group {group}, but the optimizer has {groups} {}, counted from 0: give it the hyperparameters of the others",
+        if *.groups == 1 { "group" } else { "groups" }
+    )]
+    Group {
+        /// The key.
+        key: String,
+        /// Its group.
+        group: u16,
+        /// Groups that have hyperparameters.
+        groups: usize,
+    },
     /// Rank order has no meaning where contributions are applied one by one.
     #[error("reproducible needs synchronous consistency, but {0} was asked for")]
     ReproducibleNeedsSynchronous(Consistency),
@@ -115,6 +178,7 @@ impl Settings {
             codec: None,
             reproducible: false,
             reject_non_finite: false,
+            packed: false,
         }
     }
 
@@ -128,8 +192,20 @@ impl Settings {
         if self.reproducible && self.consistency != Consistency::Synchronous {
             return Err(SettingsError::ReproducibleNeedsSynchronous(self.consistency));
         }
+        let groups = self.groups();
+        if groups > GROUPS_MAX {
+            return Err(SettingsError::TooManyGroups(groups));
+        }
+        if let Some(key) = self.keys.keys().iter().find(|key| usize::from(key.group) >= groups) {
+            return Err(SettingsError::Group { key: key.name.clone(), group: key.group, groups });
+        }
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
+    }
+
+    /// Groups of keys, at least one; some may have no key.
+    pub fn groups(&self) -> usize {
+        1 + self.optimizer.groups.len()
     }
 
     /// The codec of a key's gradients.
@@ -153,18 +229,31 @@ impl Settings {
                 |key: Option<&crate::key::Key>| key.map_or("no such key".to_string(), ToString::to_string);
             return disagree(format!("key {index}"), side(left), side(right));
         }
+        let (mine_chose, theirs_chose) = (&self.optimizer, &other.optimizer);
+        let first = |chosen: &OptimizerChoice| {
+            chosen.hyperparameters.map_or("the optimizer's own".into(), |own| format!("{own:?}"))
+        };
         let pairs = [
-            ("the optimizer", format!("{:?}", self.optimizer), format!("{:?}", other.optimizer)),
+            ("the optimizer", mine_chose.name.clone(), theirs_chose.name.clone()),
+            ("the hyperparameters", first(mine_chose), first(theirs_chose)),
+            ("the number of groups", self.groups().to_string(), other.groups().to_string()),
             ("the aggregator", self.aggregator.clone(), other.aggregator.clone()),
             ("the consistency", self.consistency.to_string(), other.consistency.to_string()),
             ("the chunk size", self.chunk_bytes.to_string(), other.chunk_bytes.to_string()),
             ("the codec", format!("{:?}", self.codec), format!("{:?}", other.codec)),
             ("reproducible", self.reproducible.to_string(), other.reproducible.to_string()),
             ("reject_non_finite", self.reject_non_finite.to_string(), other.reject_non_finite.to_string()),
+            ("packed", self.packed.to_string(), other.packed.to_string()),
         ];
         for (what, mine_has, theirs_has) in pairs {
             if mine_has != theirs_has {
                 return disagree(what.to_string(), mine_has, theirs_has);
+            }
+        }
+        for (group, (left, right)) in (1..).zip(mine_chose.groups.iter().zip(&theirs_chose.groups)) {
+            let (left, right) = (format!("{left:?}"), format!("{right:?}"));
+            if left != right {
+                return disagree(format!("the hyperparameters of group {group}"), left, right);
             }
         }
         Ok(())
@@ -190,6 +279,57 @@ mod tests {
         assert_eq!(settings(3).agree(1, 0, &settings(3)), Ok(()));
     }
 
+    fn grouped(rates: &[f64]) -> Settings {
+        let groups =
+            rates.iter().map(|&learning_rate| Hyperparameters { learning_rate, ..Default::default() });
+        let optimizer = OptimizerChoice { groups: groups.collect(), ..OptimizerChoice::named("sgd") };
+        let keys = vec![Key::new("w", [3]), Key::new("b", [1]).in_group(2)];
+        Settings { optimizer, ..Settings::new(KeyTable::new(keys).unwrap()) }
+    }
+
+    #[test]
+    fn every_keys_group_has_hyperparameters() {
+        assert_eq!(grouped(&[0.1, 0.2]).check(), Ok(()));
+        let refused = grouped(&[0.1]).check().unwrap_err().to_string();
+        assert!(refused.starts_with("key `b` is in group 2, but the optimizer has 2 groups"), "{refused}");
+        assert!(grouped(&[]).check().unwrap_err().to_string().contains("has 1 group, counted from 0"));
+        assert_eq!(grouped(&[0.1; GROUPS_MAX - 1]).check(), Ok(()));
+        assert_eq!(grouped(&[0.1; GROUPS_MAX]).check(), Err(SettingsError::TooManyGroups(GROUPS_MAX + 1)));
+        let read = |groups: usize| {
+            let list = vec!["{}"; groups].join(",");
+            serde_json::from_str::<OptimizerChoice>(&format!(r#"{{"name":"sgd","groups":[{list}]}}"#))
+        };
+        assert_eq!(read(GROUPS_MAX - 1).unwrap().groups.len(), GROUPS_MAX - 1);
+        let refused = read(GROUPS_MAX).unwrap_err().to_string();
+        assert!(
+            refused.starts_with("the optimizer has 1025 groups or more, but a job may have 1024"),
+            "{refused}"
+        );
+        assert!(read(0).unwrap().groups.is_empty());
+        let own = Hyperparameters { momentum: 0.5, ..Default::default() };
+        let of_groups = grouped(&[0.1, 0.2]).optimizer.of_groups(own);
+        assert_eq!(of_groups[0], own);
+        assert_eq!([1, 2].map(|group| of_groups[group].learning_rate), [0.1, 0.2]);
+    }
+
+    #[test]
+    fn disagreement_on_groups_names_the_group() {
+        let disagree = |left: &Settings, right: &Settings| left.agree(1, 0, right).unwrap_err().to_string();
+        let mine = grouped(&[0.1, 0.25]);
+        let told = disagree(&mine, &grouped(&[0.1, 0.5]));
+        assert!(told.contains("disagree on the hyperparameters of group 2: rank 1 has"), "{told}");
+        assert!(told.contains("0.25") && told.contains("0.5") && !told.contains("0.1,"), "{told}");
+        let told = disagree(&mine, &grouped(&[0.1, 0.25, 0.5]));
+        assert!(told.contains("the number of groups: rank 1 has 3, rank 0 has 4"), "{told}");
+        let mut ungrouped = mine.clone();
+        ungrouped.keys = KeyTable::new(vec![Key::new("w", [3]), Key::new("b", [1])]).unwrap();
+        assert!(disagree(&mine, &ungrouped).contains("`b` f32 [1] in group 2, rank 0 has `b` f32 [1]"));
+        let mut other = mine.clone();
+        other.optimizer.hyperparameters = Some(Hyperparameters::default());
+        let told = disagree(&mine, &other);
+        assert!(told.contains("the hyperparameters: rank 1 has the optimizer's own"), "{told}");
+    }
+
     #[test]
     fn checks_what_no_single_field_can() {
         assert_eq!(Settings { chunk_bytes: 6, ..settings(1) }.check(), Err(SettingsError::ChunkBytes(6)));
@@ -203,7 +343,7 @@ mod tests {
         let read = |json| serde_json::from_str::<OptimizerChoice>(json).unwrap().hyperparameters;
         assert_eq!(read(r#"{ "name": "adamw" }"#), None);
         assert_eq!(read(r#"{ "name": "adamw", "hyperparameters": {} }"#), Some(Hyperparameters::default()));
-        let chosen = OptimizerChoice { name: "sgd".into(), hyperparameters: None };
+        let chosen = OptimizerChoice::named("sgd");
         assert_eq!(read(&serde_json::to_string(&chosen).unwrap()), None);
     }
 }

@@ -69,7 +69,8 @@ pub trait Optimizer: Send + Sync {
 
     /// Updates one chunk: `model` and `sum` have its length, `state` holds its slots back to back (slot `k`
     /// is `state[k * model.len()..(k + 1) * model.len()]`, see [`slots_mut`]), as many as
-    /// [`state_slots`](Self::state_slots) said when the job began, zeroed before step 1.
+    /// [`state_slots`](Self::state_slots) said when the job began, zeroed before step 1. Where the job has groups of keys it
+    /// holds as many as the most demanding of them needs.
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]);
 
     /// The values a job gets that names none.

@@ -25,6 +25,8 @@ pub(crate) struct Job {
     workers: u32,
     #[pyo3(get)]
     shares_memory: bool,
+    #[pyo3(get)]
+    shares_parameters: bool,
 }
 
 /// A range of memory: address and bytes.
@@ -37,6 +39,7 @@ impl Job {
             rank: job.rank(),
             workers: job.workers(),
             shares_memory: job.shares_memory(),
+            shares_parameters: job.shares_parameters(),
             job: Mutex::new(Some(std::sync::Arc::new(job))),
         }
     }
@@ -176,18 +179,55 @@ impl Job {
         set.map_err(|error| errors::worker(py, &error))
     }
 
+    /// [`Job::push_pull`] into the parameters that this host's workers share.
+    fn push_pull_shared(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        sends: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[sends.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: as in `push`.
+            Errand::PushPullShared(unsafe { borrow(py, &owner, sends[index]) }.into_send())
+        })
+    }
+
+    /// Memory for the gradients of the keys from `first` to before `end` as one.
+    fn gradient_tensors(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
+        let job = self.job(py)?;
+        let memory = job.gradient_tensors(first..end).map_err(|error| errors::worker(py, &error))?;
+        Ok(Tensor::flat(memory, job.settings().keys.keys()[first as usize].dtype))
+    }
+
+    /// Memory for the parameters of the keys from `first` to before `end` as one.
+    fn parameter_tensors(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
+        let job = self.job(py)?;
+        let memory = job.parameter_tensors(first..end).map_err(|error| errors::worker(py, &error))?;
+        Ok(Tensor::flat(memory, job.settings().keys.keys()[first as usize].dtype))
+    }
+
+    /// The parameters of the keys from `first` to before `end` as one, as this host's workers share them: to be read, from the
+    /// end of a request until the key's next.
+    fn shared_parameters(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
+        let job = self.job(py)?;
+        let memory = job.shared_parameters_of(first..end).map_err(|error| errors::worker(py, &error))?;
+        Ok(Tensor::shared(memory, job.settings().keys.keys()[first as usize].dtype))
+    }
+
     /// Memory for a key's gradient that is exchanged where it lies.
     fn gradient_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.gradient_tensor(key).map_err(|error| errors::worker(py, &error))?;
-        Ok(Tensor::new(memory, job.settings().keys.keys()[key as usize].clone()))
+        Ok(Tensor::of_key(memory, &job.settings().keys.keys()[key as usize]))
     }
 
     /// Memory for a key's parameters that they are received into where it lies.
     fn parameter_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.parameter_tensor(key).map_err(|error| errors::worker(py, &error))?;
-        Ok(Tensor::new(memory, job.settings().keys.keys()[key as usize].clone()))
+        Ok(Tensor::of_key(memory, &job.settings().keys.keys()[key as usize]))
     }
 
     /// What has been exchanged so far.

@@ -1,7 +1,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use paramhub::{Membership, Options, Transport};
+use paramhub::{Membership, Options, Sharing, Transport};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -24,7 +24,7 @@ pub(crate) struct Member {
 
 /// ConnectService: returns when every rank has called it.
 #[pyfunction]
-#[pyo3(signature = (url, namespace, secret, rank, *, transport = None, shared_parameters = false, spin_us = 0, rendezvous_timeout = None))]
+#[pyo3(signature = (url, namespace, secret, rank, *, transport = None, shared_parameters = "never", spin_us = 0, rendezvous_timeout = None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
     py: Python<'_>,
@@ -33,7 +33,7 @@ pub(crate) fn connect(
     secret: &str,
     rank: u32,
     transport: Option<&str>,
-    shared_parameters: bool,
+    shared_parameters: &str,
     spin_us: u64,
     rendezvous_timeout: Option<f64>,
 ) -> PyResult<Member> {
@@ -51,7 +51,15 @@ pub(crate) fn connect(
     if let Some(transport) = transport {
         options.transport = transport.parse::<Transport>().map_err(|problem| errors::misuse(py, &problem))?;
     }
-    options.shared_parameters = shared_parameters;
+    options.shared_parameters = match shared_parameters {
+        "never" => Sharing::Never,
+        "where possible" => Sharing::WherePossible,
+        "always" => Sharing::Always,
+        other => {
+            let problem = format!("shared_parameters is never, where possible or always, not {other}");
+            return Err(errors::misuse(py, &problem));
+        }
+    };
     options.spin = Duration::from_micros(spin_us);
     if let Some(timeout) = crate::waiting::seconds(py, rendezvous_timeout)? {
         options.rendezvous_timeout = timeout;

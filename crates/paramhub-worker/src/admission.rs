@@ -26,7 +26,7 @@ use crate::inbox::Inbox;
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
 use crate::notices::Notices;
-use crate::options::{Options, Transport, deadline};
+use crate::options::{Options, Sharing, Transport, deadline};
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::Steps;
@@ -172,7 +172,10 @@ impl Admission {
                         Some(arena) => arena,
                         none => none.insert(self.arena().map_err(system("share memory"))?),
                     };
-                    let hello = Hello { shares_parameters: options.shared_parameters, ..hello };
+                    let hello = Hello {
+                        shares_parameters: options.wants_shared_parameters(&self.settings, self.hubs.len()),
+                        ..hello
+                    };
                     let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;
                     if let Some(common) = stream.common
                         && arena.common.is_none()
@@ -219,11 +222,11 @@ impl Admission {
             }),
             None => Err("it offers none (was it started with --no-shared-memory?)".to_string()),
         };
-        let is_needed = options.transport == Transport::Shm || options.shared_parameters;
+        let is_needed = options.transport == Transport::Shm || options.shared_parameters == Sharing::Always;
         match reached {
             Ok(socket) => Ok(Some(socket)),
             Err(why) if is_needed => {
-                let (what, instead) = match options.shared_parameters {
+                let (what, instead) = match options.shared_parameters == Sharing::Always {
                     true => ("shared parameters need", "join without shared parameters"),
                     false => ("the transport shm needs", "use the transport auto or tcp"),
                 };

@@ -1,5 +1,6 @@
 //! The memory a worker shares with the hubs of its host.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
@@ -51,7 +52,7 @@ impl WorkerArena {
         let (gradient, parameters) = (self.layout.gradient(key), self.layout.parameters(key));
         let from = if request == Request::Initialise { parameters.clone() } else { gradient };
         let into = parameters.start..if self.common.is_some() { parameters.start } else { parameters.end };
-        let claim = |bytes: Option<&[u8]>, place: std::ops::Range<usize>| match bytes {
+        let claim = |bytes: Option<&[u8]>, place: Range<usize>| match bytes {
             Some(bytes) if bytes.as_ptr() != self.own.segment().pointer(place.start) => {
                 self.own.take(place).map(Some)
             }
@@ -70,9 +71,51 @@ impl WorkerArena {
         self.own.take(self.layout.parameters(key))
     }
 
+    /// Memory for the gradients of neighbouring keys as one; `None` if some of it is somebody's.
+    ///
+    /// # Errors
+    /// If they do not lie back to back.
+    pub(crate) fn gradients(&self, keys: Range<u32>) -> Result<Option<Tensor>, Apart> {
+        Ok(self.own.take(run(keys, |key| self.layout.gradient(key))?))
+    }
+
+    /// Memory for the parameters of neighbouring keys as one.
+    ///
+    /// # Errors
+    /// As [`gradients`](Self::gradients).
+    pub(crate) fn parameters_of(&self, keys: Range<u32>) -> Result<Option<Tensor>, Apart> {
+        Ok(self.own.take(run(keys, |key| self.layout.parameters(key))?))
+    }
+
+    /// The parameters of neighbouring keys as one, as all workers of the host see them.
+    ///
+    /// # Errors
+    /// As [`gradients`](Self::gradients).
+    pub(crate) fn shared_parameters_of(&self, keys: Range<u32>) -> Result<Option<SharedTensor>, Apart> {
+        let Some((segment, layout)) = &self.common else { return Ok(None) };
+        let place = run(keys, |key| layout.parameters(key))?;
+        Ok(Some(SharedTensor::new(segment.clone(), place)))
+    }
+
     /// A key's parameters as all workers of the host see them.
     pub(crate) fn shared_parameters(&self, key: u32) -> Option<SharedTensor> {
         let (segment, layout) = self.common.as_ref()?;
         Some(SharedTensor::new(segment.clone(), layout.parameters(key)))
     }
+}
+
+/// Tensors asked for as one do not lie back to back: the second of two neighbours that do not.
+pub(crate) struct Apart(pub(crate) u32);
+
+/// The place of all `keys`, one or more, where they lie back to back.
+fn run(keys: Range<u32>, place: impl Fn(u32) -> Range<usize>) -> Result<Range<usize>, Apart> {
+    let mut whole = place(keys.start);
+    for key in keys.start + 1..keys.end {
+        let next = place(key);
+        if next.start != whole.end {
+            return Err(Apart(key));
+        }
+        whole.end = next.end;
+    }
+    Ok(whole)
 }

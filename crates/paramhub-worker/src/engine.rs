@@ -11,7 +11,7 @@ use crate::desk::Desk;
 use crate::error::{WorkerError, panic_message};
 use crate::handle::become_io_thread;
 use crate::inbound::{Fault, Inbound};
-use crate::inbox::Command;
+use crate::inbox::{Change, Command};
 use crate::lane::{Control, Lane};
 
 /// Bytes one stream may take or give before the others have their turn.
@@ -180,14 +180,15 @@ impl Engine {
                         self.lanes[usize::from(lane)].ask(slot);
                     }
                 }
-                Command::Retune { first_step, hyperparameters } => {
+                Command::Retune(change) => {
                     if !self.lanes.iter().all(Lane::has_room_for_retune) {
-                        self.commands.push_front(Command::Retune { first_step, hyperparameters });
+                        self.commands.push_front(Command::Retune(change));
                         break;
                     }
+                    let Change { group, first_step, hyperparameters } = change;
                     let wire: Arc<[u8]> = hyperparameters.to_wire().as_slice().into();
                     for lane in &mut self.lanes {
-                        lane.say(Control::Retune { first_step, wire: Arc::clone(&wire) });
+                        lane.say(Control::Retune { group, first_step, wire: Arc::clone(&wire) });
                     }
                     self.desk.shared.inbox.retune_taken();
                 }

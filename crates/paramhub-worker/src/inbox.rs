@@ -19,8 +19,16 @@ const RETUNE_PATIENCE: Duration = Duration::from_secs(10);
 /// One thing for the I/O thread to do.
 pub(crate) enum Command {
     Request { key: u32, request: Request, step: u32, ticket: Ticket },
-    Retune { first_step: u32, hyperparameters: Hyperparameters },
+    Retune(Change),
     Leave { deadline: Instant },
+}
+
+/// A change of a group's hyperparameters.
+#[derive(Clone, Copy)]
+pub(crate) struct Change {
+    pub(crate) group: u16,
+    pub(crate) first_step: u32,
+    pub(crate) hyperparameters: Hyperparameters,
 }
 
 /// A queue in order of arrival. It is bounded without counting requests: a key has one at a time.
@@ -59,12 +67,7 @@ impl Inbox {
     }
 
     /// [`Inbox::put`] for a change of hyperparameters: waits, within bounds, where too many wait already.
-    pub(crate) fn put_retune(
-        &self,
-        who: &Who,
-        first_step: u32,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), WorkerError> {
+    pub(crate) fn put_retune(&self, who: &Who, change: Change) -> Result<(), WorkerError> {
         let deadline = Instant::now() + if on_io_thread() { Duration::ZERO } else { RETUNE_PATIENCE };
         let mut state = self.lock();
         while state.closed.is_none() && state.retunes == RETUNES_MAX {
@@ -77,7 +80,7 @@ impl Inbox {
         }
         state.retunes += usize::from(state.closed.is_none());
         drop(state);
-        self.put(Command::Retune { first_step, hyperparameters })
+        self.put(Command::Retune(change))
     }
 
     /// Moves everything queued into `commands`.
@@ -117,14 +120,16 @@ mod tests {
     fn a_closed_inbox_says_why_and_a_full_one_waits_for_room() {
         let inbox = Inbox::new(Waker::new().unwrap());
         let who = Who { job: "j".into(), rank: 1 };
+        let change =
+            |first_step| Change { group: 0, first_step, hyperparameters: Hyperparameters::default() };
         for step in 0..RETUNES_MAX as u32 {
-            inbox.put_retune(&who, step, Hyperparameters::default()).unwrap();
+            inbox.put_retune(&who, change(step)).unwrap();
         }
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| inbox.put_retune(&who, 99, Hyperparameters::default()));
+            let waiting = scope.spawn(|| inbox.put_retune(&who, change(99)));
             inbox.retune_taken();
             waiting.join().unwrap().unwrap();
-            let waiting = scope.spawn(|| inbox.put_retune(&who, 100, Hyperparameters::default()));
+            let waiting = scope.spawn(|| inbox.put_retune(&who, change(100)));
             assert_eq!(inbox.close(&WorkerError::Left { who: who.clone() }).len(), RETUNES_MAX + 1);
             assert!(matches!(waiting.join().unwrap(), Err(WorkerError::Left { .. })));
         });

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,10 +16,10 @@ use paramhub_core::settings::Settings;
 use paramhub_transport::shm::{SharedTensor, Tensor};
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
-use crate::arena::WorkerArena;
+use crate::arena::{Apart, WorkerArena};
 use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
-use crate::inbox::{Command, Inbox};
+use crate::inbox::{Change, Command, Inbox};
 use crate::notices::{HubNotice, Notices};
 use crate::options::{Options, deadline};
 use crate::scope::Scope;
@@ -184,6 +185,46 @@ impl Job {
         self.tensor(key, "parameters", |arena| arena.parameters(key), true)
     }
 
+    /// [`gradient_tensor`](Self::gradient_tensor) of several neighbouring keys as one, in table order: over shared memory that
+    /// takes [`Settings::packed`].
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] where there is no key, an earlier tensor of one still lives, or they do not lie back to back.
+    pub fn gradient_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
+        let bytes = self.shared.run_bytes(&keys)?;
+        let is_as_sent = keys.clone().all(|key| {
+            let dtype = self.settings().keys.keys()[key as usize].dtype;
+            self.settings().gradient_codec(dtype) == dtype.codec()
+        });
+        match self.shared.arena.as_ref().filter(|_| is_as_sent) {
+            None => Ok(Tensor::on_heap(bytes)),
+            Some(arena) => self.shared.taken(&keys, arena.gradients(keys.clone())),
+        }
+    }
+
+    /// [`parameter_tensor`](Self::parameter_tensor) of several neighbouring keys as one.
+    ///
+    /// # Errors
+    /// As [`gradient_tensors`](Self::gradient_tensors).
+    pub fn parameter_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
+        let bytes = self.shared.run_bytes(&keys)?;
+        match &self.shared.arena {
+            None => Ok(Tensor::on_heap(bytes)),
+            Some(arena) => self.shared.taken(&keys, arena.parameters_of(keys.clone())),
+        }
+    }
+
+    /// [`shared_parameters`](Self::shared_parameters) of several neighbouring keys as one.
+    ///
+    /// # Errors
+    /// As [`gradient_tensors`](Self::gradient_tensors), and where this worker shares no parameters.
+    pub fn shared_parameters_of(&self, keys: Range<u32>) -> Result<SharedTensor, WorkerError> {
+        self.shared.run_bytes(&keys)?;
+        self.shared.check_shares_parameters()?;
+        let arena = self.shared.arena.as_ref().expect("shared parameters lie in shared memory");
+        self.shared.taken(&keys, arena.shared_parameters_of(keys.clone()))
+    }
+
     fn tensor(
         &self,
         key: u32,
@@ -199,6 +240,11 @@ impl Job {
                 self.shared.misplaced(format!("key {named}: the memory for its {what} is given out already"))
             }),
         }
+    }
+
+    /// Whether this worker reads the one copy of the parameters that its host's workers share.
+    pub fn shares_parameters(&self) -> bool {
+        self.shared.check_shares_parameters().is_ok()
     }
 
     /// Whether any of this job's streams is over shared memory.
@@ -279,19 +325,37 @@ impl Job {
         })
     }
 
-    /// Lets `hyperparameters` hold from `first_step` on, on every chunk of every key. It leaves before every push made after
-    /// it: called by any one rank before that rank's push of `first_step`, it holds for that step of a synchronous job.
+    /// Lets `hyperparameters` hold from `first_step` on, on every chunk of the keys of group 0, which are all where the job
+    /// has no other groups. It leaves before every push made after it: called by any one rank before that rank's push of
+    /// `first_step`, it holds for that step of a synchronous job.
     pub fn set_hyperparameters(
         &self,
         first_step: u32,
         hyperparameters: &Hyperparameters,
     ) -> Result<(), WorkerError> {
+        self.set_group_hyperparameters(0, first_step, hyperparameters)
+    }
+
+    /// [`set_hyperparameters`](Self::set_hyperparameters) for the keys of one group; those of the others stay.
+    pub fn set_group_hyperparameters(
+        &self,
+        group: u16,
+        first_step: u32,
+        hyperparameters: &Hyperparameters,
+    ) -> Result<(), WorkerError> {
+        let groups = self.settings().groups();
+        if usize::from(group) >= groups {
+            return Err(self.shared.misplaced(format!(
+                "hyperparameters were set for group {group}, but the job has {groups}, counted from 0"
+            )));
+        }
         if !hyperparameters.is_finite() {
             return Err(self.shared.misplaced(format!(
                 "hyperparameters must be finite numbers, but step {first_step} was to use {hyperparameters:?}"
             )));
         }
-        self.shared.inbox.put_retune(&self.shared.who, first_step, *hyperparameters)
+        let change = Change { group, first_step, hyperparameters: *hyperparameters };
+        self.shared.inbox.put_retune(&self.shared.who, change)
     }
 
     /// What has been exchanged so far.
@@ -412,6 +476,31 @@ impl Shared {
                 self.steps.undo(key, claim);
                 Err(error)
             }
+        }
+    }
+
+    /// Bytes of neighbouring keys in this process's memory.
+    fn run_bytes(&self, keys: &Range<u32>) -> Result<usize, WorkerError> {
+        if keys.is_empty() {
+            return Err(self.misplaced(format!("keys {keys:?} are none: ask for the memory of at least one")));
+        }
+        let mut bytes = 0;
+        for key in keys.clone() {
+            let key = self.find(key)?;
+            bytes += key.elements().unwrap_or(0) as usize * key.dtype.bytes();
+        }
+        Ok(bytes)
+    }
+
+    /// What an arena has answered to a request for several keys.
+    fn taken<T>(&self, keys: &Range<u32>, answer: Result<Option<T>, Apart>) -> Result<T, WorkerError> {
+        match answer {
+            Ok(Some(tensor)) => Ok(tensor),
+            Ok(None) => Err(self.misplaced(format!("keys {keys:?}: some of their memory is given out already"))),
+            Err(Apart(key)) => Err(self.misplaced(format!(
+                "keys {keys:?}: key {key} does not lie behind the one before it: ask for packed tensors in the settings, \
+                 and for keys of one type"
+            ))),
         }
     }
 

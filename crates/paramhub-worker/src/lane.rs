@@ -50,8 +50,9 @@ pub(crate) struct Lane {
 pub(crate) enum Control {
     Heartbeat,
     Leave,
-    /// New hyperparameters in their wire form, shared by all lanes.
+    /// New hyperparameters of a group in their wire form, shared by all lanes.
     Retune {
+        group: u16,
         first_step: u32,
         wire: Arc<[u8]>,
     },
@@ -226,8 +227,9 @@ impl Control {
         match self {
             Control::Heartbeat => Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] },
             Control::Leave => Outgoing { header: Header::bare(Operation::Leave), payload: &[] },
-            Control::Retune { first_step, wire } => {
+            Control::Retune { group, first_step, wire } => {
                 let header = Header {
+                    chunk: u32::from(*group),
                     step: *first_step,
                     length: wire.len() as u32,
                     ..Header::bare(Operation::Retune)

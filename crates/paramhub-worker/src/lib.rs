@@ -58,7 +58,7 @@ pub use job::{Errand, Job};
 pub use member::Member;
 pub use membership::Membership;
 pub use notices::HubNotice;
-pub use options::{Options, Transport};
+pub use options::{Options, Sharing, Transport};
 pub use paramhub_transport::shm::{SharedTensor, Tensor};
 pub use scope::Scope;
 pub use statistics::Statistics;

@@ -45,6 +45,18 @@ impl FromStr for Transport {
     }
 }
 
+/// Whether a worker reads the one copy of the parameters that a hub on its host keeps for all its workers there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sharing {
+    /// It receives its own.
+    #[default]
+    Never,
+    /// It does if that is possible: [`Job::shares_parameters`](crate::Job::shares_parameters) tells.
+    WherePossible,
+    /// It does; where that is impossible joining fails.
+    Always,
+}
+
 /// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -58,8 +70,8 @@ pub struct Options {
     /// How tensors travel.
     pub transport: Transport,
     /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
-    /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory and a job with a single hub.
-    pub shared_parameters: bool,
+    /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory, a job in step, and a single hub.
+    pub shared_parameters: Sharing,
     /// For dialling all streams and their handshakes together.
     pub dial_timeout: Duration,
     /// A stream on which nothing was sent for this long sends a heartbeat; at most a quarter of the job's `dead_after_s`.
@@ -105,9 +117,18 @@ impl Options {
         })
     }
 
+    /// Whether to ask a hub on this host for its copy of the parameters, one of `hubs`.
+    pub(crate) fn wants_shared_parameters(&self, settings: &Settings, hubs: usize) -> bool {
+        match self.shared_parameters {
+            Sharing::Never => false,
+            Sharing::WherePossible => settings.consistency == Consistency::Synchronous && hubs == 1,
+            Sharing::Always => true,
+        }
+    }
+
     /// Refuses what contradicts itself or the job.
     pub(crate) fn check(&self, who: &Who, settings: &Settings) -> Result<(), WorkerError> {
-        if !self.shared_parameters {
+        if self.shared_parameters != Sharing::Always {
             return Ok(());
         }
         let refused =
@@ -136,7 +157,7 @@ impl Default for Options {
             rendezvous_timeout: Duration::from_secs(600),
             spin: Duration::ZERO,
             transport: Transport::Auto,
-            shared_parameters: false,
+            shared_parameters: Sharing::Never,
             dial_timeout: Duration::from_secs(10),
             heartbeat: Duration::from_secs(1),
             leave_timeout: Duration::from_secs(30),
@@ -176,7 +197,7 @@ mod tests {
         let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
         let who = Who { job: "digits".into(), rank: 2 };
         let check = |transport, consistency| {
-            let options = Options { transport, shared_parameters: true, ..Options::default() };
+            let options = Options { transport, shared_parameters: Sharing::Always, ..Options::default() };
             options.check(&who, &Settings { consistency, ..Settings::new(keys.clone()) })
         };
         for transport in [Transport::Auto, Transport::Shm] {

@@ -49,7 +49,10 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
         arguments.elements.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect();
     let hyperparameters = Hyperparameters { learning_rate: f64::from(LEARNING_RATE), ..Default::default() };
     let settings = Settings {
-        optimizer: OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) },
+        optimizer: OptimizerChoice {
+            hyperparameters: Some(hyperparameters),
+            ..OptimizerChoice::named("sgd")
+        },
         consistency: arguments.consistency,
         ..Settings::new(KeyTable::new(keys)?)
     };

@@ -16,7 +16,7 @@
 //! let member = Member::connect(Membership::from_env()?)?;
 //! let keys = KeyTable::new(vec![Key::new("layer1.weight", [128, 64]), Key::new("layer1.bias", [128])])?;
 //! let hyperparameters = Hyperparameters { learning_rate: 0.02, momentum: 0.9, ..Default::default() };
-//! let optimizer = OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) };
+//! let optimizer = OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sgd") };
 //! let job = member.init(Settings { optimizer, ..Settings::new(keys) })?;
 //! # let (weight_gradient, weight) = (vec![0.0_f32; 128 * 64], vec![0.0_f32; 128 * 64]);
 //!
@@ -63,6 +63,6 @@ pub use paramhub_hub::{HubConfig, HubError, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 pub use paramhub_worker::{
-    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Statistics, Tensor, Transport,
-    WorkerError,
+    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing, Statistics, Tensor,
+    Transport, WorkerError,
 };

@@ -5,7 +5,7 @@ use paramhub::service::CreateService;
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
     Codec, HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient, ManagerConfig, Member,
-    Membership, Options, RunningHub, Transport,
+    Membership, Options, RunningHub, Sharing, Transport,
 };
 
 #[global_allocator]
@@ -20,7 +20,7 @@ const STEPS: u32 = 20;
 struct Way {
     name: &'static str,
     transports: [Transport; WORKERS as usize],
-    shared_parameters: bool,
+    shared_parameters: Sharing,
     in_place: bool,
     reproducible: bool,
     codec: Codec,
@@ -36,7 +36,10 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
     let created = client.create_service(&request).unwrap();
     let hyperparameters = Hyperparameters { momentum: 0.9, ..Default::default() };
     let settings = Settings {
-        optimizer: OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) },
+        optimizer: OptimizerChoice {
+            hyperparameters: Some(hyperparameters),
+            ..OptimizerChoice::named("sgd")
+        },
         chunk_bytes,
         reproducible: way.reproducible,
         codec: Some(way.codec),
@@ -61,7 +64,7 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
                     let (mut gradient, mut out) = (vec![1.0f32; ELEMENTS], parameters.remove(0));
                     let mut step = || {
                         let (given, into) = (std::mem::take(&mut gradient), std::mem::take(&mut out));
-                        if way.shared_parameters {
+                        if way.shared_parameters == Sharing::Always {
                             (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap();
                         } else if way.in_place {
                             ((), gradient) = job.push_pull_in_place(0, given).unwrap().wait().unwrap();
@@ -102,10 +105,10 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         codec: Codec::F32,
     };
     let ways = [
-        way("tcp", [Transport::Tcp; 2], false),
-        way("shm", [Transport::Shm; 2], false),
-        way("mixed", [Transport::Tcp, Transport::Shm], false),
-        way("shared", [Transport::Shm; 2], true),
+        way("tcp", [Transport::Tcp; 2], Sharing::Never),
+        way("shm", [Transport::Shm; 2], Sharing::Never),
+        way("mixed", [Transport::Tcp, Transport::Shm], Sharing::Never),
+        way("shared", [Transport::Shm; 2], Sharing::Always),
     ];
     let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
     cases.push(Way { codec: Codec::F16, ..ways[1] });

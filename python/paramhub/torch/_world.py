@@ -108,12 +108,18 @@ class World:
         return f"{kind}-{number}"
 
     def open_job(
-        self, label: str, settings: dict[str, Any], ranks: Sequence[int] | None = None
+        self,
+        label: str,
+        settings: dict[str, Any],
+        ranks: Sequence[int] | None = None,
+        *,
+        shared_parameters: str = "never",
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
 
         The first of them creates it and tells the others through the store. Settings are those of InitService, in the
-        hub's names; ``reproducible`` is added from this world's options where it is left out.
+        hub's names; ``reproducible`` is added from this world's options where it is left out. ``shared_parameters`` says whether
+        results are read from one copy for all ranks of the host: ``never``, ``where possible`` or ``always``.
         """
         members = list(range(self.size)) if ranks is None else list(ranks)
         rank = members.index(self.rank)
@@ -124,6 +130,7 @@ class World:
             secret,
             rank,
             transport=self.options.transport,
+            shared_parameters=shared_parameters,
             rendezvous_timeout=self.options.timeout,
         )
         job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))

@@ -28,8 +28,8 @@ pub struct Notice {
     pub message: String,
 }
 
-/// Payload of [`Operation::Retune`](super::Operation::Retune): [`Hyperparameters::to_wire`]; the header's step is the first
-/// they hold for.
+/// Payload of [`Operation::Retune`](super::Operation::Retune): [`Hyperparameters::to_wire`]; the header's chunk is
+/// the number of their group, its step the first they hold for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Retune(pub Hyperparameters);
 

@@ -30,7 +30,7 @@ pub enum Operation {
     PushPull = 3,
     /// Rank 0 to hub: the parameters to start from, at version `step`; answered by `Applied`.
     Initialise = 4,
-    /// Worker to hub: hyperparameters that hold from `step` on.
+    /// Worker to hub: hyperparameters of the group `chunk`, which hold from `step` on.
     Retune = 5,
     /// Worker to hub, no payload: the worker ends its part of the job; the connection closes after it.
     Leave = 6,
@@ -113,7 +113,7 @@ pub struct Header {
     pub operation: Operation,
     /// Encoding of a tensor payload; `F32` where there is none.
     pub codec: Codec,
-    /// The chunk it is about; 0 where there is none.
+    /// The chunk it is about, or the group; 0 where there is none.
     pub chunk: ChunkId,
     /// The step it belongs to; 0 where there is none.
     pub step: u32,

@@ -24,8 +24,8 @@ pub(crate) enum Fault {
         "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
     )]
     NonFinite { key: String, element: u64 },
-    #[error("sent hyperparameters that cannot be used: {0}")]
-    Retune(String),
+    #[error("sent hyperparameters of group {group} that cannot be used: {reason}")]
+    Retune { group: u32, reason: String },
     #[error("sent {0:?} after it had left")]
     AfterLeave(Operation),
     #[error("sent something that is no frame: {0}")]

@@ -8,7 +8,7 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::{ChunkMap, Extent};
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Exchange, Rules};
-use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
@@ -29,7 +29,8 @@ pub(crate) struct ShardPlan {
     pub(crate) route: RouteId,
     pub(crate) aggregator: Arc<dyn Aggregator>,
     pub(crate) optimizer: Arc<dyn Optimizer>,
-    pub(crate) hyperparameters: Hyperparameters,
+    /// Of every group at step 0.
+    pub(crate) groups: Arc<[Hyperparameters]>,
 }
 
 impl ShardPlan {
@@ -61,6 +62,7 @@ pub(super) struct Slot {
     pub(super) gradient: Codec,
     /// How parameters leave.
     pub(super) parameter: Codec,
+    pub(super) group: u16,
 }
 
 impl Slot {
@@ -93,7 +95,13 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let slots = layout.slots.len() as u64 * size_of::<Slot>() as u64;
     // Of each stream: the frame it is about to spill, and the one a read cut off.
     let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
-    layout.elements as u64 * 4 * arrays as u64 + layout.encoded_bytes as u64 + books + slots + streams
+    let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
+    layout.elements as u64 * 4 * arrays as u64
+        + layout.encoded_bytes as u64
+        + books
+        + slots
+        + streams
+        + schedules
 }
 
 /// How a plan turns into arrays.
@@ -117,14 +125,15 @@ impl Layout {
             .iter()
             .map(|&chunk| {
                 let extent = plan.map.extent(chunk).expect("a placed chunk is in the map");
-                let dtype = settings.keys.keys()[extent.key as usize].dtype;
+                let key = &settings.keys.keys()[extent.key as usize];
                 let slot = Slot {
                     key: extent.key,
                     elements: extent.elements,
                     first: extent.offset,
                     offset,
-                    gradient: settings.gradient_codec(dtype),
-                    parameter: dtype.codec(),
+                    gradient: settings.gradient_codec(key.dtype),
+                    parameter: key.dtype.codec(),
+                    group: key.group,
                 };
                 offset += whole_lines(extent.elements as usize);
                 slot
@@ -133,7 +142,8 @@ impl Layout {
         let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
         Layout {
             elements: offset,
-            state_slots: plan.optimizer.state_slots(&plan.hyperparameters),
+            // One layout for all chunks: a group that needs less leaves some unused.
+            state_slots: plan.groups.iter().map(|h| plan.optimizer.state_slots(h)).max().unwrap_or(0),
             parked_ranks: if settings.reproducible { plan.workers as usize - 1 } else { 0 },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
             payload_bytes_max: slots.iter().map(|slot| slot.elements as usize * 4).max().unwrap_or(0),

@@ -36,7 +36,8 @@ pub(crate) struct Shard {
     plan: ShardPlan,
     slots: Vec<Slot>,
     exchange: Exchange,
-    schedule: Schedule,
+    /// One a group.
+    schedules: Vec<Schedule>,
     /// The newest step of which an update was made.
     newest_step: u32,
     state_slots: usize,
@@ -71,7 +72,7 @@ impl Shard {
         encoded.resize(layout.encoded_bytes, 0);
         let mut shard = Shard {
             exchange: Exchange::new(layout.rules, slots),
-            schedule: Schedule::new(plan.hyperparameters),
+            schedules: plan.groups.iter().copied().map(Schedule::new).collect(),
             newest_step: 0,
             state_slots: layout.state_slots,
             block_elements: if plan.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS },
@@ -173,7 +174,7 @@ impl Shard {
                 self.exchange.stranded_at(index).map_err(Fault::Stranded)
             }
             Operation::Initialise => self.initialise(rank, header, payload),
-            Operation::Retune => self.retune(header.step, payload.here()),
+            Operation::Retune => self.retune(header.chunk, header.step, payload.here()),
             Operation::Leave => self.leave(rank),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
             _ => Ok(()),
@@ -252,7 +253,7 @@ impl Shard {
         self.spill(index, slot);
         self.newest_step = self.newest_step.max(update.step);
         let step = Step {
-            hyperparameters: self.schedule.at(update.step),
+            hyperparameters: self.schedules[usize::from(slot.group)].at(update.step),
             number: update.number,
             contributions: update.contributions,
         };
@@ -334,15 +335,20 @@ impl Shard {
         }
     }
 
-    fn retune(&mut self, first_step: u32, payload: &[u8]) -> Result<(), Fault> {
-        let refused = |reason: String| Fault::Retune(reason);
+    fn retune(&mut self, group: u32, first_step: u32, payload: &[u8]) -> Result<(), Fault> {
+        let refused = |reason: String| Fault::Retune { group, reason };
+        let groups = self.plan.groups.len();
+        let initial = self
+            .plan
+            .groups
+            .get(group as usize)
+            .ok_or_else(|| refused(format!("the job has no such group, but {groups}, counted from 0")))?;
         let Retune(next) = Retune::decode(payload)
             .ok_or_else(|| refused("they are not finite numbers in the agreed layout".to_string()))?;
-        self.plan
-            .optimizer
-            .check_change(&self.plan.hyperparameters, &next)
-            .map_err(|error| refused(error.to_string()))?;
-        let changed = self.schedule.change(self.newest_step, first_step, next);
+        // Against the group's own: state that another group needs begins at zero here, not where it would have.
+        let checked = self.plan.optimizer.check_change(initial, &next);
+        checked.map_err(|error| refused(error.to_string()))?;
+        let changed = self.schedules[group as usize].change(self.newest_step, first_step, next);
         changed.map_err(|error| refused(error.to_string()))
     }
 

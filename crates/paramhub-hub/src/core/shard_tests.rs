@@ -26,7 +26,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let hubs = [HubShape { interfaces: vec![interface], local: None }];
     let placement = Placement::new(&settings.keys, &map, &hubs).unwrap();
-    let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
+    let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
     let plan = ShardPlan {
         name: "test".into(),
         namespace: Namespace([1; 16]),
@@ -38,7 +38,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
         placement: Arc::new(placement),
         route: 0,
         optimizer,
-        hyperparameters,
+        groups,
     };
     Shard::new(plan).unwrap()
 }
@@ -136,7 +136,8 @@ fn a_frame_under_way_keeps_the_values_it_began_with() {
 fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time() {
     let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
     let mut shard = shard(1, vec![Key::new("w", [300])], |settings| {
-        settings.optimizer = OptimizerChoice { name: "sgd".into(), hyperparameters: Some(rate(0.5)) };
+        settings.optimizer =
+            OptimizerChoice { hyperparameters: Some(rate(0.5)), ..OptimizerChoice::named("sgd") };
     });
     let refused = push_pull(&mut shard, 0, 1, 0, &[0.0; 44]).unwrap_err();
     assert_eq!(
@@ -157,7 +158,55 @@ fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time()
     assert_eq!(answer(&mut shard, 0).1, [0.25; 44], "step 1 knows the second");
     let momentum = Hyperparameters { momentum: 0.9, ..rate(0.1) }.to_wire();
     let refused = take(&mut shard, 0, &header(Operation::Retune, 0, 2, &momentum), &momentum).unwrap_err();
-    assert!(refused.message(0).contains("hyperparameters that cannot be used"), "{}", refused.message(0));
+    assert!(
+        refused.message(0).contains("hyperparameters of group 0 that cannot be used"),
+        "{}",
+        refused.message(0)
+    );
+}
+
+#[test]
+fn groups_have_their_own_numbers_and_one_layout() {
+    let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
+    let momentum = Hyperparameters { momentum: 0.5, ..rate(1.0) };
+    let keys = vec![Key::new("w", [300]), Key::new("b", [2]).in_group(1)];
+    let mut shard = shard(1, keys, |settings| {
+        let groups = vec![momentum];
+        settings.optimizer =
+            OptimizerChoice { hyperparameters: Some(rate(0.25)), groups, ..OptimizerChoice::named("sgd") };
+    });
+    assert_eq!(shard.state.len(), shard.model.len(), "room for what the more demanding group needs");
+    let announced = memory_bytes(shard.plan());
+    let ungrouped = ShardPlan { groups: vec![momentum].into(), ..shard.plan().clone() };
+    assert_eq!(announced - memory_bytes(&ungrouped), Schedule::MEMORY_BYTES, "a group takes a schedule");
+    for (chunk, elements) in [(0, 256), (1, 44), (2, 2)] {
+        let payload = wire(&vec![1.0; elements]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        let slot = shard.outboxes[0].applied.pop_first().unwrap();
+        shard.answer_begun(0, slot);
+    }
+    let retune = rate(0.5).to_wire();
+    take(&mut shard, 0, &header(Operation::Retune, 1, 2, &retune), &retune).unwrap();
+    // From step 2 on the momentum is gone and the rate another; the other group notices nothing.
+    for (step, of_first, of_second) in [(0, 0.75, 0.0), (1, 0.5, -1.5), (2, 0.25, -2.0)] {
+        push_pull(&mut shard, 0, 1, step, &[1.0; 44]).unwrap();
+        assert_eq!(answer(&mut shard, 0).1, [of_first; 44], "step {step}");
+        push_pull(&mut shard, 0, 2, step, &[1.0; 2]).unwrap();
+        assert_eq!(answer(&mut shard, 0).1, [of_second; 2], "step {step}");
+    }
+    let mut refused = |group, hyperparameters: Hyperparameters| {
+        let payload = hyperparameters.to_wire();
+        let retune = header(Operation::Retune, group, 3, &payload);
+        take(&mut shard, 0, &retune, &payload).unwrap_err().message(0)
+    };
+    let told = refused(2, rate(0.1));
+    assert_eq!(
+        told,
+        "rank 0 sent hyperparameters of group 2 that cannot be used: the job has no such group, but 2, counted from 0"
+    );
+    let told = refused(0, momentum);
+    assert!(told.contains("group 0") && told.contains("need 1 state values"), "its own state counts: {told}");
+    assert!(refused(1, rate(-1.0)).contains("group 1 that cannot be used: learning_rate is -1"));
 }
 
 #[test]

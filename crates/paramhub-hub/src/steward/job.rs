@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
+use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
@@ -62,10 +63,13 @@ impl Job {
         }
         let optimizer = registry.optimizer(&settings.optimizer.name).map_err(|error| error.to_string())?;
         let aggregator = registry.aggregator(&settings.aggregator).map_err(|error| error.to_string())?;
-        let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
-        optimizer
-            .check(&hyperparameters)
-            .map_err(|error| format!("optimizer `{}`: {error}", settings.optimizer.name))?;
+        let groups: Arc<[Hyperparameters]> = settings.optimizer.of_groups(optimizer.defaults()).into();
+        for (group, hyperparameters) in groups.iter().enumerate() {
+            let of_group = if groups.len() > 1 { format!(", group {group}") } else { String::new() };
+            optimizer
+                .check(hyperparameters)
+                .map_err(|error| format!("optimizer `{}`{of_group}: {error}", settings.optimizer.name))?;
+        }
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
         let placement =
@@ -90,7 +94,7 @@ impl Job {
                     route: id,
                     aggregator: aggregator.clone(),
                     optimizer: optimizer.clone(),
-                    hyperparameters,
+                    groups: groups.clone(),
                 };
                 (route.core, shard)
             })

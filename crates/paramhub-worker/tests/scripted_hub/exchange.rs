@@ -226,19 +226,26 @@ fn a_scope_borrows_and_returns_when_all_is_answered() {
 #[test]
 fn new_hyperparameters_leave_before_later_pushes_on_every_stream() {
     let hub = Hub::new(2);
-    let (job, mut peers) = hub.open_plain(settings(&[2 * CHUNK as u64]));
+    let mut settings = settings(&[2 * CHUNK as u64]);
+    settings.optimizer.groups = vec![Hyperparameters::default()];
+    let (job, mut peers) = hub.open_plain(settings);
     let changed = Hyperparameters { learning_rate: 0.125, ..Default::default() };
     job.set_hyperparameters(3, &changed).unwrap();
+    job.set_group_hyperparameters(1, 4, &changed).unwrap();
     let handle = job.push_pull(0, ramp(2 * CHUNK), vec![0.0_f32; 2 * CHUNK]).unwrap();
     for peer in &mut peers {
-        let (header, payload) = peer.request().unwrap();
-        assert_eq!((header.operation, header.step), (Operation::Retune, 3));
-        assert_eq!(Retune::decode(&payload), Some(Retune(changed)));
+        for (group, step) in [(0, 3), (1, 4)] {
+            let (header, payload) = peer.request().unwrap();
+            assert_eq!((header.operation, header.chunk, header.step), (Operation::Retune, group, step));
+            assert_eq!(Retune::decode(&payload), Some(Retune(changed)));
+        }
         peer.echo(1);
     }
     handle.wait().unwrap();
     let broken = Hyperparameters { learning_rate: f64::NAN, ..Default::default() };
     assert!(job.set_hyperparameters(4, &broken).unwrap_err().to_string().contains("finite"));
+    let told = job.set_group_hyperparameters(2, 4, &changed).unwrap_err().to_string();
+    assert!(told.contains("group 2, but the job has 2"), "{told}");
     part(job, peers);
 }
 

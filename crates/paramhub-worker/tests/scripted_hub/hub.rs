@@ -227,7 +227,7 @@ pub(crate) fn settings(sizes: &[u64]) -> Settings {
     let keys = sizes.iter().enumerate().map(|(index, &size)| Key::new(format!("k{index}"), [size])).collect();
     Settings {
         chunk_bytes: CHUNK_BYTES,
-        optimizer: OptimizerChoice { name: "sgd".into(), ..Default::default() },
+        optimizer: OptimizerChoice::named("sgd"),
         ..Settings::new(KeyTable::new(keys).unwrap())
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::service::JobState;
-use paramhub_core::wire::{CHALLENGE_BYTES, Operation, VERDICT_BYTES, Verdict};
+use paramhub_core::wire::{CHALLENGE_BYTES, Header, Operation, VERDICT_BYTES, Verdict};
 use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
@@ -28,6 +28,7 @@ fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
     hubs_operation[0] = Operation::Parameters as u8;
     let mut wrong_codec = push(0);
     wrong_codec[1] = Codec::F16 as u8;
+    let retune = |group| Header { chunk: group, ..Header::bare(Operation::Retune) }.encode().to_vec();
     let offences = [
         ("bad operation", bad_operation, "operation 200 does not exist"),
         ("the hub's operation", hubs_operation, "does not go this way"),
@@ -36,6 +37,12 @@ fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
         ("oversized length", oversized, "announces 4294967295 bytes"),
         ("wrong codec", wrong_codec, "16 bytes of f16"),
         ("future step", push(5), "step 5 was asked for, but step 0 is under way"),
+        ("unknown group", retune(1), "group 1 that cannot be used: the job has no such group"),
+        (
+            "group beyond 16 bits",
+            retune(1 << 16),
+            "group 65536 that cannot be used: the job has no such group",
+        ),
         ("old step", [push(0), push(0)].concat(), "before the first was answered"),
     ];
     beside_a_running_job(&cluster, || {

@@ -138,7 +138,7 @@ pub(crate) fn keys(sizes: &[u64]) -> KeyTable {
 
 pub(crate) fn sgd(learning_rate: f64, momentum: f64) -> OptimizerChoice {
     let hyperparameters = Hyperparameters { learning_rate, momentum, ..Default::default() };
-    OptimizerChoice { name: "sgd".into(), hyperparameters: Some(hyperparameters) }
+    OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sgd") }
 }
 
 /// Numbers that look random, whose sums depend on their order, and that anyone can compute again.

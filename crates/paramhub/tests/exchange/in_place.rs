@@ -12,10 +12,6 @@ use crate::cluster::{Cluster, gradient, keys, sgd};
 const SIZES: [u64; 6] = [1, 8191, 8193, 50_001, 7, 1_000_003];
 const STEPS: u32 = 3;
 
-fn named(name: &str) -> OptimizerChoice {
-    OptimizerChoice { name: name.into(), hyperparameters: None }
-}
-
 fn encoded(values: &[f32], dtype: Dtype) -> Vec<u8> {
     let mut bytes = vec![0; values.len() * dtype.bytes()];
     paramhub_kernels::convert::encode(values, &mut bytes, dtype.codec());
@@ -74,7 +70,7 @@ fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec() {
         (Dtype::BF16, None),
         (Dtype::F16, Some(Codec::F32)),
     ] {
-        for optimizer in [named("sum"), sgd(0.05, 0.9)] {
+        for optimizer in [OptimizerChoice::named("sum"), sgd(0.05, 0.9)] {
             let table = SIZES.iter().zip(0..).map(|(&n, number)| Key {
                 dtype,
                 // The last one first.
@@ -97,7 +93,8 @@ fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec() {
 #[test]
 fn thousands_of_tiny_keys_land_in_place() {
     let cluster = Cluster::new(2);
-    let settings = Settings { optimizer: named("sum"), ..Settings::new(keys(&vec![3; 4000])) };
+    let settings =
+        Settings { optimizer: OptimizerChoice::named("sum"), ..Settings::new(keys(&vec![3; 4000])) };
     cluster.job("tiny", 3).run(&settings, |job| {
         for step in 0..3 {
             let handles: Vec<_> = (0..4000)

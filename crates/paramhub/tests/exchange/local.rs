@@ -19,7 +19,7 @@ use paramhub_core::wire::{
     Verdict, stream_proofs,
 };
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, send_segments};
-use paramhub_worker::{Job, Member, Options, Transport};
+use paramhub_worker::{Job, Member, Options, Sharing, Transport};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
@@ -352,6 +352,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     let cluster = Cluster::new(1);
     let bare =
         |operation, length| Header { length, codec: Codec::F32, ..Header::bare(operation) }.encode().to_vec();
+    let retune = Header { chunk: 1, ..Header::bare(Operation::Retune) }.encode().to_vec();
     let lie = "which its ring cannot hold";
     // Whether the hub still says why to the one at fault: not over rings whose counts are lies.
     let offences: Vec<(&str, Offence, &str, bool)> = vec![
@@ -369,6 +370,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
         ("oversized length", header(|bytes| bytes[12..].fill(0xff)), "announces 4294967295 bytes", true),
         ("wrong codec", header(|bytes| bytes[1] = Codec::F16 as u8), "16 bytes of f16", true),
         ("future step", says(push(5)), "step 5 was asked for, but step 0 is under way", true),
+        ("an unknown group", says(retune), "group 1 that cannot be used: the job has no such group", true),
         ("twice", says([push(0), push(0)].concat()), "before the first was answered", true),
         (
             "parameters nobody asked for",
@@ -800,16 +802,26 @@ fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_ove
     };
     let hub = cluster.hub().addresses()[0].to_string();
     for (name, transport, shared_parameters, parts) in [
-        ("needs", Transport::Shm, false, ["the transport shm needs", "use the transport auto or tcp"]),
-        ("shares", Transport::Auto, true, ["shared parameters need", "join without shared parameters"]),
+        (
+            "needs",
+            Transport::Shm,
+            Sharing::WherePossible,
+            ["the transport shm needs", "use the transport auto or tcp"],
+        ),
+        (
+            "shares",
+            Transport::Auto,
+            Sharing::Always,
+            ["shared parameters need", "join without shared parameters"],
+        ),
     ] {
         let told = join(name, transport, shared_parameters).expect_err("there is none").to_string();
         for part in parts.into_iter().chain([&*format!("job `{name}`, rank 0"), &hub, "--no-shared-memory"]) {
             assert!(told.contains(part), "no `{part}` in: {told}");
         }
     }
-    let job = join("auto", Transport::Auto, false).unwrap();
-    assert!(!job.shares_memory());
+    let job = join("auto", Transport::Auto, Sharing::WherePossible).unwrap();
+    assert!(!job.shares_memory() && !job.shares_parameters());
     let (_, mean) = job.push_pull(0, vec![2.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap();
     assert_eq!(mean, [2.0; 4]);
 }

@@ -5,6 +5,7 @@ mod bad_frames;
 mod bystander;
 mod cluster;
 mod consistency;
+mod groups;
 mod in_place;
 mod numerics;
 mod offences;

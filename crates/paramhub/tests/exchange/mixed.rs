@@ -2,6 +2,7 @@
 
 mod cluster;
 mod consistency;
+mod groups;
 mod in_place;
 mod numerics;
 mod offences;

@@ -57,7 +57,7 @@ fn the_mean_of_all_gradients_comes_back_for_every_key_and_step() {
 #[test]
 fn the_sum_of_all_gradients_comes_back_undivided() {
     let cluster = Cluster::new(2);
-    let optimizer = OptimizerChoice { name: "sum".into(), ..Default::default() };
+    let optimizer = OptimizerChoice::named("sum");
     let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
     assert!(!settings.has_parameters());
     cluster.job("sum", 3).run(&settings, |job| {
@@ -110,9 +110,10 @@ fn push_then_pull_reaches_what_push_pull_reaches() {
 /// What a hub computes, by the kernels the tests of their own crate hold against torch.optim.
 pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec<f32>> {
     let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
-    let hyperparameters = settings.optimizer.hyperparameters.unwrap();
+    let groups = settings.optimizer.of_groups(optimizer.defaults());
     let mut model = zeros(settings);
     for (model, key) in model.iter_mut().zip(0..) {
+        let hyperparameters = groups[usize::from(settings.keys.keys()[key as usize].group)];
         model.iter_mut().enumerate().for_each(|(i, value)| *value = i as f32 / 1000.0);
         let mut state = vec![0.0; model.len() * optimizer.state_slots(&hyperparameters)];
         for step in 0..steps {
@@ -146,7 +147,7 @@ fn each_optimizer_runs_on_the_hub_as_its_kernel_runs_here() {
         ("adamw", with(|h| h.weight_decay = 1e-2)),
     ];
     for (index, (name, hyperparameters)) in choices.into_iter().enumerate() {
-        let optimizer = OptimizerChoice { name: name.into(), hyperparameters };
+        let optimizer = OptimizerChoice { hyperparameters, ..OptimizerChoice::named(name) };
         let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
         let reached = cluster.job(&format!("{name}{index}"), 3).run(&settings, |job| {
             let mut model = zeros(&settings);
@@ -262,7 +263,8 @@ fn an_optimizer_of_the_users_own_runs_by_its_name() {
         config.registry.register_optimizer("sign", Arc::new(SignDescent)).unwrap();
     });
     let hyperparameters = Hyperparameters::default().with("stride", 0.25).unwrap();
-    let optimizer = OptimizerChoice { name: "sign".into(), hyperparameters: Some(hyperparameters) };
+    let optimizer =
+        OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sign") };
     let settings = Settings { optimizer, ..Settings::new(keys(&[10_000])) };
     cluster.job("sign", 2).run(&settings, |job| {
         let mut model = zeros(&settings);
@@ -274,8 +276,7 @@ fn an_optimizer_of_the_users_own_runs_by_its_name() {
             assert!(out.iter().all(|&value| value == -0.25 * step as f32));
         }
     });
-    let unknown =
-        Settings { optimizer: OptimizerChoice { name: "lion".into(), ..Default::default() }, ..settings };
+    let unknown = Settings { optimizer: OptimizerChoice::named("lion"), ..settings };
     let refused = cluster.job("unknown", 1).join(0, unknown).expect_err("nobody registered it").to_string();
     assert!(
         refused.contains("lion") && refused.contains("adamw, mean, sgd, sign")
@@ -310,7 +311,7 @@ fn an_optimizer_that_needs_whole_chunks_gets_them() {
         config.registry.register_optimizer("together", Arc::new(Together)).unwrap();
     });
     for reproducible in [false, true] {
-        let optimizer = OptimizerChoice { name: "together".into(), hyperparameters: None };
+        let optimizer = OptimizerChoice::named("together");
         let settings =
             Settings { optimizer, reproducible, chunk_bytes: 4096, ..Settings::new(keys(&[2500, 3])) };
         cluster.job(&format!("together-{reproducible}"), 3).run(&settings, |job| {

@@ -201,12 +201,15 @@ fn a_name_belongs_to_one_living_job() {
 fn stopping_a_job_tells_its_workers() {
     let cluster = Cluster::new(1);
     let ticket = cluster.job("stopped", 2);
+    // The job runs before its workers have opened their streams.
+    let (joined, has_joined) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
-                let ticket = &ticket;
+                let (ticket, joined) = (&ticket, joined.clone());
                 scope.spawn(move || {
                     let job = ticket.join(rank, settings()).unwrap();
+                    joined.send(()).unwrap();
                     loop {
                         let exchanged = job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4]);
                         if let Err(told) = exchanged.and_then(|handle| handle.wait()) {
@@ -216,6 +219,7 @@ fn stopping_a_job_tells_its_workers() {
                 })
             })
             .collect();
+        (0..2).for_each(|_| has_joined.recv_timeout(PATIENCE).unwrap());
         cluster.await_state("stopped", JobState::Running);
         cluster.client.stop_job("stopped").unwrap();
         for rank in ranks {
@@ -240,9 +244,12 @@ fn a_hub_that_shuts_down_says_so_to_its_workers() {
     let mut cluster = Cluster::new(2);
     let ticket = cluster.job("orphaned", 1);
     let settings = Settings::new(keys(&[100_000]));
+    // The job runs before its worker has opened every stream.
+    let (joined, has_joined) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let job = ticket.join(0, settings.clone()).unwrap();
+            joined.send(()).unwrap();
             loop {
                 let exchanged = job.push_pull(0, vec![0.0f32; 100_000], vec![0.0f32; 100_000]);
                 if let Err(told) = exchanged.and_then(|handle| handle.wait()) {
@@ -250,7 +257,7 @@ fn a_hub_that_shuts_down_says_so_to_its_workers() {
                 }
             }
         });
-        cluster.await_state("orphaned", JobState::Running);
+        has_joined.recv_timeout(PATIENCE).unwrap();
         cluster.hub.take().unwrap().stop();
         let told = worker.join().unwrap();
         assert!(told.contains("the hub is shutting down"), "{told}");

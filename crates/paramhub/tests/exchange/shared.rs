@@ -6,7 +6,7 @@ use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
-use paramhub_worker::{Errand, Job, Member, Options, Transport, WorkerError};
+use paramhub_worker::{Errand, Job, Member, Options, Sharing, Transport, WorkerError};
 
 use crate::cluster::{Cluster, Ticket, gradient, keys, sgd};
 use crate::numerics::expected;
@@ -24,7 +24,7 @@ fn over(transport: Transport) -> Options {
 }
 
 fn sharing() -> Options {
-    Options { shared_parameters: true, ..over(Transport::Shm) }
+    Options { shared_parameters: Sharing::Always, ..over(Transport::Shm) }
 }
 
 /// Runs `work` as every rank at once, each with its own options; what each made of it.
@@ -173,7 +173,7 @@ fn shared_parameters_are_refused_where_there_are_none() {
         ("tcp", Transport::Tcp, &synchronous, "the options ask for tcp: use auto or shm"),
         ("async", Transport::Auto, &asynchronous, "only in a synchronous job"),
     ] {
-        let options = Options { shared_parameters: true, ..over(transport) };
+        let options = Options { shared_parameters: Sharing::Always, ..over(transport) };
         let told = join(&cluster.job(name, 1), 0, options, settings).unwrap_err();
         assert!(matches!(told, WorkerError::Misplaced { .. }), "{told:?}");
         let told = told.to_string();
@@ -338,7 +338,7 @@ fn reached(cluster: &Cluster, name: &str, settings: &Settings, transports: &[Tra
 #[test]
 fn every_element_type_and_codec_reaches_the_same_bits_over_every_transport() {
     let cluster = Cluster::new(2);
-    let adam = OptimizerChoice { name: "adam".into(), hyperparameters: None };
+    let adam = OptimizerChoice::named("adam");
     let table = |dtype: Dtype| {
         let key = |(number, &elements): (usize, &u64)| {
             let mut key = Key::new(format!("layer{number}"), [elements]);
@@ -407,4 +407,91 @@ fn several_hubs_and_streams_work_on_one_arena() {
         }
         second.stop();
     }
+}
+
+#[test]
+fn packed_neighbours_are_exchanged_from_and_into_one_tensor() {
+    let cluster = Cluster::new(2);
+    let sizes = [1001, 7, 50_000, 3];
+    let all: u64 = sizes.iter().sum();
+    let settings = Settings { packed: true, ..Settings::new(keys(&sizes)) };
+    for (name, options) in [
+        ("own", over(Transport::Shm)),
+        ("shared", Options { shared_parameters: Sharing::WherePossible, ..over(Transport::Auto) }),
+        ("tcp", Options { shared_parameters: Sharing::WherePossible, ..over(Transport::Tcp) }),
+    ] {
+        let ticket = cluster.job(name, 2);
+        let made = run(&ticket, &settings, &[options; 2], |job| {
+            let mut gradients = job.gradient_tensors(0..4).unwrap();
+            for (element, value) in (0..).zip(gradients.elements_mut::<f32>()) {
+                *value = (element * (job.rank() + 1)) as f32;
+            }
+            let second = job.gradient_tensors(3..4);
+            assert_eq!(second.is_err(), job.shares_memory(), "the first tensor has it");
+            let mut parts = Vec::new();
+            let mut rest = gradients.elements::<f32>();
+            for &size in &sizes {
+                let (part, behind) = rest.split_at(size as usize);
+                parts.push(part.to_vec());
+                rest = behind;
+            }
+            if job.shares_parameters() {
+                let handles: Vec<_> =
+                    (0..).zip(parts).map(|(key, part)| job.push_pull_shared(key, part)).collect();
+                // The tensor over all of them is given out, so parts that lie elsewhere find no way through it.
+                assert!(handles.iter().all(Result::is_err));
+                drop(gradients);
+                let handles: Vec<_> = (0..4)
+                    .map(|key| {
+                        let mut gradient = job.gradient_tensor(key).unwrap();
+                        let first: u64 = sizes[..key as usize].iter().sum();
+                        for (element, value) in (first as u32..).zip(gradient.elements_mut::<f32>()) {
+                            *value = (element * (job.rank() + 1)) as f32;
+                        }
+                        job.push_pull_shared(key, gradient).unwrap()
+                    })
+                    .collect();
+                handles.into_iter().for_each(|handle| drop(handle.wait().unwrap()));
+                let mut means = vec![0.0_f32; all as usize];
+                job.shared_parameters_of(0..4).unwrap().read(&mut means);
+                return means;
+            }
+            drop(gradients);
+            let handles: Vec<_> = (0..)
+                .zip(parts)
+                .map(|(key, part)| {
+                    let elements = part.len();
+                    job.push_pull(key, part, vec![0.0_f32; elements]).unwrap()
+                })
+                .collect();
+            handles.into_iter().flat_map(|handle| handle.wait().unwrap().1).collect()
+        });
+        for means in made {
+            let expected: Vec<f32> = (0..all).map(|element| element as f32 * 1.5).collect();
+            assert_eq!(means, expected, "{name}");
+        }
+    }
+}
+
+#[test]
+fn tensors_that_are_not_packed_cannot_be_had_as_one() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("apart", 1);
+    let settings = Settings::new(keys(&[7, 9]));
+    run(&ticket, &settings, &[sharing()], |job| {
+        for refused in [
+            job.gradient_tensors(0..2).map(drop),
+            job.parameter_tensors(0..2).map(drop),
+            job.shared_parameters_of(0..2).map(drop),
+        ] {
+            let told = refused.expect_err("there is a gap").to_string();
+            assert!(
+                told.contains("key 1 does not lie behind the one before it: ask for packed tensors"),
+                "{told}"
+            );
+        }
+        assert!(job.gradient_tensors(1..1).unwrap_err().to_string().contains("at least one"));
+        assert!(matches!(job.parameter_tensors(1..3), Err(WorkerError::NoSuchKey { key: 2, .. })));
+        assert_eq!(job.gradient_tensors(1..2).unwrap().elements::<f32>().len(), 9);
+    });
 }

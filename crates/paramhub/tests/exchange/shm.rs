@@ -3,6 +3,7 @@
 mod bystander;
 mod cluster;
 mod consistency;
+mod groups;
 mod in_place;
 mod local;
 mod numerics;

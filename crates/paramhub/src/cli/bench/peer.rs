@@ -17,7 +17,7 @@ use crate::cli::ExitCode;
 use crate::cli::hub::raise_descriptor_limit;
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::service::CreateService;
-use crate::{Job, Member, Membership, Options, SharedTensor, Tensor, Transport, WorkerError};
+use crate::{Job, Member, Membership, Options, SharedTensor, Sharing, Tensor, Transport, WorkerError};
 
 /// Fills parameters nobody has written: no number in any dtype.
 const POISON: u8 = 0xff;
@@ -114,7 +114,8 @@ impl Worker {
             Variant::WorkerByInterface => join_by_worker(&spec, rank, &job, &cores)?,
             _ => {
                 let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
-                let options = Options { transport, shared_parameters, ..Default::default() };
+                let sharing = if shared_parameters { Sharing::Always } else { Sharing::Never };
+                let options = Options { transport, shared_parameters: sharing, ..Default::default() };
                 Member::connect_with(membership, options)?.init(spec.settings()?)?
             }
         };

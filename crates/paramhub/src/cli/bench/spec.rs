@@ -94,7 +94,8 @@ impl Spec {
             nesterov: is_nesterov,
             ..defaults
         };
-        let optimizer = OptimizerChoice { name: name.into(), hyperparameters: Some(hyperparameters) };
+        let optimizer =
+            OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named(name) };
         Ok(Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) })
     }
 

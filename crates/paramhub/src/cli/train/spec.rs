@@ -105,8 +105,8 @@ impl TrainSection {
         let chunk_bytes = u32::try_from(self.chunk_bytes.0).unwrap_or(u32::MAX);
         let settings = Settings {
             optimizer: OptimizerChoice {
-                name: self.optimizer.kernel().into(),
                 hyperparameters: Some(hyperparameters),
+                ..OptimizerChoice::named(self.optimizer.kernel())
             },
             consistency: self.consistency,
             chunk_bytes,

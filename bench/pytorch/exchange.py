@@ -1,0 +1,249 @@
+"""What a step's exchange takes under PyTorch: DDP over gloo beside DDP with the hub, in turns, without computation.
+
+    torchrun --nproc-per-node 4 bench/pytorch/exchange.py --model resnet50
+    PARAMHUB_TRANSPORT=tcp torchrun --nproc-per-node 4 bench/pytorch/exchange.py --model resnet50
+
+Every row has a model of its own with the tensors of a list in models/. A backward pass hands out gradients that exist
+already, so that nothing but the exchange is timed: from backward() until every rank has its result. A round runs every
+row once; a row's time in a round is that of the slowest rank; ratios are taken within rounds, and medians over them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paramhub
+import paramhub.torch
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+RATE, MOMENTUM = 0.01, 0.9
+
+
+class HandOut(torch.autograd.Function):
+    """Its backward pass hands out gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx, ready, *parameters):
+        ctx.ready = ready
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        # Nobody else may hold them, or autograd would copy what it now takes as `parameter.grad`.
+        handed_out = (None, *ctx.ready)
+        ctx.ready.clear()
+        return handed_out
+
+
+class Tensors(nn.Module):
+    """A model that is nothing but its parameters, back to front as backward passes meet them."""
+
+    def __init__(self, shapes: list) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, ready: list) -> torch.Tensor:
+        return HandOut.apply(ready, *self.tensors)
+
+
+class Row:
+    """One way to exchange."""
+
+    def __init__(self, shapes: list, gradients: list) -> None:
+        self.model = Tensors(shapes)
+        self.gradients = gradients
+        self.train: nn.Module = self.model
+
+    def prepare(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        # DDP writes the means where it finds the gradients, so each round has its own.
+        self.loss = self.train([gradient.clone() for gradient in self.gradients])
+
+    def run(self) -> None:
+        self.loss.backward()
+
+    def check(self, rank: int, size: int) -> None:
+        """The mean of what the ranks have put in."""
+        expected = sum(range(1, size + 1)) / size
+        for parameter in self.model.parameters():
+            if not torch.allclose(parameter.grad, torch.full_like(parameter, expected)):
+                raise SystemExit(f"{type(self).__name__}: a gradient is not the mean of the ranks'")
+
+
+class Gloo(Row):
+    """DDP over gloo"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.train = DistributedDataParallel(self.model)
+
+
+class Hook(Row):
+    """DDP with hub_hook"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.train = DistributedDataParallel(self.model)
+        self.train.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+
+
+class HookViews(Row):
+    """DDP with hub_hook and bucket views"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.train = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.train.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+
+
+class Backend(Row):
+    """DDP on backend paramhub"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.train = DistributedDataParallel(self.model, process_group=dist.new_group(backend="paramhub"))
+
+
+class Distributed(Row):
+    """DistributedOptimizer, no step"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.optimizer = paramhub.torch.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=RATE), named_parameters=self.model.named_parameters()
+        )
+
+    def run(self) -> None:
+        super().run()
+        self.optimizer.synchronize()
+
+
+class GlooStep(Gloo):
+    """DDP over gloo and a local step"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=True
+        )
+
+    def run(self) -> None:
+        super().run()
+        self.optimizer.step()
+
+
+class Hub(Row):
+    """HubOptimizer, step and wait"""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.optimizer = paramhub.torch.HubOptimizer(
+            self.model, optimizer=paramhub.Nesterov(lr=RATE, momentum=MOMENTUM)
+        )
+        self.steps = 0
+
+    def run(self) -> None:
+        super().run()
+        self.optimizer.step()
+        self.optimizer.synchronize()
+        self.steps += 1
+
+    def check(self, rank: int, size: int) -> None:
+        """Nesterov's momentum on a mean that never changes."""
+        mean = sum(range(1, size + 1)) / size
+        velocity = value = 0.0
+        for _ in range(self.steps):
+            velocity = MOMENTUM * velocity + mean
+            value -= RATE * (mean + MOMENTUM * velocity)
+        for parameter in self.model.parameters():
+            if not torch.allclose(parameter, torch.full_like(parameter, value), rtol=1e-4):
+                raise SystemExit("HubOptimizer: a parameter is not what the steps make of it")
+
+
+ROWS = {
+    "gloo": Gloo,
+    "hook": Hook,
+    "hook-views": HookViews,
+    "backend": Backend,
+    "distributed": Distributed,
+    "gloo-step": GlooStep,
+    "hub": Hub,
+}
+BASELINE = {"hub": "gloo-step"}
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    paramhub.torch.init()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shapes = [tensor["shape"] for tensor in json.loads((MODELS / f"{arguments.model}.json").read_text())["tensors"]]
+    if arguments.scale > 1:
+        shapes = [[-(-torch.Size(shape).numel() // arguments.scale)] for shape in shapes]
+    gradients = [torch.full(shape, float(rank + 1)) for shape in shapes]
+    rows = {name: ROWS[name](shapes, gradients) for name in arguments.rows}
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for turn in range(arguments.warm_up + arguments.rounds):
+        for name, row in rows.items():
+            row.prepare()
+            dist.barrier()
+            started = time.monotonic()
+            row.run()
+            taken = torch.tensor(time.monotonic() - started, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if turn == 0:
+                row.check(rank, size)
+            if turn >= arguments.warm_up:
+                times[name].append(taken.item())
+    for row in rows.values():
+        row.check(rank, size)
+    if rank == 0:
+        report(arguments, shapes, size, times)
+    dist.barrier()
+    dist.destroy_process_group()
+    paramhub.torch.shutdown()
+
+
+def report(arguments: argparse.Namespace, shapes: list, size: int, times: dict) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    transport = os.environ.get("PARAMHUB_TRANSPORT", "auto")
+    print(
+        f"{arguments.model}: {len(shapes)} tensors, {4 * elements / 1e6:.1f} MB, {size} ranks, transport {transport}, "
+        f"torch {torch.__version__}, {arguments.rounds} rounds"
+    )
+    results = {}
+    for name, taken in times.items():
+        baseline = times.get(BASELINE.get(name, "gloo"))
+        ratio = statistics.median(b / t for b, t in zip(baseline, taken, strict=True)) if baseline else None
+        results[name] = {"median_s": statistics.median(taken), "min_s": min(taken), "ratio": ratio, "rounds_s": taken}
+        against = f"{ratio:5.2f} x {BASELINE.get(name, 'gloo')}" if ratio else ""
+        print(f"  {ROWS[name].__doc__:34} {1e3 * statistics.median(taken):8.1f} ms   {against}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"model": arguments.model, "ranks": size, "rows": results}, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="a list in models/")
+    parser.add_argument("--scale", type=int, default=1, help="divides every tensor's elements")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=",".join(ROWS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.rows if name not in ROWS]:
+        parser.error(f"no row is called {unknown[0]}: there are {', '.join(ROWS)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
