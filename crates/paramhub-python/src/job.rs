@@ -170,12 +170,19 @@ impl Job {
         })
     }
 
-    /// Hyperparameters in JSON that hold from `first_step` on.
-    fn set_hyperparameters(&self, py: Python<'_>, first_step: u32, hyperparameters: &str) -> PyResult<()> {
+    /// Hyperparameters in JSON that hold from `first_step` on, for the keys of one group.
+    #[pyo3(signature = (first_step, hyperparameters, group = 0))]
+    fn set_hyperparameters(
+        &self,
+        py: Python<'_>,
+        first_step: u32,
+        hyperparameters: &str,
+        group: u16,
+    ) -> PyResult<()> {
         let next: Hyperparameters = serde_json::from_str(hyperparameters)
             .map_err(|error| errors::misuse(py, &format!("hyperparameters cannot be used: {error}")))?;
         let job = self.job(py)?;
-        let set = py.detach(|| job.set_hyperparameters(first_step, &next));
+        let set = py.detach(|| job.set_group_hyperparameters(group, first_step, &next));
         set.map_err(|error| errors::worker(py, &error))
     }
 
