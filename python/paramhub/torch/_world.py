@@ -20,7 +20,10 @@ import torch.distributed as dist
 from paramhub import _native
 from paramhub._hub import Hub, create_job
 from paramhub.errors import ConnectError, JobFailedError, MisuseError
+from paramhub.torch import trace
+from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._launched import Launched, launched
+from paramhub.torch._trace_files import Origin
 
 TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
@@ -52,22 +55,34 @@ class World:
         self._jobs: list[_native.Job] = []
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
-        self.hub = self._meet_hub(url, place)
+        self.hub, traced = self._meet_hub(url, place)
+        if traced is not None:
+            self._trace(**traced)
         if self.rank == 0:
             _say(self.describe())
 
-    def _meet_hub(self, url: str | None, place: Launched) -> HubAccess:
-        """Rank 0 decides which hub is used, and starts one if none is named; the others hear of it."""
+    def _meet_hub(self, url: str | None, place: Launched) -> tuple[HubAccess, dict[str, Any] | None]:
+        """Rank 0 decides which hub is used, and starts one if none is named, and whether a trace is made; the
+        others hear of it."""
         if self.rank != 0:
             told = json.loads(self._read("hub", "rank 0 has not said which hub is used"))
-            return HubAccess(**told)
+            return HubAccess(**told["hub"]), told["trace"]
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
             access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False)
         else:
             access = self._start_hub(place)
-        self._store.set("hub", json.dumps(access.__dict__))
-        return access
+        directory = os.environ.get("PARAMHUB_TRACE", "").strip()
+        traced = None
+        if directory:
+            traced = {"directory": directory, "run": secrets.token_hex(8), "start_ns": _native.now_ns()}
+        self._store.set("hub", json.dumps({"hub": access.__dict__, "trace": traced}))
+        return access, traced
+
+    def _trace(self, directory: str, run: str, start_ns: int) -> None:
+        directory = os.environ.get("PARAMHUB_TRACE", "").strip() or directory
+        offset = offset_to_rank_0(self._store, self.rank, self.size, _native.now_ns, self.options.timeout)
+        trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
         cores = self.options.hub_cores or max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -203,6 +218,7 @@ class World:
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 _say(f"rank {self.rank}: {error}")
+        trace._finish()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)

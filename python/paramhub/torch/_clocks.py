@@ -1,0 +1,75 @@
+"""One clock for all ranks: how far each host's monotonic clock is from rank 0's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paramhub.errors import ConnectError
+
+PINGS = 9
+"""Round trips a host is measured by."""
+
+
+def clock_identity() -> str:
+    """Of the monotonic clock: processes with the same identity read the same time. A boot has one clock, a
+    time namespace shifts it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return boot  # A kernel without time namespaces, or a /proc without them.
+
+
+def offset_to_rank_0(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    now_ns: Callable[[], int],
+    timeout: float,
+    identity: str | None = None,
+) -> int:
+    """Nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together.
+
+    Ranks that share rank 0's clock add nothing. The others ask rank 0 for its time through the store, and
+    take it for that of the middle of the shortest of several round trips: the error is at most half of it.
+
+    Raises ConnectError if a rank does not arrive within ``timeout`` seconds.
+    """
+    identity = identity or clock_identity()
+    limit = timedelta(seconds=timeout)
+    if rank == 0:
+        store.set("clock/0", identity)
+        for other in range(1, size):
+            if _read(store, f"clock/{other}", other, limit) != identity:
+                for ping in range(PINGS):
+                    _read(store, f"clock/{other}/ping/{ping}", other, limit)
+                    store.set(f"clock/{other}/pong/{ping}", str(now_ns()))
+        return 0
+    store.set(f"clock/{rank}", identity)
+    if _read(store, "clock/0", 0, limit) == identity:
+        return 0
+    trips: list[tuple[int, int]] = []
+    for ping in range(PINGS):
+        begin = now_ns()
+        store.set(f"clock/{rank}/ping/{ping}", "")
+        told = int(_read(store, f"clock/{rank}/pong/{ping}", 0, limit))
+        end = now_ns()
+        # The first one waits until rank 0 has done with the ranks before: it takes long, and does not win.
+        trips.append((end - begin, told - (begin + end) // 2))
+    return min(trips)[1]
+
+
+def _read(store: dist.Store, key: str, rank: int, limit: timedelta) -> str:
+    try:
+        store.wait([key], limit)
+        return store.get(key).decode()
+    except Exception as error:
+        raise ConnectError(
+            f"rank {rank} has not compared its clock for the trace within {limit.total_seconds():g} s: "
+            f"did it start? ({type(error).__name__})"
+        ) from None

@@ -1,0 +1,267 @@
+"""Gradients averaged in place as backward makes them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from paramhub import _native
+from paramhub.errors import MisuseError
+from paramhub.torch import trace
+from paramhub.torch._tensors import check_same_device, is_dense, key
+from paramhub.torch._world import world
+
+NAMED_MAX = 5
+"""Parameters an error names."""
+
+
+class GradientExchange:
+    """Sends each parameter's gradient when backward has made it, and receives the mean (or sum) of all ranks' into the
+    same memory.
+
+    Making one is collective: all ranks make theirs in the same order, with the same parameters. ``parameters`` are in
+    forward order; the front ones are more urgent. ``passes`` is how many backward passes make one gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        reduction: str,
+        codec: str | None,
+        passes: int,
+        sparse_as_dense: bool,
+    ) -> None:
+        self.passes = passes
+        self.is_synchronized = False
+        self._sparse_as_dense = sparse_as_dense
+        self._gradients: list[_Gradient] = []
+        self._sent: list[_Gradient] = []
+        self._is_in_backward = False
+        self._backward_ns = 0
+        here = world()
+        self._frozen = [pair for pair in parameters if not pair[1].requires_grad]
+        trained = [pair for pair in parameters if pair[1].requires_grad and pair[1].numel() > 0]
+        for name, parameter in trained:
+            if _exchanged.get(id(parameter)) is not None:
+                raise MisuseError(
+                    f"{name!r}: its gradient is exchanged by another DistributedOptimizer of this process already: "
+                    "give it to one, or drop the other one first"
+                )
+        if here.size == 1 or not trained:
+            return
+        device = check_same_device(trained)
+        if device.type != "cpu":
+            raise MisuseError(
+                f"DistributedOptimizer: the parameters are on {device}, and only gradients in host memory are "
+                "exchanged as yet"
+            )
+        self._job = here.open_job(
+            here.label("optimizer"),
+            {
+                "keys": [key(name, parameter) for name, parameter in trained],
+                "optimizer": {"name": reduction},
+                "codec": codec,
+            },
+        )
+        this = weakref.ref(self)
+        hooks = []
+        for number, (name, parameter) in enumerate(trained):
+            gradient = _Gradient(name, parameter, number, passes)
+            self._gradients.append(gradient)
+            hook = functools.partial(_on_gradient, this, gradient)
+            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            _exchanged[id(parameter)] = self
+        # The parameters outlive their optimizer, and must not go on sending.
+        weakref.finalize(self, _remove, hooks)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether gradients have left since the last `synchronize`."""
+        return bool(self._sent)
+
+    def on_gradient(self, gradient: _Gradient) -> None:
+        """Backward has added to a gradient."""
+        if trace.active and not self._is_in_backward:
+            self._is_in_backward = True
+            self._backward_ns = _native.now_ns()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        gradient.passes_left -= 1
+        if gradient.passes_left > 0:
+            return
+        if gradient.handle is not None:
+            raise MisuseError(
+                f"{gradient.name!r} has got a gradient in more than {self.passes} backward passes since the last step: "
+                "call optimizer.step() after each, or give DistributedOptimizer backward_passes_per_step as many as "
+                "are to be added up"
+            )
+        memory = self._prepare(gradient)
+        handle = self._job.push_pull_in_place([gradient.key], [(memory.data_ptr(), gradient.nbytes)], memory)
+        self._note(gradient, memory, handle)
+        if trace.active:
+            trace.request(gradient.name, handle)
+
+    def synchronize(self) -> None:
+        """Waits until every gradient is there. What has not left yet leaves now, as zeros where there is none: the other
+        ranks may have one."""
+        missing = [gradient for gradient in self._gradients if gradient.handle is None]
+        if missing:
+            memories = [self._prepare(gradient) for gradient in missing]
+            ranges = [
+                (memory.data_ptr(), gradient.nbytes)
+                for gradient, memory in zip(missing, memories, strict=True)
+            ]
+            handle = self._job.push_pull_in_place([gradient.key for gradient in missing], ranges, memories)
+            for gradient, memory in zip(missing, memories, strict=True):
+                self._note(gradient, memory, handle)
+                if trace.active:
+                    trace.request(gradient.name, handle)
+        for gradient in self._sent:
+            assert gradient.handle is not None
+            if trace.active and not gradient.handle.done():
+                with trace.wait(gradient.name):
+                    gradient.handle.wait()
+            else:
+                gradient.handle.wait()
+        sent, self._sent = self._sent, []
+        changed = [gradient.name for gradient in sent if gradient.was_changed()]
+        for gradient in sent:
+            gradient.forget(self.passes)
+        self.is_synchronized = True
+        if changed:
+            raise MisuseError(
+                f"{_some(changed)}: changed after the gradient had left for the other ranks, by clipping, unscaling or "
+                "clearing it. Call optimizer.synchronize() after backward, then change gradients, then call "
+                "optimizer.step() within `with optimizer.skip_synchronize():`"
+            )
+
+    def check_frozen(self) -> None:
+        """Refuses gradients that nobody averages."""
+        thawed = [name for name, parameter in self._frozen if parameter.grad is not None]
+        if thawed:
+            raise MisuseError(
+                f"{_some(thawed)}: did not require a gradient when DistributedOptimizer was constructed, but has one: "
+                "construct a new DistributedOptimizer after unfreezing parameters"
+            )
+
+    def set_passes(self, passes: int) -> None:
+        """From the next step on, ``passes`` backward passes make a gradient."""
+        if self._sent:
+            raise MisuseError(
+                "backward_passes_per_step changed while gradients are exchanged: change it after step()"
+            )
+        self.passes = passes
+        for gradient in self._gradients:
+            gradient.passes_left = passes
+
+    def _prepare(self, gradient: _Gradient) -> torch.Tensor:
+        """The memory a gradient is exchanged in, laid out as on all ranks."""
+        parameter = gradient.parameter
+        memory = parameter.grad
+        if memory is None:
+            memory = torch.empty_strided(parameter.shape, gradient.strides, dtype=gradient.dtype).zero_()
+            if parameter.requires_grad:
+                parameter.grad = memory
+            # What was frozen meanwhile contributes zeros and gets no gradient, or the optimizer would go on with it.
+            return memory
+        if memory.layout is not torch.strided:
+            if not self._sparse_as_dense:
+                raise MisuseError(
+                    f"the gradient of {gradient.name!r} is sparse: use sparse=False in its module, or give "
+                    "DistributedOptimizer sparse_as_dense=True"
+                )
+            memory = parameter.grad = memory.to_dense()
+        if memory.dtype is not gradient.dtype or not memory.is_cpu:
+            raise MisuseError(
+                f"the gradient of {gradient.name!r} is {memory.dtype} on {memory.device}, but {gradient.dtype} on the "
+                "CPU was agreed on: construct DistributedOptimizer after the model has got its type and device"
+            )
+        if memory.stride() != gradient.strides and not gradient.takes_order_of(memory):
+            ordered = torch.empty_strided(parameter.shape, gradient.strides, dtype=gradient.dtype)
+            memory = parameter.grad = ordered.copy_(memory)
+        return memory
+
+    def _note(self, gradient: _Gradient, memory: torch.Tensor, handle: _native.Handle) -> None:
+        gradient.memory = memory
+        gradient.version = memory._version
+        gradient.handle = handle
+        self._sent.append(gradient)
+        self.is_synchronized = False
+
+    def _on_backward_end(self) -> None:
+        self._is_in_backward = False
+        trace.record("backward", trace.COMPUTATION, self._backward_ns, _native.now_ns())
+
+
+class _Gradient:
+    """One parameter's gradient in one step."""
+
+    __slots__ = (
+        "dtype",
+        "handle",
+        "key",
+        "memory",
+        "name",
+        "nbytes",
+        "parameter",
+        "passes_left",
+        "strides",
+        "version",
+    )
+
+    def __init__(self, name: str, parameter: torch.Tensor, key: int, passes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.key = key
+        self.dtype = parameter.dtype
+        self.nbytes = parameter.numel() * parameter.element_size()
+        # autograd lays a gradient out as its parameter, or row by row where that has gaps.
+        laid_out = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+        self.strides = laid_out.stride()
+        self.passes_left = passes
+        self.handle: _native.Handle | None = None
+        self.memory: torch.Tensor | None = None
+        self.version = 0
+
+    def takes_order_of(self, memory: torch.Tensor) -> bool:
+        """Whether elements lie in the agreed order all the same: a dimension of extent 1 may have any stride."""
+        pairs = zip(memory.stride(), self.strides, memory.shape, strict=True)
+        if any(mine != agreed and extent != 1 for mine, agreed, extent in pairs):
+            return False
+        self.strides = memory.stride()
+        return True
+
+    def was_changed(self) -> bool:
+        """Whether somebody wrote, replaced or cleared it while it was exchanged."""
+        assert self.memory is not None
+        held = self.parameter.grad
+        is_held = held is self.memory or not self.parameter.requires_grad
+        return not is_held or self.memory._version != self.version
+
+    def forget(self, passes: int) -> None:
+        self.handle = self.memory = None
+        self.passes_left = passes
+
+
+_exchanged: weakref.WeakValueDictionary[int, GradientExchange] = weakref.WeakValueDictionary()
+"""Who exchanges a parameter's gradient, by the identity of the parameter, which the exchange keeps alive."""
+
+
+def _on_gradient(
+    exchange: weakref.ref[GradientExchange], gradient: _Gradient, parameter: torch.Tensor
+) -> None:
+    alive = exchange()
+    if alive is not None:
+        alive.on_gradient(gradient)
+
+
+def _remove(hooks: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_MAX
+    return ", ".join(map(repr, names[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
