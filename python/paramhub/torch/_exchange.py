@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
 from paramhub import _native
 from paramhub.errors import MisuseError
-from paramhub.torch import _memory, _tensors
+from paramhub.torch import _memory, _tensors, trace
+
+if TYPE_CHECKING:
+    from paramhub.torch._staging import Stage, StagedHandle
 
 
 class StepUnderWay:
     """What the parameters of one optimizer share about the step they are in."""
 
-    __slots__ = ("begin", "has_begun", "is_paused", "job", "left", "needs_all", "passes", "total")
+    __slots__ = (
+        "begin",
+        "has_begun",
+        "is_paused",
+        "is_traced",
+        "job",
+        "left",
+        "needs_all",
+        "passes",
+        "stage",
+        "total",
+        "watch",
+    )
 
     def __init__(self, passes: int) -> None:
         self.job: _native.Job
+        self.stage: Stage | None = None
+        """What the tensors pass through if they are on a device."""
+        self.watch: trace.Watch | None = None
+        self.is_traced = False
+        """Whether the trace knows that a backward pass is under way."""
         self.passes = passes
         """Backward passes whose gradients are added up before they leave."""
         self.is_paused = False
@@ -34,6 +55,19 @@ class StepUnderWay:
         self.needs_all = False
         """Whether no answer may come before all gradients have left, here and elsewhere."""
 
+    def trace_backward(self) -> None:
+        """A backward pass has made its first gradient."""
+        if self.watch is None:
+            return
+        self.is_traced = True
+        self.watch.backward_began()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self.is_traced = False
+        if self.watch is not None:
+            self.watch.backward_ended()
+
 
 class Exchange:
     """One parameter's.
@@ -45,6 +79,8 @@ class Exchange:
     """
 
     __slots__ = (
+        "dtype",
+        "flat",
         "gradient",
         "gradient_version",
         "handle",
@@ -69,8 +105,9 @@ class Exchange:
         self.parameter = parameter
         self.step = step
         self.keys = [number]
+        self.dtype = parameter.dtype
         self.strides = parameter.stride()
-        self.handle: _native.Handle | None = None
+        self.handle: _native.Handle | StagedHandle | None = None
         """The newest request, until somebody has waited for it."""
         self.passes = 0
         """Gradients added up in this step."""
@@ -79,11 +116,12 @@ class Exchange:
         self.gradient: torch.Tensor | None = None
         self.gradient_version = 0
         self.version = 0
-        self.settle(parameter.detach())
+        self.settle(parameter.data)
 
     def settle(self, memory: torch.Tensor) -> None:
-        """Takes note of where the parameter lies: ``memory`` keeps it."""
+        """Takes note of where the parameter lies: ``memory`` keeps it, and has a version of its own."""
         self.memory = memory
+        self.flat = _memory.flat_view(memory)
         self.place, self.nbytes = _tensors.memory_range(memory)
         self.receives = [(self.place, self.nbytes)]
         self.version = self.parameter._version
@@ -91,6 +129,8 @@ class Exchange:
     def __call__(self, parameter: torch.Tensor) -> None:
         """Autograd's hook: a backward pass has added its gradient to the parameter's."""
         step = self.step
+        if trace.active and not step.is_traced:
+            step.trace_backward()
         if step.is_paused:
             return
         if self.has_left:
@@ -120,10 +160,11 @@ class Exchange:
         parameter = self.parameter
         if parameter._version != self.version or parameter.data_ptr() != self.place:
             raise self.changed()
-        if gradient.layout is not torch.strided:
+        if gradient.layout is not torch.strided or gradient.dtype is not self.dtype:
             raise MisuseError(
-                f"the gradient of {self.name!r} is {gradient.layout}, and hubs take dense ones: use the module's option for "
-                "dense gradients (sparse=False)"
+                f"the gradient of {self.name!r} is {gradient.layout} of {gradient.dtype}, where dense {self.dtype} was agreed "
+                "on: use the module's option for dense gradients (sparse=False), and convert the model before HubOptimizer "
+                "is made"
             )
         # Whatever autograd has kept of the parameter is out of date from here on, and it will say so.
         increment_version(parameter)
@@ -132,11 +173,16 @@ class Exchange:
         if gradient.stride() != self.strides:
             sent = _memory.in_memory_order_of(parameter, gradient)
         self.gradient, self.gradient_version = gradient, gradient._version
-        self.handle = step.job.push_pull(
-            self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
-        )
+        if step.stage is None:
+            self.handle = step.job.push_pull(
+                self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
+            )
+        else:
+            self.handle = step.stage.push_pull(self.keys, [_memory.flat_view(sent)], [self.flat])
         self.has_left = True
         step.left += 1
+        if trace.active:
+            trace.request(self.name, self.handle)
 
     def wait(self) -> None:
         """Waits until the parameter has the value that follows from the newest gradient that left."""
@@ -149,7 +195,11 @@ class Exchange:
                 f"{self.name!r} was read between backward and step(), but its new value cannot come before step(): read "
                 "parameters, and gradients through them, after step()"
             )
-        handle.wait()
+        if trace.active and not handle.done():
+            with trace.wait(self.name):
+                handle.wait()
+        else:
+            handle.wait()
         self.handle = None
 
     def finish_step(self) -> None:

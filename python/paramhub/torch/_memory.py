@@ -37,12 +37,19 @@ def move_into(parameter: torch.nn.Parameter, memory: _native.Tensor) -> torch.Te
     return moved
 
 
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def in_memory_order_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient with its elements in memory as the parameter's are: itself, or else a copy."""
     pairs = zip(parameter.stride(), gradient.stride(), parameter.shape, strict=True)
     if all(mine == theirs or extent == 1 for mine, theirs, extent in pairs):
         return gradient
-    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=gradient.dtype)
+    copy = torch.empty_strided(
+        parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
+    )
     return copy.copy_(gradient)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from paramhub.errors import MisuseError
 from paramhub.optimizers import SGD, Adam, AdamW, Optimizer, settings_of
+
+if TYPE_CHECKING:
+    from paramhub import _native
+    from paramhub.torch._exchange import Exchange
 
 TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
 """torch's names of the hub's numbers, where they differ. Adam's ``beta1`` and ``beta2`` are ``betas``."""
@@ -42,6 +46,8 @@ def of_group(group: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, fl
             raise MisuseError(f"a parameter group asks for {option}, which hubs do not have")
     numbers: dict[str, float | bool] = {}
     for name in names:
+        if name not in group:
+            raise MisuseError(f"a parameter group lacks {name!r}: it has {', '.join(map(repr, group))}")
         value = group[name]
         if name == "betas":
             numbers["beta1"], numbers["beta2"] = float(value[0]), float(value[1])
@@ -55,3 +61,56 @@ def of_group(group: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, fl
 def as_json(numbers: dict[str, float | bool]) -> str:
     """Numbers as the hub reads them."""
     return json.dumps(settings_of(numbers))
+
+
+class Tuning:
+    """Keeps the hub's numbers those of the parameter groups: group by group, from a step on."""
+
+    def __init__(
+        self,
+        job: _native.Job,
+        groups: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+        members: Sequence[Sequence[Exchange]],
+        may_lag: bool,
+    ) -> None:
+        """``members`` are each group's parameters. Where they ``may_lag``, some have made fewer steps than others."""
+        self._job = job
+        self._groups = groups
+        self._names = names
+        self._members = members
+        self._may_lag = may_lag
+        self._sent = [of_group(group, names) for group in groups]
+
+    def begin_step(self) -> None:
+        """Before a step's first gradient leaves: what the groups say now holds from this step on. Rank 0 tells."""
+        for number, group in enumerate(self._groups):
+            numbers = of_group(group, self._names)
+            if numbers == self._sent[number] or not self._members[number]:
+                continue
+            self._sent[number] = numbers
+            if self._job.rank == 0:
+                self._job.set_hyperparameters(self._first_step(number), as_json(numbers), number)
+
+    def _first_step(self, number: int) -> int:
+        """From which of the group's steps on new numbers hold.
+
+        A parameter that was left out of steps has made fewer, and the hub counts its own. New numbers hold from the smallest
+        count on, so that nobody meets older ones. Those of steps under way must not change, so they are waited for.
+        """
+        members = self._members[number]
+        if not self._may_lag:
+            return self._job.next_step(members[0].number)
+        steps = [self._job.next_step(exchange.number) for exchange in members]
+        if min(steps) < max(steps):
+            for exchange in members:
+                exchange.wait()
+        return min(steps)
+
+    def changed(self) -> list[str]:
+        """torch's names of numbers that are not what this step's gradients were sent with."""
+        found = []
+        for group, sent in zip(self._groups, self._sent, strict=True):
+            numbers = of_group(group, self._names)
+            found += [TORCH_NAMES.get(name, name) for name, value in numbers.items() if value != sent[name]]
+        return found

@@ -108,6 +108,11 @@ class Stage:
         thread.start()
         self._close = weakref.finalize(self, self._copied.put, None)
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Where parameters are received on the host, by key."""
+        return self._parameters
+
     def push_pull(
         self, keys: list[int], gradients: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> StagedHandle:
@@ -151,7 +156,11 @@ class Stage:
 
     def current_stream(self) -> Any:
         """The stream that the caller computes on."""
-        return self._streams.current_stream() if self._device.type == "cpu" else self._streams.current_stream(self._device)
+        return (
+            self._streams.current_stream()
+            if self._device.type == "cpu"
+            else self._streams.current_stream(self._device)
+        )
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
         """Within it the results' stream is the current one."""
@@ -161,7 +170,9 @@ class Stage:
         """Ends the stage's thread; requests handed in before are still answered."""
         self._close()
 
-    def _host(self, take: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _host(
+        self, take: Callable[[int], Any], key: int, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
         if self._job.shares_memory or self._device.type != "cuda":
             return torch.from_dlpack(take(key)).view(shape)
         return torch.empty(shape, dtype=dtype, pin_memory=True)

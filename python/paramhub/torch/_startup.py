@@ -26,10 +26,6 @@ def check(name: str, parameter: torch.nn.Parameter) -> None:
         raise MisuseError(f"{name!r} has no shape yet: run the lazy modules once before HubOptimizer is made")
     if type(parameter.data) is not torch.Tensor:
         raise MisuseError(f"{name!r} is a {type(parameter.data).__name__}: HubOptimizer takes plain tensors")
-    if parameter.device.type != "cpu":
-        raise MisuseError(
-            f"{name!r} is on {parameter.device}: HubOptimizer takes parameters on the host so far"
-        )
 
 
 def broadcast_rest(world: World, model: torch.nn.Module, exchanged: set[int]) -> None:

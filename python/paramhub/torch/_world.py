@@ -186,6 +186,11 @@ class World:
             self._jobs.remove(job)
         job.leave()
 
+    def forget_job(self, job: _native.Job) -> None:
+        """Leaves a job as soon as nobody else has it."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+
     def _read(self, key: str, problem: str) -> str:
         try:
             # The store's own timeout is torch's; ours is what the user was told.

@@ -81,8 +81,12 @@ def largest_difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
 
 
 def begin(rank: Rank, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Module:
-    """A model that is another one on each rank."""
-    hub_torch.init()
+    """A model that is another one on each rank.
+
+    Gradients are summed in rank order, as the reference does: Adam divides by the gradient's own size, and makes much of the
+    last bit of one that is almost nothing.
+    """
+    hub_torch.init(reproducible=True)
     torch.manual_seed(rank.rank)
     return make()
 
