@@ -12,6 +12,7 @@ from team import Rank
 import paramhub.torch as hub_torch
 
 BATCH = 8
+STEPS = 20
 
 
 class Net(torch.nn.Module):
@@ -78,6 +79,33 @@ def largest_difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
         return max(
             float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)) for mine, theirs in pairs
         )
+
+
+def compare(
+    rank: Rank,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    scheduler: Any = None,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    steps: int = STEPS,
+    tolerance: float = 1e-6,
+) -> Reference:
+    """Trains; rank 0 compares every step with the reference's."""
+    reference = Reference(model, rank.size, make)
+    theirs = make_scheduler(reference.optimizer) if make_scheduler else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank.rank, step).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if rank.rank == 0:
+            reference.step(step)
+            if theirs is not None:
+                theirs.step()
+            reference.check(model, tolerance)
+    return reference
 
 
 def begin(rank: Rank, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Module:
