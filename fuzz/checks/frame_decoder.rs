@@ -5,8 +5,8 @@
 //! the workspace (`crates/paramhub-core/tests/decoders.rs`).
 
 use paramhub_core::wire::{
-    Direction, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Notice, Operation, Retune, VERDICT_BYTES,
-    Verdict,
+    Direction, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Norm, Notice, Operation, Release, Retune,
+    State, VERDICT_BYTES, Verdict,
 };
 
 /// Reads `data` as one end of a stream would and counts the frames. The first byte chooses the end: even is the hub's.
@@ -75,6 +75,21 @@ fn check_payload(operation: Operation, payload: &[u8]) {
         Operation::Retune => {
             if let Some(retune) = Retune::decode(payload) {
                 assert_eq!(Retune::decode(&retune.0.to_wire()), Some(retune));
+            }
+        }
+        Operation::State | Operation::InitialiseState => {
+            if let Some(state) = State::decode(payload) {
+                assert_eq!([&State::head(state.updates), state.values].concat(), payload);
+            }
+        }
+        Operation::Norm => {
+            if let Some(norm) = Norm::decode(payload) {
+                assert_eq!(norm.encode(), payload);
+            }
+        }
+        Operation::Release => {
+            if let Some(release) = Release::decode(payload) {
+                assert_eq!(release.encode(), payload);
             }
         }
         // Tensor data: any bytes are some numbers. The rest carry nothing.

@@ -43,6 +43,10 @@ pub enum Purpose {
     StreamWorker,
     /// A hub answers a worker's challenge on a data connection.
     StreamHub,
+    /// A rank of a mesh answers the challenge of the peer it dialled.
+    MeshDialler,
+    /// A rank of a mesh answers the challenge of the peer that dialled it.
+    MeshListener,
 }
 
 impl Purpose {
@@ -53,6 +57,8 @@ impl Purpose {
             Purpose::Leave => b"paramhub v1 leave",
             Purpose::StreamWorker => b"paramhub v1 stream worker",
             Purpose::StreamHub => b"paramhub v1 stream hub",
+            Purpose::MeshDialler => b"paramhub v1 mesh dialler",
+            Purpose::MeshListener => b"paramhub v1 mesh listener",
         }
     }
 }

@@ -19,6 +19,7 @@ pub mod exchange;
 pub mod hyperparameters;
 pub mod key;
 pub mod limits;
+pub mod norms;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;

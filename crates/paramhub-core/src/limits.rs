@@ -20,6 +20,10 @@ pub const CHUNK_BYTES_MIN: u32 = 1 << 10;
 pub const CHUNK_BYTES_MAX: u32 = 1 << 24;
 /// PHub's default (section 3.2.3, figure 16).
 pub const CHUNK_BYTES_DEFAULT: u32 = 32 << 10;
+/// Values of optimizer state per parameter: the hub notes in a byte which one a rank has asked for.
+pub const STATE_SLOTS_MAX: usize = u8::MAX as usize;
+/// Updates that restored optimizer state may have had: far from where one more could not be counted.
+pub const STATE_UPDATES_MAX: u64 = 1 << 48;
 /// Payload bytes of a frame that carries no tensor data.
 pub const CONTROL_BYTES_MAX: u32 = 2048;
 /// Bytes of a human-readable message inside a control frame or a handshake verdict.

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::chunk::{ChunkId, ChunkMap, Extent};
 use crate::codec::{Codec, Dtype};
-use crate::wire::{Header, Operation};
+use crate::wire::{Header, Operation, State};
 
 /// What a worker can ask for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,10 @@ pub enum Request {
     PushPull,
     /// Rank 0: send the parameters to start from.
     Initialise,
+    /// Receive a slot of the optimizer's state.
+    PullState,
+    /// Rank 0: send a slot of the optimizer's state to start from.
+    InitialiseState,
 }
 
 impl Request {
@@ -30,12 +34,23 @@ impl Request {
             Request::Pull => Operation::Pull,
             Request::PushPull => Operation::PushPull,
             Request::Initialise => Operation::Initialise,
+            Request::PullState => Operation::PullState,
+            Request::InitialiseState => Operation::InitialiseState,
         }
     }
 
-    /// Whether parameters come back.
-    pub const fn receives(self) -> bool {
-        matches!(self, Request::Pull | Request::PushPull)
+    /// The frame that answers it.
+    pub const fn answer(self) -> Operation {
+        match self {
+            Request::Pull | Request::PushPull => Operation::Parameters,
+            Request::Push | Request::Initialise | Request::InitialiseState => Operation::Applied,
+            Request::PullState => Operation::State,
+        }
+    }
+
+    /// Whether it is about optimizer state, f32 whatever the key's dtype.
+    pub const fn is_of_state(self) -> bool {
+        matches!(self, Request::PullState | Request::InitialiseState)
     }
 }
 
@@ -138,8 +153,8 @@ impl Requests {
         &self.map
     }
 
-    /// Starts a request. `step` is the step pushed, the version pulled, or the version to start from. All the key's
-    /// chunks are then to be sent.
+    /// Starts a request. `step` is the step pushed, the version pulled, the version to start from, or the slot of the
+    /// optimizer's state. All the key's chunks are then to be sent.
     pub fn begin(
         &mut self,
         key: u32,
@@ -165,9 +180,13 @@ impl Requests {
         let codec = match underway.request {
             Request::Push | Request::PushPull => codec,
             Request::Initialise => self.dtypes[extent.key as usize].codec(),
-            Request::Pull => Codec::F32,
+            Request::Pull | Request::PullState | Request::InitialiseState => Codec::F32,
         };
-        let length = if underway.request == Request::Pull { 0 } else { extent.bytes(codec) };
+        let length = match underway.request {
+            Request::Pull | Request::PullState => 0,
+            Request::InitialiseState => State::bytes(extent.elements),
+            Request::Push | Request::PushPull | Request::Initialise => extent.bytes(codec),
+        };
         let header =
             Header { operation: underway.request.operation(), codec, chunk, step: underway.step, length };
         (header, extent)
@@ -184,24 +203,28 @@ impl Requests {
         let extent = self.map.extent(chunk).ok_or(Unasked::Chunk(chunk))?;
         let unasked = Unasked::Answer { chunk, operation: header.operation };
         let underway = self.keys[extent.key as usize].ok_or(unasked)?;
-        let fits = match header.operation {
-            Operation::Parameters => underway.request.receives(),
-            Operation::Applied => !underway.request.receives(),
-            _ => false,
-        };
+        let fits = header.operation == underway.request.answer()
+            && (underway.request != Request::PullState || header.step == underway.step);
         if !fits || self.chunks[chunk as usize] != Progress::Sent {
             return Err(unasked);
         }
         let expected = match underway.request {
             Request::Pull | Request::Initialise => underway.step,
             Request::Push | Request::PushPull => underway.step.wrapping_add(1),
+            // What belongs to no version.
+            Request::PullState | Request::InitialiseState => 0,
         };
         if header.step < expected {
             return Err(Unasked::Version { chunk, expected, got: header.step });
         }
-        if header.operation == Operation::Parameters {
-            let codec = self.dtypes[extent.key as usize].codec();
-            let expected_bytes = extent.bytes(codec);
+        if header.operation != Operation::Applied {
+            let (codec, expected_bytes) = match underway.request.is_of_state() {
+                true => (Codec::F32, State::bytes(extent.elements)),
+                false => {
+                    let codec = self.dtypes[extent.key as usize].codec();
+                    (codec, extent.bytes(codec))
+                }
+            };
             if header.codec != codec || header.length != expected_bytes {
                 let (bytes, expected_codec) = (header.length, codec);
                 return Err(Unasked::Payload {
@@ -290,5 +313,27 @@ mod tests {
         ));
         requests.answered(&good).unwrap();
         assert!(matches!(requests.answered(&good), Err(Unasked::Answer { .. })), "an answer counts once");
+    }
+
+    #[test]
+    fn state_is_single_precision_whatever_the_dtype_and_comes_of_the_slot_asked_for() {
+        let mut requests = requests();
+        requests.begin(1, Request::InitialiseState, 1).unwrap();
+        let (header, _) = requests.header(3, Codec::F16);
+        assert_eq!((header.operation, header.step), (Operation::InitialiseState, 1));
+        assert_eq!((header.codec, header.length), (Codec::F32, 48));
+        requests.sent(3);
+        let applied = Header { chunk: 3, ..Header::bare(Operation::Applied) };
+        assert_eq!(requests.answered(&applied).unwrap().finished, Some(Request::InitialiseState));
+        requests.begin(1, Request::PullState, 1).unwrap();
+        assert_eq!(requests.header(3, Codec::F16).0.length, 0);
+        requests.sent(3);
+        let good = Header { operation: Operation::State, codec: Codec::F32, chunk: 3, step: 1, length: 48 };
+        for odd in [Header { step: 0, ..good }, Header { operation: Operation::Parameters, ..good }, applied]
+        {
+            assert!(matches!(requests.expect(&odd), Err(Unasked::Answer { .. })), "{odd:?}");
+        }
+        assert!(matches!(requests.expect(&Header { length: 40, ..good }), Err(Unasked::Payload { .. })));
+        assert_eq!(requests.answered(&good).unwrap().finished, Some(Request::PullState));
     }
 }

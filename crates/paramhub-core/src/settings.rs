@@ -78,6 +78,13 @@ pub struct Settings {
     /// starts where a processor likes it best.
     #[serde(default)]
     pub packed: bool,
+    /// Hold every step until the norm of its whole mean gradient is known and rank 0 has released it with a factor.
+    #[serde(default)]
+    pub two_phase: bool,
+    /// Clip the mean gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does; steps are in two phases then, and
+    /// rank 0's worker releases them by itself.
+    #[serde(default)]
+    pub clip_norm: Option<f64>,
 }
 
 /// Reads no more groups than a job may have: a group takes a hundred times the bytes of its shortest text.
@@ -148,6 +155,14 @@ pub enum SettingsError {
     /// Rank order has no meaning where contributions are applied one by one.
     #[error("reproducible needs synchronous consistency, but {0} was asked for")]
     ReproducibleNeedsSynchronous(Consistency),
+    /// Only a step that ends for all at once has a norm before its update, and only an optimizer something to hold.
+    #[error(
+        "a step in two phases, as clipping needs, takes synchronous consistency and an optimizer, but {0} was asked for"
+    )]
+    TwoPhase(String),
+    /// A norm that nothing can be clipped to.
+    #[error("clip_norm is {0}; it must be a finite number above 0")]
+    ClipNorm(f64),
     /// The ranks disagree.
     #[error(
         "rank {mine} and rank {theirs} disagree on {what}: rank {mine} has {mine_has}, rank {theirs} has {theirs_has}"
@@ -179,6 +194,8 @@ impl Settings {
             reproducible: false,
             reject_non_finite: false,
             packed: false,
+            two_phase: false,
+            clip_norm: None,
         }
     }
 
@@ -199,6 +216,13 @@ impl Settings {
         if let Some(key) = self.keys.keys().iter().find(|key| usize::from(key.group) >= groups) {
             return Err(SettingsError::Group { key: key.name.clone(), group: key.group, groups });
         }
+        if let Some(norm) = self.clip_norm.filter(|norm| !norm.is_finite() || *norm <= 0.0) {
+            return Err(SettingsError::ClipNorm(norm));
+        }
+        if self.is_two_phase() && !(self.has_parameters() && self.consistency == Consistency::Synchronous) {
+            let asked_for = format!("{} with `{}`", self.consistency, self.optimizer.name);
+            return Err(SettingsError::TwoPhase(asked_for));
+        }
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
     }
@@ -206,6 +230,11 @@ impl Settings {
     /// Groups of keys, at least one; some may have no key.
     pub fn groups(&self) -> usize {
         1 + self.optimizer.groups.len()
+    }
+
+    /// Whether a complete step waits for its norm and rank 0's release.
+    pub fn is_two_phase(&self) -> bool {
+        self.two_phase || self.clip_norm.is_some()
     }
 
     /// The codec of a key's gradients.
@@ -244,6 +273,8 @@ impl Settings {
             ("reproducible", self.reproducible.to_string(), other.reproducible.to_string()),
             ("reject_non_finite", self.reject_non_finite.to_string(), other.reject_non_finite.to_string()),
             ("packed", self.packed.to_string(), other.packed.to_string()),
+            ("two_phase", self.two_phase.to_string(), other.two_phase.to_string()),
+            ("clip_norm", format!("{:?}", self.clip_norm), format!("{:?}", other.clip_norm)),
         ];
         for (what, mine_has, theirs_has) in pairs {
             if mine_has != theirs_has {
@@ -277,6 +308,11 @@ mod tests {
         let reproducible = Settings { reproducible: true, ..settings(3) };
         assert!(reproducible.agree(1, 0, &settings(3)).unwrap_err().to_string().contains("reproducible"));
         assert_eq!(settings(3).agree(1, 0, &settings(3)), Ok(()));
+        let clipped = Settings { clip_norm: Some(0.5), ..settings(3) };
+        let refused = clipped.agree(1, 0, &settings(3)).unwrap_err().to_string();
+        assert!(refused.contains("clip_norm: rank 1 has Some(0.5), rank 0 has None"), "{refused}");
+        let two_phase = Settings { two_phase: true, ..settings(3) };
+        assert!(two_phase.agree(1, 0, &settings(3)).unwrap_err().to_string().contains("two_phase"));
     }
 
     fn grouped(rates: &[f64]) -> Settings {
@@ -336,6 +372,23 @@ mod tests {
         let stale = Settings { reproducible: true, consistency: Consistency::Asynchronous, ..settings(1) };
         assert!(matches!(stale.check(), Err(SettingsError::ReproducibleNeedsSynchronous(_))));
         assert_eq!(settings(1).check(), Ok(()));
+    }
+
+    #[test]
+    fn two_phases_take_a_step_that_ends_at_once_and_an_optimizer() {
+        let sgd = OptimizerChoice::named("sgd");
+        let good = Settings { optimizer: sgd, clip_norm: Some(1.0), ..settings(1) };
+        assert_eq!(good.check(), Ok(()));
+        assert!(good.is_two_phase() && !settings(1).is_two_phase());
+        for norm in [0.0, -1.0, f64::INFINITY, f64::NAN] {
+            let refused = Settings { clip_norm: Some(norm), ..good.clone() }.check();
+            assert!(matches!(refused, Err(SettingsError::ClipNorm(_))), "{norm}");
+        }
+        let consistency = Consistency::BoundedStaleness(1);
+        let refused = Settings { consistency, ..good.clone() }.check().unwrap_err().to_string();
+        assert!(refused.contains("staleness:1 with `sgd`"), "{refused}");
+        let mean = Settings { two_phase: true, ..settings(1) };
+        assert!(matches!(mean.check(), Err(SettingsError::TwoPhase(_))));
     }
 
     #[test]

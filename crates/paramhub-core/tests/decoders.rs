@@ -9,7 +9,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use paramhub_core::auth::{Incarnation, Namespace, Proof};
 use paramhub_core::hyperparameters::Hyperparameters;
-use paramhub_core::wire::{Direction, Failure, Header, Hello, Notice, Operation, Refusal, Verdict};
+use paramhub_core::wire::{
+    Direction, Failure, Header, Hello, Norm, Notice, Operation, Refusal, Release, Verdict,
+};
 
 const INPUTS: usize = 2_000_000;
 const INPUT_BYTES_MAX: usize = 2048;
@@ -25,7 +27,7 @@ fn no_bytes_break_the_frame_decoder() {
     let mut random = Random(seed);
     let sound = sound_streams();
     let frames: usize = sound.iter().map(|stream| frame_decoder::check(stream)).sum();
-    assert_eq!(frames, 12, "the starting points must be read to their end, or the hunt stays at their edge");
+    assert_eq!(frames, 17, "the starting points must be read to their end, or the hunt stays at their edge");
     for _ in 0..INPUTS {
         let mut input = match random.below(8) {
             0 => random.bytes(64),
@@ -63,10 +65,15 @@ fn sound_streams() -> Vec<Vec<u8>> {
         (Operation::Retune, Hyperparameters::default().to_wire().to_vec()),
         (Operation::Leave, vec![]),
         (Operation::Heartbeat, vec![]),
+        (Operation::PullState, vec![]),
+        (Operation::InitialiseState, vec![2; 40]),
+        (Operation::Release, Release(0.5).encode().to_vec()),
         (Operation::Parameters, vec![1; 64]),
         (Operation::Applied, vec![]),
         (Operation::Failure, Failure { rank: Some(3), message: message.clone() }.encode()),
         (Operation::Notice, Notice { rank: None, message }.encode()),
+        (Operation::State, vec![3; 40]),
+        (Operation::Norm, Norm(4.0).encode().to_vec()),
     ];
     let mut to_hub = [&[0], &hello.encode()[..]].concat();
     let mut to_worker = vec![1];
@@ -82,7 +89,7 @@ fn sound_streams() -> Vec<Vec<u8>> {
             }
         }
     }
-    let verdicts = [Verdict::Welcome { proof: Proof([5; 32]) }, refused];
+    let verdicts = [Verdict::Welcome { proof: Proof([5; 32]), state_slots: 2 }, refused];
     let verdicts = verdicts.iter().map(|verdict| [&[1], verdict.encode().as_slice()].concat());
     verdicts.chain([to_hub, to_worker]).collect()
 }

@@ -39,6 +39,8 @@ pub(crate) struct Entry {
     pub(crate) nonce: Nonce,
     pub(crate) workers: u32,
     pub(crate) placement_hash: [u8; 32],
+    /// Values of state the optimizer keeps a parameter.
+    pub(crate) state_slots: u8,
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
@@ -57,6 +59,8 @@ pub(crate) enum Origin {
 /// A stream's place.
 pub(crate) struct Admitted {
     pub(crate) route: RouteId,
+    /// Values of state the job's optimizer keeps a parameter.
+    pub(crate) state_slots: u8,
     /// What it exchanges through, unless it is TCP.
     pub(crate) memory: Option<LocalMemory>,
 }
@@ -149,6 +153,6 @@ impl Directory {
             Origin::Interfaces(_) => None,
         };
         entry.taken.insert((route, rank));
-        Ok(Admitted { route, memory })
+        Ok(Admitted { route, state_slots: entry.state_slots, memory })
     }
 }

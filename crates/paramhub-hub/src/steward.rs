@@ -187,6 +187,7 @@ impl Steward {
             nonce: job.nonce,
             workers: job.workers,
             placement_hash: *job.placement.hash().as_bytes(),
+            state_slots: job.state_slots,
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
             incarnations: HashMap::new(),
             taken: Default::default(),

@@ -8,7 +8,7 @@
 //!
 //! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to
 //! even. There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element ever
-//! meets another. So the same inputs give the same bits on every CPU, with every instruction set, in
+//! meets another, except in [`squares`](squares::squares), which adds them up in an order of its own. So the same inputs give the same bits on every CPU, with every instruction set, in
 //! the vector body as in its tail, and however a tensor is cut into chunks. The one freedom IEEE leaves
 //! open stays open: which payload a NaN carries when two NaNs meet.
 //!
@@ -37,7 +37,7 @@
 //! let mut sum = [0.0; 2];
 //! aggregator.assign(&mut sum, &gradients[0], Codec::F32);
 //! aggregator.add(&mut sum, &gradients[1], Codec::F32);
-//! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2 };
+//! let step = Step { hyperparameters: &hyperparameters, number: 1, contributions: 2, factor: 1.0 };
 //! optimizer.apply(&step, &mut model, &sum, &mut state);
 //! assert_eq!(model, [0.0, 2.0]); // the mean gradient is 2.0
 //! ```
@@ -51,11 +51,12 @@ pub mod nontemporal;
 pub mod optimizer;
 mod registry;
 pub mod shared;
+pub mod squares;
 pub mod sum;
 
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
 pub use dispatch::Isa;
-pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided};
+pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided, mean_factor};
 pub use registry::{Registry, RegistryError};
 
 // The vocabulary of these signatures, so that an optimizer's author needs this crate alone.

@@ -24,15 +24,23 @@ pub struct Step<'a> {
     pub number: u64,
     /// How many contributions are in the sum: 1 or more.
     pub contributions: u32,
+    /// What the mean gradient is multiplied with: 1, unless the job clips it or scales it otherwise.
+    pub factor: f32,
+}
+
+/// What a sum of so many contributions is multiplied with to become their mean: the quotient, rounded to f32.
+pub fn mean_factor(contributions: u32) -> f32 {
+    1.0 / contributions as f32
 }
 
 impl Step<'_> {
-    /// What a sum is multiplied with to become the mean: `1 / contributions`, rounded to f32.
+    /// What a sum is multiplied with to become the gradient of this step: `1 / contributions`, rounded to f32, times
+    /// `factor`, rounded again; a factor of 1 changes no bit.
     ///
     /// An optimizer that takes the mean does so as `sum[i] * step.mean_factor()`, a multiplication, so that whoever
     /// repeats a step elsewhere gets the same bits.
     pub fn mean_factor(&self) -> f32 {
-        1.0 / self.contributions as f32
+        mean_factor(self.contributions) * self.factor
     }
 }
 

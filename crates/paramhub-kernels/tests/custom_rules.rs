@@ -70,7 +70,7 @@ fn a_custom_optimizer_runs_by_its_name() {
     let mut model = [5.0, 5.0, 5.0];
     let mut state = vec![0.0; optimizer.state_slots(&h) * model.len()];
     for number in 1..=2 {
-        let step = Step { hyperparameters: &h, number, contributions: 2 };
+        let step = Step { hyperparameters: &h, number, contributions: 2, factor: 1.0 };
         optimizer.apply(&step, &mut model, &[8.0, -2.0, 0.5], &mut state);
     }
     // It forgets everything, so each step is the gradient's sign.

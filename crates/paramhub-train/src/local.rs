@@ -101,6 +101,7 @@ impl Exchange for LocalExchange {
             hyperparameters: &self.hyperparameters,
             number: local.updates,
             contributions: workers as u32,
+            factor: 1.0,
         };
         self.optimizer.apply(&step, parameters, &local.sum, &mut local.state);
         local.contributions = 0;

@@ -25,8 +25,9 @@ pub use connection::Connection;
 pub use memory::{Lending, ReceiveRegion, SendRegion, StableBytes, lend};
 pub use poll::{Event, Events, Interest, Poller, Waker};
 pub use shm::ShmStream;
+pub use socket::SAME_HOST_SEND_BYTES;
 pub use stream::{
     FrameSink, Landing, Outgoing, ReceiveError, Received, SCRATCH_BYTES_DEFAULT, Scratch, Sent, Stream,
     StreamError,
 };
-pub use tcp::{ReceiveMode, SAME_HOST_SEND_BYTES, TcpStream};
+pub use tcp::{ReceiveMode, TcpStream};

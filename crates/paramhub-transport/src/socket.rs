@@ -2,12 +2,18 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt;
 use socket2::{Domain, Protocol, Socket, Type};
 
 /// Connections that may wait to be accepted: a large job's streams arrive all at once.
 const BACKLOG: i32 = 4096;
+
+/// The send buffer of a connection inside one host, which the kernel doubles. There is no line to keep full there: what is
+/// copied in waits to be copied out, and should still be in cache then. Three segments of loopback's 64 KiB fit.
+pub const SAME_HOST_SEND_BYTES: usize = 104 << 10;
 
 /// Listens on `address`; port 0 takes any free one. The listener is blocking. Errors name the address and what to do.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
@@ -56,6 +62,45 @@ pub fn dial(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
         };
         io::Error::new(error.kind(), format!("cannot connect to {address}: {reason}"))
     })
+}
+
+/// Begins to connect to `address` without waiting. The socket is non-blocking; it becomes writable when it is connected or has
+/// failed, and [`dialled`] says which.
+pub fn begin_dial(address: SocketAddr) -> io::Result<OwnedFd> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    match socket.connect(&address.into()) {
+        Ok(()) => Ok(socket.into()),
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INPROGRESS.raw_os_error()) => {
+            Ok(socket.into())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// How a connection that [`begin_dial`] began, and that has become writable, came out.
+pub fn dialled(socket: impl AsFd) -> io::Result<()> {
+    Ok(sockopt::socket_error(socket)??)
+}
+
+/// Makes a connected socket ready for an event loop: non-blocking, without Nagle's delay, and inside one host with a send
+/// buffer of [`SAME_HOST_SEND_BYTES`].
+pub fn prepare(socket: &OwnedFd) -> io::Result<()> {
+    rustix::io::ioctl_fionbio(socket, true)?;
+    sockopt::set_tcp_nodelay(socket, true)?;
+    if is_inside_one_host(socket) {
+        sockopt::set_socket_send_buffer_size(socket, SAME_HOST_SEND_BYTES)?;
+    }
+    Ok(())
+}
+
+/// Whether both ends have the same address, as all of loopback's have.
+fn is_inside_one_host(socket: &OwnedFd) -> bool {
+    let address =
+        |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok().map(|address| address.ip());
+    let near = rustix::net::getsockname(socket).ok().and_then(address);
+    let far = rustix::net::getpeername(socket).ok().flatten().and_then(address);
+    far.is_some_and(|far| far.is_loopback()) || (near.is_some() && near == far)
 }
 
 /// Fills `buffer` from a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline` however slowly the peer

@@ -1,7 +1,6 @@
 //! Frames over a TCP connection.
 
 use std::io::{self, IoSlice};
-use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use paramhub_core::wire::{Direction, HEADER_BYTES};
@@ -10,6 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
 
 use crate::assembly::{Assembly, Filled};
+use crate::socket;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
 
 /// Frames of one `sendmsg`: far more than a socket buffer takes, and their headers fit a kilobyte of stack.
@@ -21,10 +21,6 @@ const AHEAD_BYTES: usize = HEADER_BYTES + 256;
 
 /// Bytes of one write: what a socket may take at once, and a cache holds beside other things.
 const WRITE_BYTES_MAX: usize = 256 << 10;
-
-/// The send buffer of a connection inside one host, which the kernel doubles. There is no line to keep full there: what is
-/// copied in waits to be copied out, and should still be in cache then. Three segments of loopback's 64 KiB fit.
-pub const SAME_HOST_SEND_BYTES: usize = 104 << 10;
 
 /// How far a stream reads ahead. Either mode serves either [`Landing`](crate::Landing); it decides which of them costs no
 /// extra copy.
@@ -70,11 +66,7 @@ impl TcpStream {
     pub fn new(socket: impl Into<OwnedFd>, direction: Direction, frame_bytes_max: usize) -> io::Result<Self> {
         assert!(direction != Direction::Both, "a stream receives from workers or from a hub");
         let socket = socket.into();
-        rustix::io::ioctl_fionbio(&socket, true)?;
-        sockopt::set_tcp_nodelay(&socket, true)?;
-        if is_inside_one_host(&socket) {
-            sockopt::set_socket_send_buffer_size(&socket, SAME_HOST_SEND_BYTES)?;
-        }
+        socket::prepare(&socket)?;
         Ok(TcpStream {
             socket,
             mode: ReceiveMode::Staged,
@@ -277,15 +269,6 @@ impl AsFd for TcpStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-/// Whether both ends have the same address, as all of loopback's have.
-fn is_inside_one_host(socket: &OwnedFd) -> bool {
-    let address =
-        |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok().map(|address| address.ip());
-    let near = rustix::net::getsockname(socket).ok().and_then(address);
-    let far = rustix::net::getpeername(socket).ok().flatten().and_then(address);
-    far.is_some_and(|far| far.is_loopback()) || (near.is_some() && near == far)
 }
 
 enum ReadError<E> {

@@ -13,7 +13,7 @@ use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Direction, Hello};
+use paramhub_core::wire::{Direction, Hello, State};
 use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
 use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
@@ -25,6 +25,7 @@ use crate::error::{Who, WorkerError};
 use crate::inbox::Inbox;
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
+use crate::norms::NormBook;
 use crate::notices::Notices;
 use crate::options::{Options, Sharing, Transport, deadline};
 use crate::staging::Staging;
@@ -35,6 +36,8 @@ use crate::steps::Steps;
 struct Streams {
     streams: Vec<(RouteId, Arc<str>, Connection)>,
     arena: Option<WorkerArena>,
+    /// Values of state that the hubs say the optimizer keeps a parameter.
+    state_slots: u8,
 }
 
 /// Keeps the I/O thread from doing nothing but heartbeats.
@@ -81,7 +84,8 @@ impl Admission {
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
         let chunk_bytes = self.chunk_bytes_max(&map);
-        let Streams { streams, arena } = self.open_streams(&who, &placement, &options, chunk_bytes)?;
+        let Streams { streams, arena, state_slots } =
+            self.open_streams(&who, &placement, &options, chunk_bytes)?;
 
         let system = |what| {
             let who = who.clone();
@@ -93,7 +97,7 @@ impl Admission {
             let slots = placement.chunks(route).len() as u32;
             Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now)
         });
-        let lanes = lanes.collect();
+        let lanes: Vec<Lane> = lanes.collect();
 
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
@@ -106,12 +110,15 @@ impl Admission {
             steps: Steps::new(keys.len()),
             imbalance: placement.imbalance(),
             settings: self.settings,
+            state_slots,
             arena: arena.clone(),
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
             notices: Notices::default(),
+            norms: NormBook::default(),
         });
-        let desk = Desk::new(Arc::clone(&shared), Requests::new(map, dtypes), placement, arena);
+        let requests = Requests::new(map, dtypes);
+        let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
@@ -149,7 +156,7 @@ impl Admission {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
-        let mut opened = Streams { streams: Vec::new(), arena: None };
+        let mut opened = Streams { streams: Vec::new(), arena: None, state_slots: 0 };
         for (id, route) in placement.routes().iter().enumerate() {
             if placement.chunks(id as RouteId).is_empty() {
                 continue;
@@ -166,7 +173,7 @@ impl Admission {
                 challenge: [0; 32],
                 shares_parameters: false,
             };
-            let stream = match self.reach_locally(&dialler, &hub, shape, options)? {
+            let (stream, state_slots) = match self.reach_locally(&dialler, &hub, shape, options)? {
                 Some(socket) => {
                     let arena = match &mut opened.arena {
                         Some(arena) => arena,
@@ -186,17 +193,34 @@ impl Admission {
                         arena.common = Some((Arc::new(segment), Arc::new(layout)));
                     }
                     let (capacity, to) = (RING_BYTES_DEFAULT, Direction::ToWorker);
-                    ShmStream::new(stream.socket, stream.rings, capacity, to, chunk_bytes)
+                    let connection = ShmStream::new(stream.socket, stream.rings, capacity, to, chunk_bytes)
                         .map(|stream| Connection::Shm(stream.with_arena()))
-                        .map_err(system("prepare a stream"))?
+                        .map_err(system("prepare a stream"))?;
+                    (connection, stream.state_slots)
                 }
-                None => TcpStream::new(dialler.open(&hub, hello)?, Direction::ToWorker, chunk_bytes)
-                    .and_then(|stream| {
-                        stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
-                    })
-                    .map(Connection::Tcp)
-                    .map_err(system("prepare a stream"))?,
+                None => {
+                    let (socket, state_slots) = dialler.open(&hub, hello)?;
+                    let connection = TcpStream::new(socket, Direction::ToWorker, chunk_bytes)
+                        .and_then(|stream| {
+                            stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)
+                        })
+                        .map(Connection::Tcp)
+                        .map_err(system("prepare a stream"))?;
+                    (connection, state_slots)
+                }
             };
+            if !opened.streams.is_empty() && state_slots != opened.state_slots {
+                let before = opened.state_slots;
+                return Err(dialler.fail(
+                    &hub,
+                    format!(
+                        "its optimizer `{}` keeps {state_slots} values of state a parameter, that of the hubs before {before}: \
+                         register the same one at all hubs",
+                        self.settings.optimizer.name
+                    ),
+                ));
+            }
+            opened.state_slots = state_slots;
             opened.streams.push((id as RouteId, hub, stream));
         }
         Ok(opened)
@@ -242,10 +266,9 @@ impl Admission {
         Ok(WorkerArena { own: Arena::new(Arc::new(segment)), layout: Arc::new(layout), common: None })
     }
 
-    /// Bytes of the largest chunk a hub sends.
+    /// Bytes of the largest chunk a hub sends: optimizer state is the widest.
     fn chunk_bytes_max(&self, map: &ChunkMap) -> usize {
-        let widest = self.settings.keys.keys().iter().map(|key| key.dtype.bytes()).max();
-        map.chunk_elements() as usize * widest.expect("a table is never empty")
+        State::bytes(map.chunk_elements()) as usize
     }
 
     /// Bytes of the largest chunk that is sent otherwise than it lies in memory; 0 if none is.

@@ -4,15 +4,17 @@ use std::sync::Arc;
 
 use paramhub_core::chunk::{ChunkId, Extent};
 use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::norms::{Norms, UnaskedNorm, clip_factor};
 use paramhub_core::placement::Placement;
 use paramhub_core::requests::{Request, Requests};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::Header;
+use paramhub_core::wire::{Header, State};
 
 use crate::arena::WorkerArena;
 use crate::error::WorkerError;
 use crate::handle::Ticket;
 use crate::job::Shared;
+use crate::norms::Known;
 
 /// Everything about the job's requests that does not belong to one stream.
 pub(crate) struct Desk {
@@ -26,6 +28,12 @@ pub(crate) struct Desk {
     /// Of every key: its request under way.
     tickets: Vec<Option<Ticket>>,
     underway: usize,
+    /// Of a job whose steps are in two phases.
+    norms: Option<Norms>,
+    /// Who waits for the norm of which step.
+    norm_waits: Vec<(u32, Ticket)>,
+    /// A step to be released on every stream.
+    release: Option<(u32, f32)>,
     /// Bytes of whole frames that came and are not in the counters yet.
     pub(crate) uncounted_bytes: usize,
     /// A rounding of an f16 gradient to bf16 and the like passes through here.
@@ -38,6 +46,7 @@ impl Desk {
         requests: Requests,
         placement: Placement,
         arena: Option<WorkerArena>,
+        lanes: usize,
     ) -> Self {
         let settings: &Settings = &shared.settings;
         let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
@@ -51,6 +60,9 @@ impl Desk {
             tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
             dtypes,
             underway: 0,
+            norms: settings.is_two_phase().then(|| Norms::new(lanes)),
+            norm_waits: Vec::new(),
+            release: None,
             uncounted_bytes: 0,
             exact: vec![0.0; exact],
             shared,
@@ -93,11 +105,27 @@ impl Desk {
 
     /// The bytes in the user's memory that a chunk is sent from; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
+        let bytes = self.sent_from(extent.key);
+        if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
+    }
+
+    /// The chunk's optimizer state to start from, and the updates it has had.
+    pub(crate) fn state_source(&self, extent: &Extent) -> (u64, &[u8]) {
         let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
-        match ticket.buffers.sent_from() {
-            Some(bytes) => &bytes[extent.byte_range(self.codecs(extent.key).1)],
-            None => &[],
-        }
+        (ticket.buffers.updates, &self.sent_from(extent.key)[extent.byte_range(Codec::F32)])
+    }
+
+    fn sent_from(&self, key: u32) -> &[u8] {
+        let ticket = self.tickets[key as usize].as_ref().expect("a chunk to send has a request");
+        ticket.buffers.sent_from().unwrap_or(&[])
+    }
+
+    /// Takes a chunk of optimizer state that was expected.
+    pub(crate) fn take_state(&mut self, extent: &Extent, state: &State<'_>) {
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
+        region.bytes_mut()[extent.byte_range(Codec::F32)].copy_from_slice(state.values);
+        ticket.buffers.updates = ticket.buffers.updates.min(state.updates);
     }
 
     /// Where in the user's memory a chunk's new parameters go. An answer is expected only of a chunk that was sent whole, so
@@ -129,6 +157,54 @@ impl Desk {
         self.end(key, Ok(()))
     }
 
+    /// A route, that of the stream at this position, tells its part of a step's norm. With the last part everybody who waits
+    /// hears of the norm, and rank 0 releases the step if the settings say how. Fails with a callback's panic.
+    pub(crate) fn norm_part(
+        &mut self,
+        lane: usize,
+        step: u32,
+        squares: f64,
+    ) -> Result<Result<(), Arc<str>>, UnaskedNorm> {
+        let norms = self.norms.as_mut().ok_or(UnaskedNorm(step))?;
+        let Some(told) = norms.part(lane, step, squares)? else { return Ok(Ok(())) };
+        self.shared.norms.keep(told);
+        if let Some(clip_norm) = self.shared.settings.clip_norm
+            && self.shared.who.rank == 0
+        {
+            self.release = Some((step, clip_factor(clip_norm, told.norm)));
+        }
+        let mut panicked = Ok(());
+        while let Some(at) = self.norm_waits.iter().position(|&(wanted, _)| wanted <= step) {
+            let (wanted, ticket) = self.norm_waits.swap_remove(at);
+            panicked = self.await_norm(wanted, ticket).and(panicked);
+        }
+        Ok(panicked)
+    }
+
+    /// Tells of a step's norm once it is known. Fails with a callback's panic.
+    pub(crate) fn await_norm(&mut self, step: u32, mut ticket: Ticket) -> Result<(), Arc<str>> {
+        let outcome = match self.shared.norms.known(step) {
+            Known::NotYet => {
+                self.norm_waits.push((step, ticket));
+                return Ok(());
+            }
+            Known::Yes(norm) => {
+                ticket.buffers.norm = norm;
+                Ok(())
+            }
+            Known::NoMore => Err(self.shared.misplaced(format!(
+                "the norm of step {step} is not kept any more: ask for it before its step or soon after"
+            ))),
+        };
+        self.shared.norms.end_wait();
+        ticket.finish(outcome)
+    }
+
+    /// A step to be released on every stream, once.
+    pub(crate) fn take_release(&mut self) -> Option<(u32, f32)> {
+        self.release.take()
+    }
+
     /// Adds what came to the counters.
     pub(crate) fn count_received(&mut self) {
         self.shared.counters.received(std::mem::take(&mut self.uncounted_bytes));
@@ -138,6 +214,9 @@ impl Desk {
     pub(crate) fn fail_all(&mut self, error: &WorkerError) {
         for key in 0..self.tickets.len() as u32 {
             let _ = self.end(key, Err(error.clone()));
+        }
+        for (_, ticket) in std::mem::take(&mut self.norm_waits) {
+            let _ = ticket.finish(Err(error.clone()));
         }
     }
 

@@ -30,17 +30,20 @@ pub(crate) struct LocalStream {
     pub(crate) rings: Arc<Segment>,
     /// What the hub keeps for all workers of the host, if it was asked for.
     pub(crate) common: Option<OwnedFd>,
+    /// As [`Dialler::open`] gives them.
+    pub(crate) state_slots: u8,
 }
 
 impl Dialler<'_> {
-    /// A stream over TCP to `hub` (`host:port`) over which frames may travel. The challenge of `hello` is drawn here.
-    pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<TcpStream, WorkerError> {
+    /// A stream over TCP to `hub` (`host:port`) over which frames may travel, and the values of state that the hub says the
+    /// job's optimizer keeps a parameter. The challenge of `hello` is drawn here.
+    pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
         let mut socket = self.connect(hub)?;
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict) = self
             .shake_hands(&mut socket, &hello)
             .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
-        self.heed(hub, &expected, &verdict).map(|()| socket)
+        self.heed(hub, &expected, &verdict).map(|state_slots| (socket, state_slots))
     }
 
     /// The hub of this host that listens to `name`, if there is one.
@@ -62,8 +65,8 @@ impl Dialler<'_> {
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict, common) =
             self.shake_hands_locally(&socket, &hello, arena, &rings).map_err(failed)?;
-        self.heed(hub, &expected, &verdict)?;
-        Ok(LocalStream { socket: socket.into(), rings: Arc::new(rings), common })
+        let state_slots = self.heed(hub, &expected, &verdict)?;
+        Ok(LocalStream { socket: socket.into(), rings: Arc::new(rings), common, state_slots })
     }
 
     fn challenging(&self, hub: &Arc<str>, hello: Hello) -> Result<Hello, WorkerError> {
@@ -73,15 +76,15 @@ impl Dialler<'_> {
         Ok(Hello { challenge, ..hello })
     }
 
-    /// Welcomed, by a hub that knows the nonce, or not.
+    /// Welcomed, by a hub that knows the nonce, and told how much state the optimizer keeps; or not.
     fn heed(
         &self,
         hub: &Arc<str>,
         expected: &Proof,
         verdict: &[u8; VERDICT_BYTES],
-    ) -> Result<(), WorkerError> {
+    ) -> Result<u8, WorkerError> {
         match Verdict::decode(verdict) {
-            Ok(Verdict::Welcome { proof }) if proof.matches(expected) => Ok(()),
+            Ok(Verdict::Welcome { proof, state_slots }) if proof.matches(expected) => Ok(state_slots),
             Ok(Verdict::Welcome { .. }) => Err(self.fail(
                 hub,
                 "it does not know the job's nonce: something else than the job's hub answers there".into(),

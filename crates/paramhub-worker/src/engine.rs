@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::wire::Release;
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
 use crate::desk::Desk;
@@ -107,10 +108,15 @@ impl Engine {
         self.lanes.clear();
         self.desk.fail_all(&reason);
         for command in self.commands.drain(..).chain(queued) {
-            if let Command::Request { key, ticket, .. } = command {
-                shared.steps.release(key);
-                let _ = ticket.finish(Err(reason.clone()));
-            }
+            let ticket = match command {
+                Command::Request { key, ticket, .. } => {
+                    shared.steps.release(key);
+                    ticket
+                }
+                Command::AwaitNorm { ticket, .. } => ticket,
+                Command::Retune { .. } | Command::Release { .. } | Command::Leave { .. } => continue,
+            };
+            let _ = ticket.finish(Err(reason.clone()));
         }
         outcome
     }
@@ -192,12 +198,32 @@ impl Engine {
                     }
                     self.desk.shared.inbox.retune_taken();
                 }
+                Command::AwaitNorm { step, ticket } => {
+                    self.desk.await_norm(step, ticket).map_err(|message| {
+                        let who = self.desk.shared.who.clone();
+                        WorkerError::Callback { who, message }
+                    })?;
+                }
+                Command::Release { step, factor } => self.release(step, factor),
                 Command::Leave { deadline } => {
                     self.phase = Phase::Leaving { deadline };
                     break;
                 }
             }
         }
+        self.send_ready(now)
+    }
+
+    /// Lets every hub update the step it holds, ahead of what else is to be sent.
+    fn release(&mut self, step: u32, factor: f32) {
+        let wire = Release(factor).encode();
+        for lane in &mut self.lanes {
+            lane.say(Control::Release { step, wire });
+        }
+    }
+
+    /// Sends on every stream that has something and room.
+    fn send_ready(&mut self, now: Instant) -> Result<(), WorkerError> {
         for lane in 0..self.lanes.len() {
             // One that is polled for room is full: its turn comes when it has some.
             if !self.lanes[lane].polls_writable && self.lanes[lane].has_work() {
@@ -251,13 +277,17 @@ impl Engine {
         let Engine { desk, lanes, scratch, .. } = self;
         let lane = &mut lanes[index];
         let before = lane.stream.bytes_received();
-        let mut inbound = Inbound { desk, route: lane.route, hub: &lane.hub };
+        let mut inbound = Inbound { desk, route: lane.route, lane: index, hub: &lane.hub };
         let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
         if lane.stream.bytes_received() > before {
             lane.last_heard = now;
         }
         lane.has_more = matches!(&received, Ok(received) if received.more && !received.closed);
         self.desk.count_received();
+        if let Some((step, factor)) = self.desk.take_release() {
+            self.release(step, factor);
+            self.send_ready(now)?;
+        }
         match received {
             Ok(received) if !received.closed => Ok(()),
             Ok(_) => self.end_lane(index, "it closed the connection", now),

@@ -117,9 +117,9 @@ pub enum WorkerError {
         who: Who,
         /// The key with its type and shape.
         key: Arc<str>,
-        /// `gradient`, `parameters`, or `gradient in place`.
+        /// `gradient`, `parameters`, `gradient in place` or `state`.
         buffer: &'static str,
-        /// Elements times bytes of the dtype.
+        /// Elements times bytes of the dtype, or of f32 for state.
         expected_bytes: u64,
         /// Bytes of the buffer.
         got_bytes: usize,

@@ -30,6 +30,8 @@ pub struct Finished<G, P> {
     pub gradient: G,
     /// What was received into.
     pub parameters: P,
+    /// How many updates the optimizer state had had that was sent or pulled; 0 after a failure or any other request.
+    pub updates: u64,
 }
 
 impl<G, P> Handle<G, P> {
@@ -42,7 +44,7 @@ impl<G, P> Handle<G, P> {
     /// # Panics
     /// On the I/O thread, that is in a callback: it would wait for itself.
     pub fn wait(self) -> Result<(G, P), WorkerError> {
-        let Finished { outcome, gradient, parameters } = self.finish();
+        let Finished { outcome, gradient, parameters, .. } = self.finish();
         outcome.map(|()| (gradient, parameters))
     }
 
@@ -56,8 +58,9 @@ impl<G, P> Handle<G, P> {
         let State::Done { outcome, buffers } = &mut *state else { unreachable!("the wait has ended") };
         let (outcome, buffers) = (outcome.clone(), std::mem::take(buffers));
         drop(state);
+        let updates = if outcome.is_ok() { buffers.updates } else { 0 };
         let (gradient, parameters) = (self.unpack)(buffers);
-        Finished { outcome, gradient, parameters }
+        Finished { outcome, gradient, parameters, updates }
     }
 
     /// Waits at most `timeout`; says whether the request has ended well, or how it failed. The buffers stay until
@@ -113,6 +116,10 @@ pub(crate) struct Buffers {
     pub(crate) is_in_place: bool,
     /// Places in the arena that the request passes through; nobody's until it ends.
     pub(crate) claims: [Option<Tensor>; 2],
+    /// Of optimizer state sent or received: the updates it has had, of its least updated chunk.
+    pub(crate) updates: u64,
+    /// Of a step's mean gradient.
+    pub(crate) norm: f64,
 }
 
 impl Buffers {
@@ -132,7 +139,10 @@ pub(crate) struct Completion {
     signal: Condvar,
 }
 
-#[allow(clippy::large_enum_variant, reason = "every request ends, and a box would be an allocation each")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "each ends up as the larger one, and a box would cost an allocation"
+)]
 enum State {
     Pending {
         callbacks: Vec<Callback>,
@@ -198,7 +208,7 @@ impl Ticket {
         let mut buffers = std::mem::take(&mut self.buffers);
         if !self.keep {
             // Lets them go here and now; a second variable of this name would keep the first alive to the end.
-            buffers = Buffers::default();
+            buffers = Buffers { updates: buffers.updates, ..Buffers::default() };
         }
         let mut state = self.completion.lock();
         let State::Pending { callbacks, is_awaited } = &mut *state else { return Ok(()) };

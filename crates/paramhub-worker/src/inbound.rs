@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Notice, Operation};
+use paramhub_core::wire::{Failure, HEADER_BYTES, Header, Norm, Notice, Operation, State};
 use paramhub_transport::{FrameSink, Landing};
 
 use crate::desk::Desk;
@@ -15,6 +15,8 @@ use crate::notices::HubNotice;
 pub(crate) struct Inbound<'a> {
     pub(crate) desk: &'a mut Desk,
     pub(crate) route: RouteId,
+    /// The position of the route among those that have streams.
+    pub(crate) lane: usize,
     pub(crate) hub: &'a Arc<str>,
 }
 
@@ -46,13 +48,17 @@ impl FrameSink for Inbound<'_> {
     type Error = Fault;
 
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
-        if header.operation != Operation::Parameters {
+        if !matches!(header.operation, Operation::Parameters | Operation::State) {
             return Ok(Landing::Staged);
         }
         let extent =
             self.desk.requests.expect(header).map_err(|unasked| Fault::Offence(unasked.to_string()))?;
         self.check_route(header)?;
-        Ok(Landing::InPlace(self.desk.destination(&extent)))
+        match header.operation {
+            // What stands ahead of its values belongs elsewhere.
+            Operation::State => Ok(Landing::Staged),
+            _ => Ok(Landing::InPlace(self.desk.destination(&extent))),
+        }
     }
 
     fn placed(&mut self, header: &Header) -> Result<(), Fault> {
@@ -68,8 +74,14 @@ impl FrameSink for Inbound<'_> {
         self.desk.uncounted_bytes += HEADER_BYTES + header.length as usize;
         let unreadable = || Fault::Offence(format!("its {:?} frame cannot be read", header.operation));
         match header.operation {
-            Operation::Parameters | Operation::Applied => {
+            Operation::Parameters | Operation::Applied | Operation::State => {
                 self.check_route(header)?;
+                if header.operation == Operation::State {
+                    let extent = self.desk.requests.expect(header);
+                    let extent = extent.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                    let state = payload.and_then(State::decode).ok_or_else(unreadable)?;
+                    self.desk.take_state(&extent, &state);
+                }
                 let answered = self.desk.requests.answered(header);
                 let answered = answered.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
                 match answered.finished {
@@ -78,6 +90,12 @@ impl FrameSink for Inbound<'_> {
                     }
                     None => Ok(()),
                 }
+            }
+            Operation::Norm => {
+                let Norm(squares) = payload.and_then(Norm::decode).ok_or_else(unreadable)?;
+                let told = self.desk.norm_part(self.lane, header.step, squares);
+                let told = told.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                told.map_err(Fault::Callback)
             }
             Operation::Failure => {
                 Err(payload.and_then(Failure::decode).map_or_else(unreadable, Fault::Failure))

@@ -20,6 +20,8 @@ const RETUNE_PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) enum Command {
     Request { key: u32, request: Request, step: u32, ticket: Ticket },
     Retune(Change),
+    AwaitNorm { step: u32, ticket: Ticket },
+    Release { step: u32, factor: f32 },
     Leave { deadline: Instant },
 }
 
@@ -31,7 +33,8 @@ pub(crate) struct Change {
     pub(crate) hyperparameters: Hyperparameters,
 }
 
-/// A queue in order of arrival. It is bounded without counting requests: a key has one at a time.
+/// A queue in order of arrival. It is bounded without counting requests: a key has one at a time. Waits for norms are counted
+/// where they are made, and a step is released once.
 pub(crate) struct Inbox {
     state: Mutex<State>,
     retune_taken: Condvar,

@@ -10,6 +10,7 @@ use std::time::Duration;
 use bytemuck::Pod;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::Key;
+use paramhub_core::limits::STATE_UPDATES_MAX;
 use paramhub_core::placement::Imbalance;
 use paramhub_core::requests::Request;
 use paramhub_core::settings::Settings;
@@ -20,6 +21,7 @@ use crate::arena::{Apart, WorkerArena};
 use crate::error::{Who, WorkerError, panic_message};
 use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
 use crate::inbox::{Change, Command, Inbox};
+use crate::norms::NormBook;
 use crate::notices::{HubNotice, Notices};
 use crate::options::{Options, deadline};
 use crate::scope::Scope;
@@ -45,6 +47,7 @@ pub(crate) struct Shared {
     pub(crate) who: Who,
     pub(crate) workers: u32,
     pub(crate) settings: Settings,
+    pub(crate) state_slots: u8,
     pub(crate) imbalance: Imbalance,
     pub(crate) index: HashMap<String, u32>,
     pub(crate) arena: Option<WorkerArena>,
@@ -52,6 +55,7 @@ pub(crate) struct Shared {
     pub(crate) inbox: Inbox,
     pub(crate) counters: Counters,
     pub(crate) notices: Notices,
+    pub(crate) norms: NormBook,
 }
 
 /// A request over regions of memory, for bindings whose buffers are neither owned nor borrowed Rust slices.
@@ -71,6 +75,10 @@ pub enum Errand {
     PushPullInPlace(ReceiveRegion),
     /// Rank 0: send the parameters to start from, and the version they have.
     Initialise(SendRegion, u32),
+    /// Receive a slot of the optimizer's state.
+    PullState(ReceiveRegion, u8),
+    /// Rank 0: send a slot of the optimizer's state to start from, and the updates it has had.
+    InitialiseState(SendRegion, u8, u64),
 }
 
 impl Job {
@@ -165,6 +173,44 @@ impl Job {
     ) -> Result<Handle<(), B>, WorkerError> {
         let errand = Errand::PushPullInPlace(ReceiveRegion::owned(buffer));
         self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
+    }
+
+    /// Values of state that the job's optimizer keeps a parameter, as the hubs say: 0 for plain SGD, 1 with momentum, 2 for
+    /// Adam. Its slots are counted from 0.
+    pub fn state_slots(&self) -> u8 {
+        self.shared.state_slots
+    }
+
+    /// Receives a slot of the optimizer's state: an f32 value for each of the key's elements, whatever its dtype. The updates
+    /// it has had are in [`Finished::updates`](crate::Finished::updates).
+    ///
+    /// Each chunk of it is as the chunk's last complete update left it. To have all of one step, wait for this worker's
+    /// pushes first: a synchronous step needs everybody's, and so none is under way then. Where chunks have had different
+    /// numbers of updates, as in an asynchronous job, the smallest is told.
+    pub fn pull_state<P: StableBytes>(
+        &self,
+        key: u32,
+        slot: u8,
+        out: P,
+    ) -> Result<Handle<(), P>, WorkerError> {
+        let errand = Errand::PullState(ReceiveRegion::owned(out), slot);
+        self.shared.submit(key, errand, true, |buffers| ((), received(buffers)))
+    }
+
+    /// Rank 0: sends a slot of the optimizer's state to start from, as [`pull_state`](Self::pull_state) gave it, with the
+    /// updates it has had, 2^48 at most; those of a key's last slot hold. Ends when the hub has it.
+    ///
+    /// Send and wait for all state before the parameters are [initialised](Self::initialise): until then nobody else can
+    /// contribute or is given anything, so nobody meets parameters whose state is not restored yet.
+    pub fn initialise_state<G: StableBytes>(
+        &self,
+        key: u32,
+        slot: u8,
+        values: G,
+        updates: u64,
+    ) -> Result<Handle<G, ()>, WorkerError> {
+        let errand = Errand::InitialiseState(SendRegion::owned(values), slot, updates);
+        self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
     }
 
     /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
@@ -358,6 +404,61 @@ impl Job {
         self.shared.inbox.put_retune(&self.shared.who, change)
     }
 
+    /// Waits for the Euclidean norm of the whole mean gradient of `step`, of all keys, in a job whose steps are in two phases
+    /// ([`Settings::two_phase`], [`Settings::clip_norm`]). Every rank may ask; the handle gives the norm.
+    ///
+    /// A step has a norm when every rank has pushed every key to it: one that is left out keeps everybody waiting.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] in any other job, and where 1,024 such waits are under way. The handle fails likewise for a
+    /// step more than 16 steps back.
+    pub fn gradient_norm(&self, step: u32) -> Result<Handle<(), f64>, WorkerError> {
+        self.shared.check_two_phase()?;
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        if !self.shared.norms.begin_wait() {
+            let reason = format!("{} waits for norms are under way already", NormBook::WAITS_MAX);
+            return Err(self.shared.misplaced(reason));
+        }
+        let if_lost = WorkerError::Left { who: self.shared.who.clone() };
+        let (ticket, completion) = Ticket::new(Buffers::default(), true, if_lost);
+        match self.shared.inbox.put(Command::AwaitNorm { step, ticket }) {
+            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.norm))),
+            Err(error) => {
+                self.shared.norms.end_wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// The newest step whose [norm](Self::gradient_norm) is known, and the norm.
+    pub fn last_gradient_norm(&self) -> Option<(u32, f64)> {
+        self.shared.norms.last().map(|last| (last.step, last.norm))
+    }
+
+    /// Rank 0, in a job with [`Settings::two_phase`] and no [`Settings::clip_norm`]: lets the hubs update `step`, with its mean
+    /// gradient times `factor`; 1 changes nothing. Pushes of the step end after it. Once a step, when its
+    /// [norm](Self::gradient_norm) is known.
+    ///
+    /// # Errors
+    /// [`WorkerError::Misplaced`] says which of these does not hold.
+    pub fn release(&self, step: u32, factor: f32) -> Result<(), WorkerError> {
+        self.shared.check_two_phase()?;
+        if self.rank() != 0 {
+            return Err(self.shared.misplaced("steps are released by rank 0".into()));
+        }
+        if let Some(norm) = self.settings().clip_norm {
+            let reason = format!("steps are released by themselves in a job that clips gradients to {norm}");
+            return Err(self.shared.misplaced(reason));
+        }
+        if !self.shared.norms.release(step) {
+            let reason = format!("step {step} cannot be released: wait for its norm, and release it once");
+            return Err(self.shared.misplaced(reason));
+        }
+        self.shared.inbox.put(Command::Release { step, factor })
+    }
+
     /// What has been exchanged so far.
     pub fn statistics(&self) -> Statistics {
         self.shared.counters.read()
@@ -434,31 +535,50 @@ impl Shared {
         if matches!(errand, Errand::PushPullShared(_) | Errand::PullShared) {
             self.check_shares_parameters()?;
         }
-        let (request, version, mut buffers) = errand.open();
-        if request == Request::Initialise {
+        let (request, number, mut buffers) = errand.open();
+        if matches!(request, Request::Initialise | Request::InitialiseState) {
             self.check_has_parameters()?;
             if self.who.rank != 0 {
                 return Err(self.misplaced(format!(
-                    "key {named}: parameters to start from come from rank 0; other ranks pull them"
+                    "key {named}: what training starts from comes from rank 0; other ranks pull it"
                 )));
             }
+        }
+        if request == Request::Initialise
+            && self.settings.is_two_phase()
+            && let Err(start) = self.norms.start(number)
+        {
+            return Err(self.misplaced(format!(
+                "key {named}: in two phases all parameters start from one version, but {number} came after {start}"
+            )));
+        }
+        if request.is_of_state() {
+            self.check_state(named, number, buffers.updates)?;
+        }
+        if request == Request::PullState {
+            // The smallest of those that will come.
+            buffers.updates = u64::MAX;
         }
         let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
         let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
         let receive = if buffers.is_in_place { "gradient in place" } else { "parameters" };
-        for (buffer, bytes) in [("gradient", gradient), (receive, parameters)] {
-            let expected_bytes = named.elements().unwrap_or(0) * named.dtype.bytes() as u64;
+        let (element_bytes, names) = match request.is_of_state() {
+            true => (size_of::<f32>(), ["state", "state"]),
+            false => (named.dtype.bytes(), ["gradient", receive]),
+        };
+        for (buffer, bytes) in names.into_iter().zip([gradient, parameters]) {
+            let expected_bytes = named.elements().unwrap_or(0) * element_bytes as u64;
             if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
                 let (who, key) = (self.who.clone(), named.to_string().into());
                 return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });
             }
         }
-        let claim = self.steps.claim(key, request, version).map_err(|request| WorkerError::Unfinished {
+        let claim = self.steps.claim(key, request, number).map_err(|request| WorkerError::Unfinished {
             who: self.who.clone(),
             key: named.to_string().into(),
             request,
         })?;
-        if let Some(arena) = &self.arena {
+        if let Some(arena) = self.arena.as_ref().filter(|_| !request.is_of_state()) {
             let (send, receive) = (buffers.sent_from(), buffers.receive.as_ref().map(ReceiveRegion::bytes));
             let claims = arena.claim(key, request, send, receive);
             buffers.claims = claims.ok_or_else(|| {
@@ -520,6 +640,32 @@ impl Shared {
         ))
     }
 
+    fn check_two_phase(&self) -> Result<(), WorkerError> {
+        if self.settings.is_two_phase() {
+            return Ok(());
+        }
+        Err(self.misplaced(
+            "a step has a norm and a release only in two phases: ask for them in the settings, or for a norm to clip to"
+                .into(),
+        ))
+    }
+
+    fn check_state(&self, key: &Key, slot: u32, updates: u64) -> Result<(), WorkerError> {
+        let slots = u32::from(self.state_slots);
+        if slot >= slots {
+            let optimizer = &self.settings.optimizer.name;
+            return Err(self.misplaced(format!(
+                "key {key}: optimizer `{optimizer}` keeps {slots} values of state a parameter, counted from 0: there is no slot {slot}"
+            )));
+        }
+        if updates > STATE_UPDATES_MAX {
+            return Err(self.misplaced(format!(
+                "key {key}: state to start from may have had {STATE_UPDATES_MAX} updates at most, but {updates} were given"
+            )));
+        }
+        Ok(())
+    }
+
     fn check_shares_parameters(&self) -> Result<(), WorkerError> {
         if self.arena.as_ref().is_some_and(|arena| arena.common.is_some()) {
             return Ok(());
@@ -528,7 +674,7 @@ impl Shared {
             .misplaced("this worker shares no parameters: ask for them in the options it joins with".into()))
     }
 
-    fn misplaced(&self, reason: String) -> WorkerError {
+    pub(crate) fn misplaced(&self, reason: String) -> WorkerError {
         WorkerError::Misplaced { who: self.who.clone(), reason: reason.into() }
     }
 }
@@ -546,6 +692,13 @@ impl Errand {
                 (Request::PushPull, 0, Buffers { is_in_place: true, ..buffers(None, Some(receive)) })
             }
             Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),
+            Errand::PullState(receive, slot) => {
+                (Request::PullState, slot.into(), buffers(None, Some(receive)))
+            }
+            Errand::InitialiseState(send, slot, updates) => {
+                let buffers = Buffers { updates, ..buffers(Some(send), None) };
+                (Request::InitialiseState, slot.into(), buffers)
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use paramhub_core::chunk::Extent;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
 use crate::desk::Desk;
@@ -16,8 +16,9 @@ use crate::staging::{PLACES, Staging};
 
 /// Frames gathered into one write; a write of 32 KB chunks fills most socket buffers.
 const BATCH_FRAMES: usize = 32;
-/// Control frames that may wait: every change of hyperparameters the inbox lets through, a heartbeat and a farewell.
-const CONTROL_MAX: usize = RETUNES_MAX + 2;
+/// Control frames that may wait: every change of hyperparameters the inbox lets through, a release, a heartbeat and a
+/// farewell.
+const CONTROL_MAX: usize = RETUNES_MAX + 3;
 
 /// One stream of a job, as its I/O thread sees it.
 pub(crate) struct Lane {
@@ -32,6 +33,8 @@ pub(crate) struct Lane {
     begun: Option<Chunk>,
     batch: Vec<Item>,
     staging: Staging,
+    /// Of chunks of optimizer state; without room until some is sent.
+    state_staging: Staging,
     /// The stream takes no more for now.
     pub(crate) blocked: bool,
     /// The stream is polled for room to write.
@@ -56,6 +59,11 @@ pub(crate) enum Control {
         first_step: u32,
         wire: Arc<[u8]>,
     },
+    /// A held step may be updated; one at a time, since the next is held behind it.
+    Release {
+        step: u32,
+        wire: [u8; Release::BYTES],
+    },
 }
 
 /// One frame of a batch. Control frames stand in the order of their queue.
@@ -69,7 +77,7 @@ struct Chunk {
     slot: u32,
     header: Header,
     extent: Extent,
-    /// Where it was converted to, if it is not sent as it lies in memory.
+    /// Where it was staged, if it is not sent as it lies in memory.
     place: Option<usize>,
 }
 
@@ -91,6 +99,7 @@ impl Lane {
             begun: None,
             batch: Vec::with_capacity(BATCH_FRAMES),
             staging,
+            state_staging: Staging::new(0),
             blocked: false,
             polls_writable: false,
             has_more: false,
@@ -164,16 +173,26 @@ impl Lane {
             let (header, extent) = desk.header(desk.placement.chunks(self.route)[slot as usize]);
             let (travels_as, lies_as) = desk.codecs(extent.key);
             let mut place = None;
-            let arena = desk.arena.as_ref().filter(|_| self.stream.is_shm() && header.length > 0);
-            if header.codec == travels_as && travels_as != lies_as && header.length > 0 {
+            let of_tensor = header.operation.carries_tensor();
+            if header.operation == Operation::InitialiseState {
+                if self.state_staging.is_empty() {
+                    let largest = State::bytes(desk.requests.map().chunk_elements());
+                    self.state_staging = Staging::new(largest as usize);
+                }
+                let (updates, values) = desk.state_source(&extent);
+                self.state_staging.fill_state(next_place, updates, values);
+                place = Some(next_place);
+            } else if of_tensor && header.codec == travels_as && travels_as != lies_as {
                 let mut exact = std::mem::take(&mut desk.exact);
                 self.staging.fill(next_place, desk.source(&extent), lies_as, travels_as, &mut exact);
                 desk.exact = exact;
                 place = Some(next_place);
+            }
+            if place.is_some() {
                 next_place = (next_place + 1) % PLACES;
                 places -= 1;
             }
-            if let Some(arena) = arena {
+            if let Some(arena) = desk.arena.as_ref().filter(|_| self.stream.is_shm() && of_tensor) {
                 match place {
                     Some(place) => {
                         arena.put(&header, &extent, self.staging.place(place, header.length as usize))
@@ -192,13 +211,16 @@ impl Lane {
         for (frame, item) in frames.iter_mut().zip(&self.batch) {
             *frame = match item {
                 Item::Control => control.next().expect("gathered from the queue").outgoing(),
-                Item::Chunk(chunk) if self.stream.is_shm() => Outgoing { header: chunk.header, payload: &[] },
                 Item::Chunk(chunk) => {
+                    let (header, length) = (chunk.header, chunk.header.length as usize);
                     let payload = match chunk.place {
-                        Some(place) => self.staging.place(place, chunk.header.length as usize),
+                        _ if length == 0 => &[],
+                        _ if self.stream.is_shm() && header.operation.carries_tensor() => &[],
+                        Some(place) if header.operation.carries_tensor() => self.staging.place(place, length),
+                        Some(place) => self.state_staging.place(place, length),
                         None => desk.source(&chunk.extent),
                     };
-                    Outgoing { header: chunk.header, payload }
+                    Outgoing { header, payload }
                 }
             };
         }
@@ -234,6 +256,11 @@ impl Control {
                     length: wire.len() as u32,
                     ..Header::bare(Operation::Retune)
                 };
+                Outgoing { header, payload: wire }
+            }
+            Control::Release { step, wire } => {
+                let length = Release::BYTES as u32;
+                let header = Header { step: *step, length, ..Header::bare(Operation::Release) };
                 Outgoing { header, payload: wire }
             }
         }

@@ -44,6 +44,7 @@ mod job;
 mod lane;
 mod member;
 mod membership;
+mod norms;
 mod notices;
 mod options;
 mod scope;

@@ -68,6 +68,27 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.submit(key, Errand::PushPullShared(self.lending.send(gradient)))
     }
 
+    /// As [`Job::pull_state`](crate::Job::pull_state).
+    pub fn pull_state(
+        &self,
+        key: u32,
+        slot: u8,
+        out: &'env mut [f32],
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::PullState(self.lending.receive(out), slot))
+    }
+
+    /// As [`Job::initialise_state`](crate::Job::initialise_state).
+    pub fn initialise_state(
+        &self,
+        key: u32,
+        slot: u8,
+        values: &'env [f32],
+        updates: u64,
+    ) -> Result<Handle<(), ()>, WorkerError> {
+        self.submit(key, Errand::InitialiseState(self.lending.send(values), slot, updates))
+    }
+
     fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
         self.shared.submit(key, errand, false, |_| ((), ()))
     }

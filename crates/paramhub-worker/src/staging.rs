@@ -1,6 +1,7 @@
-//! Room for gradients that travel in another encoding than they have in memory.
+//! Room for what does not travel as it lies in memory: gradients in another encoding, and optimizer state.
 
 use paramhub_core::codec::Codec;
+use paramhub_core::wire::State;
 use paramhub_kernels::convert;
 
 /// Chunks converted ahead of one write. Few: what a write does not begin is converted again.
@@ -20,6 +21,11 @@ impl Staging {
         Staging { bytes: vec![0; place_bytes * PLACES], place_bytes }
     }
 
+    /// Whether it was made without room.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     /// Converts `source`, elements of `from`, into a place, as elements of `to`. `exact` has room for as many f32.
     pub(crate) fn fill(&mut self, place: usize, source: &[u8], from: Codec, to: Codec, exact: &mut [f32]) {
         let elements = source.len() / from.bytes();
@@ -33,6 +39,14 @@ impl Staging {
                 convert::encode(exact, target, to);
             }
         }
+    }
+
+    /// Puts a chunk of optimizer state, f32, into a place, behind what stands ahead of it on the wire.
+    pub(crate) fn fill_state(&mut self, place: usize, updates: u64, values: &[u8]) {
+        let (head, start) = (State::head(updates), place * self.place_bytes);
+        let target = &mut self.bytes[start..start + head.len() + values.len()];
+        target[..head.len()].copy_from_slice(&head);
+        target[head.len()..].copy_from_slice(values);
     }
 
     /// The first `length` bytes of a place.

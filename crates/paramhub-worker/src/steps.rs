@@ -19,7 +19,14 @@ struct Book {
     next: AtomicU32,
 }
 
-const REQUESTS: [Request; 4] = [Request::Push, Request::Pull, Request::PushPull, Request::Initialise];
+const REQUESTS: [Request; 6] = [
+    Request::Push,
+    Request::Pull,
+    Request::PushPull,
+    Request::Initialise,
+    Request::PullState,
+    Request::InitialiseState,
+];
 
 /// A claimed key: the step to ask for, and what to restore should the request not get on its way.
 #[derive(Clone, Copy, Debug)]
@@ -33,18 +40,20 @@ impl Steps {
         Steps { keys: std::iter::repeat_with(Book::default).take(keys).collect() }
     }
 
-    /// Claims a key for a request, or says which one holds it. `version` is what an initialisation starts from.
-    pub(crate) fn claim(&self, key: u32, request: Request, version: u32) -> Result<Claim, Request> {
+    /// Claims a key for a request, or says which one holds it. `number` is the version an initialisation starts from, or the
+    /// slot of the optimizer's state.
+    pub(crate) fn claim(&self, key: u32, request: Request, number: u32) -> Result<Claim, Request> {
         let book = &self.keys[key as usize];
-        let number = 1 + REQUESTS.iter().position(|&other| other == request).expect("all are listed") as u8;
-        if let Err(busy) = book.busy.compare_exchange(0, number, Ordering::Acquire, Ordering::Relaxed) {
+        let mark = 1 + REQUESTS.iter().position(|&other| other == request).expect("all are listed") as u8;
+        if let Err(busy) = book.busy.compare_exchange(0, mark, Ordering::Acquire, Ordering::Relaxed) {
             return Err(REQUESTS[usize::from(busy) - 1]);
         }
         let before = book.next.load(Ordering::Relaxed);
         let (step, next) = match request {
             Request::Push | Request::PushPull => (before, before.wrapping_add(1)),
             Request::Pull => (before, before),
-            Request::Initialise => (version, version),
+            Request::Initialise => (number, number),
+            Request::PullState | Request::InitialiseState => (number, before),
         };
         book.next.store(next, Ordering::Relaxed);
         Ok(Claim { step, before })
@@ -88,6 +97,9 @@ mod tests {
         assert_eq!(steps.claim(0, Request::Pull, 0).unwrap().step, 1);
         steps.release(0);
         assert_eq!(steps.claim(0, Request::Initialise, 70).unwrap().step, 70);
+        steps.release(0);
+        assert_eq!(steps.next(0), 70);
+        assert_eq!(steps.claim(0, Request::PullState, 1).unwrap().step, 1, "the slot asked for");
         steps.release(0);
         assert_eq!(steps.next(0), 70);
     }

@@ -125,9 +125,9 @@ class GradientExchange:
                     gradient.handle.wait()
             else:
                 gradient.handle.wait()
-        sent, self._sent = self._sent, []
-        changed = [gradient.name for gradient in sent if gradient.was_changed()]
-        for gradient in sent:
+        self._sent = []
+        changed = [gradient.name for gradient in self._gradients if gradient.was_changed()]
+        for gradient in self._gradients:
             gradient.forget(self.passes)
         self.is_synchronized = True
         if changed:

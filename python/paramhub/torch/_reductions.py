@@ -21,7 +21,7 @@ class Reduction:
         return self.name
 
 
-Average = Reduction("Average", "avg")
+Average = Reduction("Average", "average")
 """The mean."""
 Sum = Reduction("Sum", "sum")
 """The sum."""

@@ -29,6 +29,8 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
+FAREWELL_TIMEOUT_AFTER_FAILURE = 1.0
+"""The same once a job has failed: whom it has lost says no farewell, and the others know."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class World:
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
-        cores = self.options.hub_cores or max(1, min(4, (os.cpu_count() or 1) // 4))
+        cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         if place.is_on_one_host:
             self._hub = Hub(cores=cores)
             token = None
@@ -146,7 +148,8 @@ class World:
             rank,
             transport=self.options.transport,
             shared_parameters=shared_parameters,
-            rendezvous_timeout=self.options.timeout,
+            # After the manager's own, which names who is missing.
+            rendezvous_timeout=self.options.timeout + 30.0,
         )
         job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))
         self._jobs.append(job)
@@ -213,6 +216,7 @@ class World:
 
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
+        farewell_timeout = FAREWELL_TIMEOUT
         jobs, self._jobs = self._jobs, []
         for job in reversed(jobs):
             if abandon:
@@ -223,17 +227,18 @@ class World:
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 _say(f"rank {self.rank}: {error}")
+                farewell_timeout = FAREWELL_TIMEOUT_AFTER_FAILURE
         trace._finish()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)
             return
         if not abandon:
-            self._await_farewells()
+            self._await_farewells(farewell_timeout)
         self._hub.stop()
 
-    def _await_farewells(self) -> None:
-        deadline = time.monotonic() + FAREWELL_TIMEOUT
+    def _await_farewells(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         with contextlib.suppress(Exception):
             while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -276,7 +281,8 @@ def init(
 
     ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp`` or ``shm``, by default what
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
-    is how many threads a hub in rank 0 sums on, by default a quarter of the processors and at most 4. ``timeout`` in seconds is
+    is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
+    sleep while nothing arrives. ``timeout`` in seconds is
     how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
     noticed at once.
     """

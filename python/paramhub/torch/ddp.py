@@ -4,9 +4,7 @@
 
 import contextlib
 import gc
-import hashlib
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
-from paramhub.torch._tensors import check_same_device, is_dense, key
+from paramhub.torch._buckets import Buckets
 from paramhub.torch._world import World, world
-
-LAYOUTS_MAX = 4096
-"""Buckets whose layout is remembered. DDP has them rebuilt once; more than these come from tensors of one
-use."""
 
 
 class HubState:
@@ -29,13 +23,16 @@ class HubState:
 
         ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
 
-    On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with
-    every parameter that requires a gradient, by name, in the model's order. Gradients come back as their
-    mean, as from DDP itself. ``codec`` (``f16``, ``bf16``) is how f32 gradients travel; they are summed in
-    f32 all the same. ``ddp`` tells the model this state is for, which it finds by itself otherwise.
+    On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
+    that requires a gradient, by name. Gradients come back as their mean, as from DDP itself. ``codec`` (``f16``, ``bf16``) is
+    how f32 gradients travel; they are summed in f32 all the same. ``ddp`` tells the model this state is for, which it finds
+    by itself otherwise.
 
-    `paramhub.torch.init` is called by the first pass if it was not before. Where a model has several DDP
-    instances, all ranks must run their first backward passes in the same order, as DDP asks for anyway.
+    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. A hook around this one that changes
+    the result of its future in place needs ``in_place=True``: the mean is then written into the bucket.
+
+    `paramhub.torch.init` is called by the first pass if it was not before. Where a model has several DDP instances,
+    all ranks must run their first backward passes in the same order, as DDP asks for anyway.
 
     It can be pickled; what comes back has its options, save the process group, and opens a job of its own.
     """
@@ -45,129 +42,41 @@ class HubState:
         process_group: dist.ProcessGroup | None = None,
         ddp: DistributedDataParallel | None = None,
         codec: str | None = None,
+        in_place: bool = False,
     ) -> None:
         self.codec = codec
+        self.in_place = in_place
         self._group = process_group
         self._ddp = weakref.ref(ddp) if ddp is not None else None
-        self._job: _native.Job | None = None
-        self._names: dict[int, str] = {}
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
-        self._watch: trace.Watch | None = None
+        self._buckets: Buckets | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the options, and by parameter name what a codec remembers, which none does
-        yet."""
-        return {"codec": self.codec, "parameters": {}}
+        """What a checkpoint keeps: the options, and by parameter name what a codec remembers, which none does yet."""
+        return {"codec": self.codec, "in_place": self.in_place, "parameters": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave. Before the first backward pass, unless it changes nothing."""
-        codec = state["codec"]
-        if self._job is not None and codec != self.codec:
+        if self._buckets is not None and (state["codec"], state["in_place"]) != (self.codec, self.in_place):
             raise MisuseError(
-                f"HubState: its job is open with codec {self.codec}, and cannot change to {codec}: load the state "
-                "before the first backward pass"
+                f"HubState: its job is open with codec {self.codec}, and cannot change to {state['codec']}: load the "
+                "state before the first backward pass"
             )
-        self.codec = codec
+        self.codec, self.in_place = state["codec"], state["in_place"]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(codec=state["codec"])  # type: ignore[misc]
+        self.__init__(codec=state["codec"], in_place=state["in_place"])  # type: ignore[misc]
 
-    def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self._job is None:
-            self._job = self._open()
-        buffer = bucket.buffer()
-        layout = self._layout(bucket, buffer)
-        handle = self._job.push_pull_in_place(layout.keys, layout.ranges, buffer)
-        if trace.active:
-            trace.request(layout.name, handle)
-        return _Exchange(handle, buffer, layout.name, self._watch).future
-
-    def _open(self) -> _native.Job:
+    def _open(self) -> Buckets:
         ddp = self._ddp() if self._ddp is not None else _holder(self)
         if ddp is None:
             raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
         here = world()
         ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
-        exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
-        parameters = [
-            (name, parameter)
-            for name, parameter in ddp.module.named_parameters()
-            if id(parameter) in exchanged and parameter.numel() > 0
-        ]
-        device = check_same_device(parameters)
-        if device.type != "cpu":
-            raise MisuseError(
-                f"hub_hook: the model is on {device}, and only gradients in host memory are exchanged as yet"
-            )
-        kind = "ddp" if ranks is None else f"ddp-{_digest(ranks)}"
-        job = here.open_job(
-            here.label(kind),
-            {
-                "keys": [key(name, parameter) for name, parameter in parameters],
-                "optimizer": {"name": "mean"},
-                "codec": self.codec,
-            },
-            ranks,
-        )
-        self._names = {id(parameter): name for name, parameter in parameters}
-        self._watch = trace.watch(ddp)
-        return job
-
-    def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> "_Layout":
-        """Where each parameter's gradient lies in the bucket. Buckets are known by their parameters: DDP
-        numbers them anew when it rebuilds them."""
-        parameters = bucket.parameters()
-        identity = tuple(map(id, parameters))
-        address = buffer.data_ptr()
-        layout = self._layouts.get(identity)
-        if layout is None or layout.address != address:
-            if len(self._layouts) >= LAYOUTS_MAX:
-                self._layouts.clear()
-            layout = self._layouts[identity] = self._look(parameters, bucket.gradients(), buffer)
-        return layout
-
-    def _look(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
-    ) -> "_Layout":
-        assert self._job is not None
-        names: list[str] = []
-        for parameter in parameters:
-            name = self._names.get(id(parameter))
-            if name is None and parameter.numel() > 0:
-                raise MisuseError(
-                    f"hub_hook: DDP hands over the gradient of a parameter of shape {list(parameter.shape)} that did "
-                    "not require one at the first backward pass: freeze and unfreeze before DDP is constructed"
-                )
-            names.append(name or "")
-        if buffer.is_sparse:
-            raise MisuseError(
-                f"hub_hook: the gradient of {names[0]!r} is sparse: use sparse=False in the module"
-            )
-        keys, ranges = [], []
-        begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
-        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-            address, nbytes = gradient.data_ptr(), gradient.numel() * gradient.element_size()
-            if nbytes == 0:
-                continue
-            if gradient.dtype != parameter.dtype:
-                raise MisuseError(
-                    f"hub_hook: DDP reduces {name!r}, which is {parameter.dtype}, as {gradient.dtype}: leave "
-                    "mixed_precision out and use HubState(codec=...)"
-                )
-            if not (begin <= address and address + nbytes <= end and is_dense(gradient)):
-                raise MisuseError(
-                    f"hub_hook: the gradient of {name!r} does not lie in its bucket in one piece. Please report this"
-                )
-            number = self._job.key(name)
-            assert number is not None
-            keys.append(number)
-            ranges.append((address, nbytes))
-        present = [name for name in names if name]
-        name = present[0] if len(present) == 1 else f"{present[0]} … {present[-1]} ({len(present)})"
-        return _Layout(keys, ranges, begin, name)
+        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place)
+        return self._buckets
 
 
 def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -177,17 +86,9 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     If the exchange fails, because a rank died for example, the backward pass raises JobFailedError with the
     hub's message within seconds (RuntimeError with it in the first pass of a static graph).
     """
-    return state._exchange(bucket)
-
-
-class _Layout:
-    __slots__ = ("address", "keys", "name", "ranges")
-
-    def __init__(self, keys: list[int], ranges: list[tuple[int, int]], address: int, name: str) -> None:
-        self.keys = keys
-        self.ranges = ranges
-        self.address = address
-        self.name = name
+    buckets = state._buckets or state._open()
+    handle, result, name = buckets.exchange(bucket)
+    return _Exchange(handle, result, name, buckets.watch).future
 
 
 class _Exchange:
@@ -199,7 +100,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, handle: _native.Handle, buffer: torch.Tensor, name: str, watch: trace.Watch | None
+        self, handle: _native.Handle, result: torch.Tensor, name: str, watch: trace.Watch | None
     ) -> None:
         self._handle = handle
         self._name = name
@@ -208,7 +109,7 @@ class _Exchange:
         # Not set_exception: the object it sets in the result's place is no tensor, and DDP would complain of
         # that.
         self.future = self._uncompleted[0].then(self._outcome)
-        self._buffer = buffer
+        self._result = result
         with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         handle.add_done_callback(self._complete)
@@ -225,7 +126,7 @@ class _Exchange:
             future = self._uncompleted.pop()
         except IndexError:
             return  # The other thread was first.
-        future.set_result(self._buffer)
+        future.set_result(self._result)
 
     def _outcome(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         error = self._handle.exception()
@@ -263,7 +164,3 @@ def _ranks(here: World, group: dist.ProcessGroup) -> list[int] | None:
         )
     ranks = dist.get_process_group_ranks(group)
     return None if len(ranks) == here.size else ranks
-
-
-def _digest(ranks: list[int]) -> str:
-    return hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()

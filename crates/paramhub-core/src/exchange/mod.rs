@@ -8,6 +8,9 @@
 //! A chunk's *version* counts the updates its parameters have seen: a synchronous step, or one contribution. A worker's
 //! push of `step` t contributes to the update that makes version t + 1. Between a rank's request for a chunk and the
 //! hub's answer the rank may not ask for that chunk again; so no queue is ever needed.
+//!
+//! In two phases a complete chunk is held instead of updated. When all are, their norm is told, and rank 0 releases the step:
+//! chunks then have their updates one after the other, and may meanwhile take contributions to the next step.
 
 mod rules;
 

@@ -3,6 +3,7 @@ use std::ops::Range;
 use thiserror::Error;
 
 use crate::consistency::Consistency;
+use crate::limits::STATE_UPDATES_MAX;
 
 /// What holds for all chunks of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub struct Rules {
     pub reproducible: bool,
     /// Whether rank 0 must send the parameters to start from.
     pub has_parameters: bool,
+    /// Whether a complete chunk is held until rank 0 releases the step; synchronous, with parameters.
+    pub two_phase: bool,
 }
 
 /// The books of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
@@ -26,6 +29,12 @@ pub struct Exchange {
     ranks: Vec<RankBook>,
     left: Vec<bool>,
     departures: u32,
+    /// Of the chunks held, those that no release has named.
+    held: u32,
+    /// Of a release under way: the next slot to be updated; the number of chunks where none is.
+    release_at: u32,
+    /// The version the first parameters came with.
+    start: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,6 +48,8 @@ struct ChunkBook {
     /// Of those, how many are in the sum; fewer than `arrived` only while some are parked.
     folded: u32,
     initialised: bool,
+    /// Complete, and not updated yet.
+    is_held: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,6 +57,17 @@ struct RankBook {
     /// The step the rank pushes next.
     next_step: u32,
     request: Request,
+}
+
+impl ChunkBook {
+    /// Ends the step under way.
+    fn update(&mut self, step: u32, contributions: u32) -> Update {
+        self.version += 1;
+        self.updates += 1;
+        self.arrived = 0;
+        self.folded = 0;
+        Update { step, number: self.updates, contributions }
+    }
 }
 
 /// What a rank waits for on a chunk.
@@ -63,9 +85,14 @@ enum Request {
 pub enum Answer {
     /// With the newest parameters, to Pull and PushPull.
     Parameters,
-    /// With a bare acknowledgement, to Push and Initialise.
+    /// With a bare acknowledgement, to Push, Initialise and InitialiseState.
     Applied,
+    /// With this slot of the optimizer's state, to PullState.
+    State(u8),
 }
+
+/// A job keeps one of these a chunk and rank.
+const _: () = assert!(size_of::<RankBook>() == 8);
 
 /// What to do with a contribution that is here whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +101,8 @@ pub struct Arrival {
     pub fold: Fold,
     /// The optimizer must run on the sum, after the fold.
     pub update: Option<Update>,
+    /// The sum is complete, after the fold, and the chunk waits for its step's release.
+    pub is_held: bool,
 }
 
 /// Where a contribution's payload goes.
@@ -132,6 +161,27 @@ pub enum Offence {
     /// Parameters came twice, or from another rank than 0, or to a job that has none.
     #[error("parameters to start from come once, from rank 0, and only to a job with an optimizer")]
     Initialised,
+    /// Parameters at another version than the first: in a job whose steps are in two phases all chunks go in step.
+    #[error(
+        "parameters to start from came with version {got}, but in two phases all start from one version, here {expected}"
+    )]
+    Versions {
+        /// Of the first.
+        expected: u32,
+        /// Of these.
+        got: u32,
+    },
+    /// A release from another rank than 0, of another step than the one whose norm was told last, or once too often.
+    #[error("step {0} was released, but a step is released by rank 0, once, after its norm was told")]
+    Released(u32),
+    /// Optimizer state came when somebody may already have contributed, or from another rank than 0.
+    #[error("optimizer state to start from comes from rank 0, before its parameters to start from")]
+    StateInitialised,
+    /// Optimizer state that has had more updates than can be counted on from.
+    #[error(
+        "optimizer state to start from has had {0} updates, more than the {STATE_UPDATES_MAX} it may have had"
+    )]
+    StateUpdates(u64),
 }
 
 /// Ranks wait for what another rank will never send.
@@ -153,6 +203,9 @@ pub enum Awaited {
     /// A contribution to this step.
     #[error("its contribution to step {0}")]
     Contribution(u32),
+    /// Rank 0's release of this step.
+    #[error("its release of step {0}")]
+    Release(u32),
 }
 
 impl Exchange {
@@ -165,6 +218,9 @@ impl Exchange {
             ranks: vec![RankBook::default(); chunks as usize * rules.workers as usize],
             left: vec![false; rules.workers as usize],
             departures: 0,
+            held: 0,
+            release_at: chunks,
+            start: None,
         }
     }
 
@@ -184,13 +240,65 @@ impl Exchange {
         if self.rank(slot, rank).request != Request::None {
             return Err(Offence::Unanswered);
         }
-        self.chunks[slot as usize] =
-            ChunkBook { version: u64::from(version), initialised: true, ..Default::default() };
+        let expected = self.start.unwrap_or(version);
+        if self.rules.two_phase && version != expected {
+            return Err(Offence::Versions { expected, got: version });
+        }
+        self.start = Some(expected);
+        self.chunks[slot as usize] = ChunkBook {
+            version: u64::from(version),
+            initialised: true,
+            updates: chunk.updates,
+            ..Default::default()
+        };
         for rank in 0..self.rules.workers {
             self.rank_mut(slot, rank).next_step = version;
         }
         self.rank_mut(slot, rank).request = Request::Waiting(Answer::Applied);
         Ok(())
+    }
+
+    /// Takes a slot of the optimizer's state to start from, which has had so many updates; the last slot's count holds. The
+    /// caller copies it if this is `Ok`, and owes rank 0 an acknowledgement at once.
+    ///
+    /// It comes before the parameters: until these are here nobody else may contribute or is answered, so nobody meets a
+    /// chunk whose parameters are restored and whose state is not.
+    pub fn initialise_state(&mut self, slot: u32, rank: u32, updates: u64) -> Result<(), Offence> {
+        if self.chunks[slot as usize].initialised || rank != 0 {
+            return Err(Offence::StateInitialised);
+        }
+        if self.rank(slot, rank).request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        if updates > STATE_UPDATES_MAX {
+            return Err(Offence::StateUpdates(updates));
+        }
+        self.chunks[slot as usize].updates = updates;
+        self.rank_mut(slot, rank).request = Request::Owed(Answer::Applied);
+        Ok(())
+    }
+
+    /// Takes a request for a slot of the optimizer's state. It is answered as soon as there are parameters, with what the
+    /// chunk's last update left: see [`Exchange::settle`].
+    pub fn pull_state(&mut self, slot: u32, rank: u32, state_slot: u8) -> Result<(), Offence> {
+        if self.rank(slot, rank).request != Request::None {
+            return Err(Offence::Unanswered);
+        }
+        self.rank_mut(slot, rank).request = Request::Waiting(Answer::State(state_slot));
+        Ok(())
+    }
+
+    /// Updates of the chunk since its optimizer's state was zero.
+    pub fn updates(&self, slot: u32) -> u64 {
+        self.chunks[slot as usize].updates
+    }
+
+    /// What is owed to `rank` and has not begun to leave.
+    pub fn owed(&self, slot: u32, rank: u32) -> Option<Answer> {
+        match self.rank(slot, rank).request {
+            Request::Owed(answer) => Some(answer),
+            Request::None | Request::Waiting(_) => None,
+        }
     }
 
     /// Takes a contribution that is here whole. The caller does what the arrival says and, if it ran the optimizer,
@@ -222,14 +330,44 @@ impl Exchange {
         let fold = self.fold(slot, rank);
         let chunk = &mut self.chunks[slot as usize];
         chunk.arrived += 1;
-        let update = (chunk.arrived == contributions_due).then(|| {
-            chunk.version += 1;
-            chunk.updates += 1;
-            chunk.arrived = 0;
-            chunk.folded = 0;
-            Update { step, number: chunk.updates, contributions: contributions_due }
-        });
-        Ok(Arrival { fold, update })
+        let is_complete = chunk.arrived == contributions_due;
+        let is_held = is_complete && self.rules.two_phase;
+        chunk.is_held = is_held;
+        self.held += u32::from(is_held);
+        let update = (is_complete && !is_held).then(|| chunk.update(step, contributions_due));
+        Ok(Arrival { fold, update, is_held })
+    }
+
+    /// The step that all chunks are held at, if they are: its norm is due.
+    pub fn held_step(&self) -> Option<u32> {
+        let all = self.rules.two_phase && self.held as usize == self.chunks.len();
+        all.then(|| self.chunks[0].version as u32)
+    }
+
+    /// Takes rank 0's release of the step that all chunks are held at. The caller then asks for their updates, a few at a
+    /// time: see [`Exchange::release_next`].
+    pub fn release(&mut self, rank: u32, step: u32) -> Result<(), Offence> {
+        if rank != 0 || self.held_step() != Some(step) {
+            return Err(Offence::Released(step));
+        }
+        self.held = 0;
+        self.release_at = 0;
+        Ok(())
+    }
+
+    /// The next chunk of the release under way and its update, most urgent first. The caller runs the optimizer and calls
+    /// [`Exchange::settle`].
+    pub fn release_next(&mut self) -> Option<(u32, Update)> {
+        let slot = self.release_at;
+        let chunk = self.chunks.get_mut(slot as usize)?;
+        self.release_at += 1;
+        chunk.is_held = false;
+        Some((slot, chunk.update(chunk.version as u32, self.rules.workers)))
+    }
+
+    /// Whether chunks of a released step wait for their update.
+    pub fn is_releasing(&self) -> bool {
+        (self.release_at as usize) < self.chunks.len()
     }
 
     /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::settle`].
@@ -252,12 +390,12 @@ impl Exchange {
     }
 
     /// Calls `owed` for each rank whose request for this chunk may now be answered and could not before. Called after
-    /// every initialise, update and pull of the chunk.
+    /// every initialise, update, pull and pull_state of the chunk.
     pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
         for rank in 0..self.rules.workers {
             if let Request::Waiting(answer) = self.rank(slot, rank).request
-                && self.may_answer(slot, rank, slowest)
+                && self.may_answer(slot, rank, answer, slowest)
             {
                 self.rank_mut(slot, rank).request = Request::Owed(answer);
                 owed(rank, answer);
@@ -308,6 +446,9 @@ impl Exchange {
         let chunk = self.chunks[slot as usize];
         let missing = if !chunk.initialised {
             self.left[0].then_some((0, Awaited::Parameters))
+        } else if chunk.is_held {
+            let is_released = self.is_releasing() && slot >= self.release_at;
+            (self.left[0] && !is_released).then_some((0, Awaited::Release(chunk.version as u32)))
         } else if self.rules.consistency == Consistency::Synchronous {
             self.missing(slot)
                 .find(|&rank| self.left[rank as usize])
@@ -349,11 +490,12 @@ impl Exchange {
         Fold::Sum { first: rank == 0, parked: rank + 1..end }
     }
 
-    fn may_answer(&self, slot: u32, rank: u32, slowest: u32) -> bool {
+    fn may_answer(&self, slot: u32, rank: u32, answer: Answer, slowest: u32) -> bool {
         let chunk = self.chunks[slot as usize];
         let next_step = self.rank(slot, rank).next_step;
         chunk.initialised
             && match self.rules.consistency {
+                _ if matches!(answer, Answer::State(_)) => true,
                 Consistency::Synchronous => u64::from(next_step) <= chunk.version,
                 Consistency::Asynchronous => true,
                 Consistency::BoundedStaleness(bound) => next_step - slowest <= bound,

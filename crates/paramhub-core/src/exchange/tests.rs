@@ -8,6 +8,8 @@ use super::*;
 use crate::consistency::Consistency;
 
 const STEPS: u32 = 4;
+/// Of the state that rank 0 restores, and zero where there is none to restore.
+const UPDATES_BEFORE: u64 = 1000;
 
 /// Who contributed, to which step.
 type Contribution = (u32, u32);
@@ -67,14 +69,31 @@ impl World {
                 }
             }
         }
-        if let Some(update) = arrival.update {
+        assert_eq!(arrival.is_held, self.exchange.held_step() == Some(step), "one chunk is all chunks");
+        self.update(arrival.update);
+        Ok(())
+    }
+
+    fn update(&mut self, update: Option<Update>) {
+        if let Some(update) = update {
             assert_eq!(update.contributions as usize, self.sum.len());
-            assert_eq!(update.number as usize, self.model.len() + 1);
+            let before = if self.rules.has_parameters { UPDATES_BEFORE } else { 0 };
+            assert_eq!(update.number, before + self.model.len() as u64 + 1);
             assert!(self.sum.iter().all(|&(_, step)| step == update.step));
             self.model.push(std::mem::take(&mut self.sum));
             self.settle();
         }
-        Ok(())
+    }
+
+    /// Rank 0 lets a held step have its update.
+    fn release(&mut self) {
+        let step = self.model.len() as u32;
+        assert_eq!(self.exchange.release(0, step + 1), Err(Offence::Released(step + 1)));
+        self.exchange.release(0, step).unwrap();
+        assert_eq!(self.exchange.release(0, step), Err(Offence::Released(step)), "once");
+        let (slot, update) = self.exchange.release_next().unwrap();
+        assert_eq!((slot, self.exchange.release_next()), (0, None));
+        self.update(Some(update));
     }
 
     /// Delivers one owed answer and checks what the worker may conclude from it.
@@ -116,13 +135,20 @@ impl World {
             (worker.next_step, worker.waiting.is_some())
         };
         let before = format!("{:?}", self.exchange);
-        let offence = match rng.random_range(0..4u32) {
+        let offence = match rng.random_range(0..7u32) {
             0 if next > 0 => self.push(rank, next - 1, Answer::Applied).unwrap_err(),
             1 => self.push(rank, next + 1, Answer::Parameters).unwrap_err(),
             2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
+            3 => self.exchange.initialise_state(0, rank, 3).unwrap_err(),
+            4 if rank > 0 || self.exchange.held_step().is_none() => {
+                self.exchange.release(rank, self.model.len() as u32).unwrap_err()
+            }
+            5 if waiting => self.exchange.pull_state(0, rank, 0).unwrap_err(),
             _ => self.exchange.initialise(0, rank, 0).unwrap_err(),
         };
-        if waiting && offence != Offence::Initialised {
+        let of_request =
+            !matches!(offence, Offence::Initialised | Offence::StateInitialised | Offence::Released(_));
+        if waiting && of_request {
             assert_eq!(offence, Offence::Unanswered);
         }
         assert_eq!(before, format!("{:?}", self.exchange), "{offence:?} left a trace");
@@ -139,6 +165,14 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
             world.workers[rank as usize].waiting = Some(Answer::Parameters);
         }
         assert!(world.owed.is_empty(), "there is nothing to answer with yet");
+        world.exchange.initialise_state(0, 0, 7).unwrap();
+        assert_eq!(world.exchange.initialise_state(0, 0, 8), Err(Offence::Unanswered));
+        assert_eq!(world.exchange.owed(0, 0), Some(Answer::Applied), "state waits for no parameters");
+        world.exchange.answer_begun(0, 0);
+        world.exchange.initialise_state(0, 0, UPDATES_BEFORE).unwrap();
+        world.exchange.answer_begun(0, 0);
+        world.settle();
+        assert!(world.owed.is_empty(), "state alone answers nobody");
         world.exchange.initialise(0, 0, 0).unwrap();
         world.workers[0].waiting = Some(Answer::Applied);
         world.settle();
@@ -150,8 +184,13 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
                 worker.waiting.is_none() && !worker.left && worker.next_step < STEPS
             })
             .collect();
-        if able.is_empty() && world.owed.is_empty() {
+        let is_held = world.exchange.held_step().is_some();
+        if able.is_empty() && world.owed.is_empty() && !is_held {
             break;
+        }
+        if is_held && rng.random_range(0..3) == 0 {
+            world.release();
+            continue;
         }
         if rng.random_range(0..5) == 0 {
             let rank = rng.random_range(0..rules.workers);
@@ -186,11 +225,19 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
 /// One request of a worker that waits for nothing.
 fn act(world: &mut World, rank: u32, rng: &mut TestRng) {
     let step = world.workers[rank as usize].next_step;
-    let answer = match rng.random_range(0..4) {
+    let answer = match rng.random_range(0..5) {
         0 => {
             world.exchange.pull(0, rank, step).unwrap();
             world.workers[rank as usize].waiting = Some(Answer::Parameters);
             world.settle();
+            return;
+        }
+        4 => {
+            let answer = Answer::State(1);
+            world.exchange.pull_state(0, rank, 1).unwrap();
+            world.workers[rank as usize].waiting = Some(answer);
+            world.settle();
+            assert!(world.owed.contains(&(rank, answer)), "state is there at any time");
             return;
         }
         1 => Answer::Applied,
@@ -224,7 +271,10 @@ fn stranded(world: &World) -> bool {
         let worker = &world.workers[rank];
         !worker.left && worker.waiting.is_some() && world.owed.iter().all(|&(owed, _)| owed as usize != rank)
     };
-    world.rules.consistency == Consistency::Synchronous && incomplete && (0..world.workers.len()).any(waits)
+    let unreleased = world.workers[0].left && world.exchange.held_step().is_some();
+    world.rules.consistency == Consistency::Synchronous
+        && (incomplete || unreleased)
+        && (0..world.workers.len()).any(waits)
 }
 
 fn check_model(world: &World) {
@@ -253,12 +303,13 @@ fn rules() -> impl Strategy<Value = Rules> {
         1 => Just((Consistency::Asynchronous, false)),
         2 => (0u32..3).prop_map(|bound| (Consistency::BoundedStaleness(bound), false)),
     ];
-    (1u32..6, consistency, any::<bool>()).prop_map(
-        |(workers, (consistency, reproducible), has_parameters)| Rules {
+    (1u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
+        |(workers, (consistency, reproducible), has_parameters, two_phase)| Rules {
             workers,
             consistency,
             reproducible,
             has_parameters,
+            two_phase: two_phase && has_parameters && consistency == Consistency::Synchronous,
         },
     )
 }
@@ -283,6 +334,7 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
         consistency: Consistency::Synchronous,
         reproducible: false,
         has_parameters: true,
+        two_phase: false,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, 0, 100).unwrap();
@@ -297,9 +349,34 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
 }
 
 #[test]
+fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_before() {
+    let consistency = Consistency::Asynchronous;
+    let rules =
+        Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: false };
+    let mut exchange = Exchange::new(rules, 1);
+    assert_eq!(exchange.initialise_state(0, 1, 5), Err(Offence::StateInitialised));
+    let most = 1 << 48;
+    assert_eq!(exchange.initialise_state(0, 0, most + 1), Err(Offence::StateUpdates(most + 1)));
+    exchange.pull_state(0, 1, 3).unwrap();
+    exchange.settle(0, |rank, _| panic!("rank {rank} is answered from nothing"));
+    exchange.initialise_state(0, 0, most).unwrap();
+    exchange.answer_begun(0, 0);
+    exchange.initialise(0, 0, 9).unwrap();
+    let mut owed = vec![];
+    exchange.settle(0, |rank, answer| owed.push((rank, answer)));
+    assert_eq!(owed, [(0, Answer::Applied), (1, Answer::State(3))]);
+    assert_eq!((exchange.updates(0), exchange.owed(0, 1)), (most, Some(Answer::State(3))));
+    exchange.answer_begun(0, 0);
+    assert_eq!(exchange.initialise_state(0, 0, 5), Err(Offence::StateInitialised), "too late");
+    let update = exchange.push(0, 0, 9, Answer::Applied).unwrap().update.unwrap();
+    assert_eq!(update.number, most + 1);
+}
+
+#[test]
 fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
     let consistency = Consistency::Asynchronous;
-    let rules = Rules { workers: 1, consistency, reproducible: false, has_parameters: false };
+    let rules =
+        Rules { workers: 1, consistency, reproducible: false, has_parameters: false, two_phase: false };
     let mut exchange = Exchange::new(rules, 1);
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
     exchange.settle(0, |_, _| {});
@@ -311,7 +388,8 @@ fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
 fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
     for consistency in [Consistency::Synchronous, Consistency::Asynchronous, Consistency::BoundedStaleness(1)]
     {
-        let rules = Rules { workers: 3, consistency, reproducible: false, has_parameters: true };
+        let rules =
+            Rules { workers: 3, consistency, reproducible: false, has_parameters: true, two_phase: false };
         let mut exchange = Exchange::new(rules, 1);
         exchange.pull(0, 1, 0).unwrap();
         assert_eq!(exchange.leave(2, |_, _, _| {}), Ok(()), "{consistency}: rank 0 may still send them");
@@ -326,7 +404,8 @@ fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
 #[test]
 fn steps_end_where_versions_could_not_be_counted_any_more() {
     let consistency = Consistency::BoundedStaleness(0);
-    let rules = Rules { workers: 2, consistency, reproducible: false, has_parameters: true };
+    let rules =
+        Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: false };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, 0, u32::MAX - 1).unwrap();
     exchange.push(0, 1, u32::MAX - 1, Answer::Applied).unwrap();
@@ -336,4 +415,102 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
     exchange.settle(0, |_, _| {});
     exchange.answer_begun(0, 0);
     assert_eq!(exchange.push(0, 0, u32::MAX, Answer::Applied), Err(Offence::StepsExhausted));
+}
+
+/// Synchronous, of two ranks, in two phases.
+fn two_phases(chunks: u32) -> Exchange {
+    let consistency = Consistency::Synchronous;
+    let rules = Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: true };
+    Exchange::new(rules, chunks)
+}
+
+/// Settles a chunk and answers everybody at once; how many were.
+fn answer_all(exchange: &mut Exchange, slot: u32) -> usize {
+    let mut owed = vec![];
+    exchange.settle(slot, |rank, _| owed.push(rank));
+    owed.iter().for_each(|&rank| exchange.answer_begun(slot, rank));
+    owed.len()
+}
+
+#[test]
+fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
+    const CHUNKS: u32 = 3;
+    let mut exchange = two_phases(CHUNKS);
+    for slot in 0..CHUNKS {
+        exchange.initialise(slot, 0, 20).unwrap();
+        answer_all(&mut exchange, slot);
+    }
+    let push = |exchange: &mut Exchange, slot, step| {
+        for rank in 0..2 {
+            let arrival = exchange.push(slot, rank, step, Answer::Parameters).unwrap();
+            assert_eq!((arrival.update, arrival.is_held), (None, rank == 1));
+        }
+    };
+    for slot in [2, 0, 1] {
+        assert_eq!((exchange.held_step(), exchange.release(0, 20)), (None, Err(Offence::Released(20))));
+        push(&mut exchange, slot, 20);
+        assert_eq!(answer_all(&mut exchange, slot), 0, "nobody is answered before the release");
+    }
+    assert_eq!(exchange.held_step(), Some(20));
+    assert_eq!(exchange.release(1, 20), Err(Offence::Released(20)), "from another rank");
+    exchange.release(0, 20).unwrap();
+    assert_eq!(exchange.held_step(), None);
+    for slot in 0..CHUNKS {
+        assert!(exchange.is_releasing());
+        let update = Update { step: 20, number: 1, contributions: 2 };
+        assert_eq!(exchange.release_next(), Some((slot, update)));
+        assert_eq!(answer_all(&mut exchange, slot), 2);
+        // Whoever is answered goes on, while other chunks of the step before still wait.
+        push(&mut exchange, slot, 21);
+        assert_eq!(exchange.held_step(), (slot == CHUNKS - 1).then_some(21));
+        assert!(exchange.release(0, 21).is_ok() == (slot == CHUNKS - 1), "one release at a time");
+    }
+    assert_eq!(exchange.release_next().unwrap().1, Update { step: 21, number: 2, contributions: 2 });
+}
+
+#[test]
+fn in_two_phases_all_chunks_start_from_one_version() {
+    let mut exchange = two_phases(2);
+    exchange.initialise(1, 0, 5).unwrap();
+    assert_eq!(exchange.initialise(0, 0, 6), Err(Offence::Versions { expected: 5, got: 6 }));
+    exchange.initialise(0, 0, 5).unwrap();
+}
+
+#[test]
+fn rank_zero_must_stay_to_release_what_is_held() {
+    let start = |exchange: &mut Exchange| {
+        for slot in 0..2 {
+            exchange.initialise(slot, 0, 0).unwrap();
+            answer_all(exchange, slot);
+        }
+    };
+    let push = |exchange: &mut Exchange, slot, rank| {
+        exchange.push(slot, rank, 0, Answer::Applied).unwrap();
+        exchange.stranded_at(slot)
+    };
+    let stranded = Err(Stranded { rank: 0, awaited: Awaited::Release(0) });
+    // It has pushed its all and leaves before the others have.
+    let mut exchange = two_phases(2);
+    start(&mut exchange);
+    (0..2).for_each(|slot| push(&mut exchange, slot, 0).unwrap());
+    assert_eq!(exchange.leave(0, |_, _, _| {}), Ok(()), "nobody waits yet");
+    assert_eq!(push(&mut exchange, 0, 1), stranded);
+    // It leaves while all wait, and after it has released.
+    for released in [false, true] {
+        let mut exchange = two_phases(2);
+        start(&mut exchange);
+        (0..4).for_each(|number| push(&mut exchange, number / 2, number % 2).unwrap());
+        if released {
+            exchange.release(0, 0).unwrap();
+            exchange.release_next().unwrap();
+        }
+        let left = exchange.leave(0, |_, _, _| {});
+        assert_eq!(left, if released { Ok(()) } else { stranded });
+        // The other may go as it likes.
+        let mut exchange = two_phases(1);
+        exchange.initialise(0, 0, 0).unwrap();
+        answer_all(&mut exchange, 0);
+        (0..2).for_each(|rank| push(&mut exchange, 0, rank).unwrap());
+        assert_eq!(exchange.leave(1, |_, _, _| {}), Ok(()));
+    }
 }

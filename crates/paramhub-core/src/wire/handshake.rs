@@ -171,12 +171,16 @@ impl Refusal {
 ///  | 0, refusal | text bytes   | the hub's proof| text, zero-padded    |
 ///  +------------+--------------+----------------+----------------------+
 /// ```
+/// A welcome has no text, and the number of state slots where the text's length would be.
 #[derive(Clone, Debug)]
 pub enum Verdict {
     /// Frames may follow.
     Welcome {
         /// Proof that the hub knows the nonce too.
         proof: Proof,
+        /// Values of state the job's optimizer keeps a parameter: what only the hub knows of an optimizer registered
+        /// there.
+        state_slots: u8,
     },
     /// The connection closes.
     Refused {
@@ -192,7 +196,10 @@ impl Verdict {
     pub fn encode(&self) -> Vec<u8> {
         let mut wire = vec![0; VERDICT_BYTES];
         match self {
-            Verdict::Welcome { proof } => wire[4..4 + PROOF_BYTES].copy_from_slice(&proof.0),
+            Verdict::Welcome { proof, state_slots } => {
+                wire[2] = *state_slots;
+                wire[4..4 + PROOF_BYTES].copy_from_slice(&proof.0);
+            }
             Verdict::Refused { refusal, message } => {
                 let text = &message.as_bytes()[..message.floor_char_boundary(MESSAGE_BYTES_MAX)];
                 wire[0..2].copy_from_slice(&(*refusal as u16).to_le_bytes());
@@ -208,7 +215,7 @@ impl Verdict {
         let status = u16::from_le_bytes([wire[0], wire[1]]);
         if status == 0 {
             let proof = Proof(wire[4..4 + PROOF_BYTES].try_into().expect("a fixed range"));
-            return Ok(Verdict::Welcome { proof });
+            return Ok(Verdict::Welcome { proof, state_slots: wire[2] });
         }
         let refusal = Refusal::from_wire(status).ok_or(HandshakeError::Verdict(status))?;
         let length = usize::from(u16::from_le_bytes([wire[2], wire[3]])).min(MESSAGE_BYTES_MAX);
@@ -269,8 +276,10 @@ mod tests {
             panic!("a refusal reads as one");
         };
         assert_eq!((refusal, message.as_str()), (Refusal::RankTaken, "rank 3 is connected"));
-        let welcome = Verdict::Welcome { proof: Proof([7; 32]) };
-        let Ok(Verdict::Welcome { proof }) = Verdict::decode(&welcome.encode().try_into().unwrap()) else {
+        let welcome = Verdict::Welcome { proof: Proof([7; 32]), state_slots: 2 };
+        let Ok(Verdict::Welcome { proof, state_slots: 2 }) =
+            Verdict::decode(&welcome.encode().try_into().unwrap())
+        else {
             panic!("a welcome reads as one");
         };
         assert!(proof.matches(&Proof([7; 32])));

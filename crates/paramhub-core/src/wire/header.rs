@@ -14,6 +14,7 @@ use thiserror::Error;
 use crate::chunk::ChunkId;
 use crate::codec::Codec;
 use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
+use crate::wire::{Norm, Release, STATE_HEAD_BYTES};
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -36,6 +37,12 @@ pub enum Operation {
     Leave = 6,
     /// Either way, no payload: the sender lives.
     Heartbeat = 7,
+    /// Worker to hub, no payload: asks for the values of optimizer state slot `step`; answered by `State`.
+    PullState = 8,
+    /// Rank 0 to hub: the values of optimizer state slot `step` to start from; answered by `Applied`.
+    InitialiseState = 9,
+    /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor it brings.
+    Release = 10,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
@@ -44,10 +51,14 @@ pub enum Operation {
     Failure = 18,
     /// Hub to worker: something the job's owner should know, while the job goes on.
     Notice = 19,
+    /// Hub to worker: the values of optimizer state slot `step`.
+    State = 20,
+    /// Hub to worker: all chunks of the route are held at `step`; brings the sum of the squares of their mean gradients.
+    Norm = 21,
 }
 
 impl Operation {
-    const ALL: [Operation; 11] = [
+    const ALL: [Operation; 16] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -55,10 +66,15 @@ impl Operation {
         Operation::Retune,
         Operation::Leave,
         Operation::Heartbeat,
+        Operation::PullState,
+        Operation::InitialiseState,
+        Operation::Release,
         Operation::Parameters,
         Operation::Applied,
         Operation::Failure,
         Operation::Notice,
+        Operation::State,
+        Operation::Norm,
     ];
 
     /// The operation with this number on the wire, if there is one.
@@ -72,24 +88,56 @@ impl Operation {
             Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters => {
                 CHUNK_BYTES_MAX
             }
+            Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
-            Operation::Pull | Operation::Leave | Operation::Heartbeat | Operation::Applied => 0,
+            Operation::Release => Release::BYTES as u32,
+            Operation::Norm => Norm::BYTES as u32,
+            Operation::Pull
+            | Operation::PullState
+            | Operation::Leave
+            | Operation::Heartbeat
+            | Operation::Applied => 0,
         }
     }
 
     /// Whether its payload is a chunk of a tensor. On a stream with an arena such payloads lie there and do not follow
-    /// their headers.
+    /// their headers. Optimizer state has no place in an arena: it moves at checkpoints only, and always follows.
     pub const fn carries_tensor(self) -> bool {
         matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
+    }
+
+    /// Whether its header names a chunk.
+    pub const fn is_about_a_chunk(self) -> bool {
+        match self {
+            Operation::Push
+            | Operation::Pull
+            | Operation::PushPull
+            | Operation::Initialise
+            | Operation::PullState
+            | Operation::InitialiseState
+            | Operation::Parameters
+            | Operation::Applied
+            | Operation::State => true,
+            Operation::Retune
+            | Operation::Leave
+            | Operation::Heartbeat
+            | Operation::Release
+            | Operation::Failure
+            | Operation::Notice
+            | Operation::Norm => false,
+        }
     }
 
     /// Whether workers send it, hubs send it, or both.
     pub const fn goes(self) -> Direction {
         match self {
             Operation::Heartbeat => Direction::Both,
-            Operation::Parameters | Operation::Applied | Operation::Failure | Operation::Notice => {
-                Direction::ToWorker
-            }
+            Operation::Parameters
+            | Operation::Applied
+            | Operation::Failure
+            | Operation::Notice
+            | Operation::State
+            | Operation::Norm => Direction::ToWorker,
             _ => Direction::ToHub,
         }
     }
@@ -115,7 +163,7 @@ pub struct Header {
     pub codec: Codec,
     /// The chunk it is about, or the group; 0 where there is none.
     pub chunk: ChunkId,
-    /// The step it belongs to; 0 where there is none.
+    /// The step it belongs to, or the slot of optimizer state it is about; 0 where there is none.
     pub step: u32,
     /// Payload bytes that follow.
     pub length: u32,
@@ -219,7 +267,7 @@ mod tests {
         }
 
         #[test]
-        fn headers_round_trip(operation in 0usize..11, codec in 0u8..3, chunk: u32, step: u32, length: u32) {
+        fn headers_round_trip(operation in 0usize..Operation::ALL.len(), codec in 0u8..3, chunk: u32, step: u32, length: u32) {
             let operation = Operation::ALL[operation];
             let direction = if operation.goes() == Direction::ToWorker { Direction::ToWorker } else { Direction::ToHub };
             let length = length.checked_rem(operation.length_max()).unwrap_or(0);

@@ -3,6 +3,8 @@
 mod control;
 mod handshake;
 mod header;
+mod phases;
+mod state;
 
 pub use control::{Failure, Notice, Retune};
 pub use handshake::{
@@ -10,3 +12,5 @@ pub use handshake::{
     VERDICT_BYTES, VERSION, Verdict, stream_proofs,
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};
+pub use phases::{Norm, Release};
+pub use state::{STATE_HEAD_BYTES, State};

@@ -60,6 +60,11 @@ impl Arenas {
         }
     }
 
+    /// There is nothing to be found.
+    pub(crate) fn find_no_sources(&mut self) {
+        self.sources.clear();
+    }
+
     /// Sums a block of the contributions found, from their element `first` on, in rank order; it `adds` to what is in `sum`
     /// or begins it.
     pub(crate) fn gather(

@@ -18,8 +18,14 @@ pub(crate) enum Fault {
         "sent {got} bytes of {codec} for chunk {chunk} of key `{key}`, which has {expected} bytes of {expected_codec}"
     )]
     Payload { chunk: u32, key: String, got: u32, codec: Codec, expected: u32, expected_codec: Codec },
+    #[error(
+        "named state slot {slot} of chunk {chunk} of key `{key}`, of which this optimizer keeps {slots}, counted from 0"
+    )]
+    StateSlot { chunk: u32, key: String, slot: u32, slots: usize },
     #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
     Rules { chunk: u32, key: String, offence: Offence },
+    #[error("broke the rules: {0}")]
+    Release(Offence),
     #[error(
         "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
     )]

@@ -138,6 +138,7 @@ pub(crate) enum Flushed {
 enum Pick {
     Begun(Begun),
     Message,
+    Norm,
     Answer(u32, Answer),
 }
 
@@ -330,12 +331,23 @@ fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize
     for _ in 0..messages {
         room = room && add(Pick::Message);
     }
+    if outbox.norm.is_some() && !outbox.has_begun(Source::Norm) {
+        room = room && add(Pick::Norm);
+    }
     for (set, answer) in
         [(&mut outbox.applied, Answer::Applied), (&mut outbox.parameters, Answer::Parameters)]
     {
         while room && let Some(slot) = set.pop_first() {
             room = add(Pick::Answer(slot, answer));
         }
+    }
+    // One a write: there is one place for it to leave from.
+    if room
+        && outbox.may_spill()
+        && let Some(slot) = outbox.state.pop_first()
+    {
+        picks[count] = Pick::Answer(slot, shard.stage_state(rank, slot));
+        count += 1;
     }
     count
 }
@@ -350,6 +362,11 @@ fn frame<'a>(shard: &'a Shard, rank: u32, picks: &[Pick], frames: &mut [Outgoing
             }
             Pick::Message => {
                 let (header, payload) = messages.next().expect("as many messages as were picked");
+                Outgoing { header: *header, payload }
+            }
+            Pick::Norm => {
+                let norm = &shard.outboxes[rank as usize].norm;
+                let (header, payload) = norm.as_ref().expect("it was picked");
                 Outgoing { header: *header, payload }
             }
             Pick::Answer(slot, answer) => {
@@ -374,9 +391,15 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
         match *pick {
             Pick::Begun(first) if is_whole => {
                 outbox.begun = None;
-                if first.source == Source::Message {
-                    outbox.messages.pop_front();
+                match first.source {
+                    Source::Message => drop(outbox.messages.pop_front()),
+                    Source::Norm => outbox.norm = None,
+                    Source::Model(_) | Source::Spill | Source::Empty => {}
                 }
+            }
+            Pick::Norm if is_whole => outbox.norm = None,
+            Pick::Norm if has_begun => {
+                outbox.begun = Some(Begun { header: headers[index], source: Source::Norm });
             }
             Pick::Message if is_whole => {
                 outbox.messages.pop_front();
@@ -388,7 +411,8 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
             Pick::Answer(slot, answer) if !is_whole => {
                 let source = match answer {
                     Answer::Parameters if !has_arena => Source::Model(slot),
-                    _ => Source::Empty,
+                    Answer::State(_) => Source::Spill,
+                    Answer::Parameters | Answer::Applied => Source::Empty,
                 };
                 outbox.begun = Some(Begun { header: headers[index], source });
             }

@@ -38,6 +38,8 @@ const TICK: Duration = Duration::from_millis(250);
 const EVENTS: usize = 256;
 /// Turns a worker may be left asleep over an answer while the core serves others.
 const UNANNOUNCED_TURNS: u32 = 8;
+/// Elements of a released step that are updated before the streams have their turn: as many as one of them brings in its.
+const RELEASE_TURN_ELEMENTS: usize = 64 << 10;
 const WAKER: u64 = u64::MAX;
 
 /// The state of a core's thread.
@@ -53,6 +55,8 @@ pub(crate) struct Core {
     again: Vec<u64>,
     /// Those of the turn before.
     due: Vec<u64>,
+    /// Shards with chunks of a released step to be updated.
+    releasing: Vec<usize>,
     /// Lanes whose workers may sleep over something sent.
     unannounced: Vec<u64>,
     turns_unannounced: u32,
@@ -85,6 +89,7 @@ impl Core {
             lanes: Table::default(),
             again: Vec::new(),
             due: Vec::new(),
+            releasing: Vec::new(),
             unannounced: Vec::new(),
             turns_unannounced: 0,
             farewells: Farewells::default(),
@@ -101,7 +106,8 @@ impl Core {
         loop {
             // A TCP lane whose budget ran out before its bytes did is reported again, behind the others; what lies in
             // shared memory is reported once.
-            let timeout = match self.again.is_empty() && self.unannounced.is_empty() {
+            let is_idle = self.again.is_empty() && self.unannounced.is_empty() && self.releasing.is_empty();
+            let timeout = match is_idle {
                 true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
                 false => Duration::ZERO,
             };
@@ -111,7 +117,8 @@ impl Core {
             std::mem::swap(&mut self.again, &mut self.due);
             // Others' work must not keep a worker asleep over its answer for long.
             self.turns_unannounced += u32::from(!self.unannounced.is_empty());
-            if (events.is_empty() && self.due.is_empty()) || self.turns_unannounced > UNANNOUNCED_TURNS {
+            let has_work = !events.is_empty() || !self.due.is_empty() || !self.releasing.is_empty();
+            if !has_work || self.turns_unannounced > UNANNOUNCED_TURNS {
                 self.announce(now);
             }
             for event in events.iter() {
@@ -135,6 +142,7 @@ impl Core {
                 self.receive(token, now);
                 self.flush(token, now);
             }
+            self.release(now);
             if now - self.last_tick >= TICK {
                 self.tick(now);
             }
@@ -151,6 +159,9 @@ impl Core {
         let left_before = hosted.shard.has_left(lane.rank);
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
         let (shard, rank) = (lane.shard, lane.rank);
+        if hosted.shard.is_releasing() && !self.releasing.contains(&shard) {
+            self.releasing.push(shard);
+        }
         if hosted.shard.has_left(rank) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
             self.mailbox.tell(CoreEvent::Left { namespace, route, rank });
@@ -161,6 +172,28 @@ impl Core {
             Ok(Taken::Open) => {}
             Ok(Taken::More) => self.come_back(token),
             Err(fault) => self.fault(token, &fault, now),
+        }
+    }
+
+    /// Updates some chunks of every released step and sends what that set free.
+    fn release(&mut self, now: Instant) {
+        for position in (0..self.releasing.len()).rev() {
+            let shard = self.releasing[position];
+            if self.is_releasing(shard) {
+                self.shards.index_mut(shard).shard.update_released(RELEASE_TURN_ELEMENTS);
+                self.answer(shard, now);
+            }
+            if !self.is_releasing(shard) {
+                self.releasing.swap_remove(position);
+            }
+        }
+    }
+
+    /// Whether the shard at this place lives and has chunks to update.
+    fn is_releasing(&self, shard: usize) -> bool {
+        self.shards.contains_index(shard) && {
+            let hosted = self.shards.index(shard);
+            !hosted.ending && hosted.shard.is_releasing()
         }
     }
 

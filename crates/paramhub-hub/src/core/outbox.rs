@@ -4,19 +4,26 @@ use std::collections::VecDeque;
 
 use paramhub_core::exchange::Answer;
 use paramhub_core::ready_set::ReadySet;
-use paramhub_core::wire::Header;
+use paramhub_core::wire::{Header, Norm, Operation};
 
-/// Answers and messages for one rank, most urgent first: messages, then acknowledgements, then parameters by slot.
+/// Answers and messages for one rank, most urgent first: messages, the norm, then acknowledgements, then parameters by slot, then
+/// optimizer state.
 ///
 /// It holds no parameters: they leave straight from the model. Only where the model is about to change under a frame that
 /// has begun to leave is that one chunk copied, into `spill`; so no worker ever receives a chunk torn between two steps,
-/// and what has not begun leaves with the newest values.
+/// and what has not begun leaves with the newest values. Optimizer state does not lie as it travels and is copied there
+/// whenever it is about to leave, one chunk at a time.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     pub(crate) parameters: ReadySet,
     pub(crate) applied: ReadySet,
+    /// Which slot of it is in the exchange's books.
+    pub(crate) state: ReadySet,
     /// Failure, notices and heartbeats; few.
     pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
+    /// The route's part of the norm of the step that is held. There is one at most: the next step is not complete without
+    /// this rank, which does not push it before it is answered, behind this.
+    pub(crate) norm: Option<(Header, [u8; Norm::BYTES])>,
     /// The frame whose first bytes have left and whose last have not.
     pub(crate) begun: Option<Begun>,
     pub(crate) spill: Vec<u8>,
@@ -34,6 +41,8 @@ pub(crate) struct Begun {
 pub(crate) enum Source {
     /// The front of `messages`.
     Message,
+    /// `norm`.
+    Norm,
     /// There is none.
     Empty,
     /// The model, at this slot.
@@ -51,7 +60,9 @@ impl Outbox {
         Outbox {
             parameters: ReadySet::new(slots),
             applied: ReadySet::new(slots),
+            state: ReadySet::new(slots),
             messages: VecDeque::new(),
+            norm: None,
             begun: None,
             spill: Vec::with_capacity(payload_bytes_max),
         }
@@ -62,6 +73,7 @@ impl Outbox {
         match answer {
             Answer::Parameters => self.parameters.insert(slot),
             Answer::Applied => self.applied.insert(slot),
+            Answer::State(_) => self.state.insert(slot),
         };
     }
 
@@ -73,19 +85,40 @@ impl Outbox {
         }
     }
 
+    /// Puts in what a held step's chunks of this route add to its norm.
+    pub(crate) fn tell_norm(&mut self, step: u32, norm: Norm) {
+        let header = Header { step, length: Norm::BYTES as u32, ..Header::bare(Operation::Norm) };
+        self.norm = Some((header, norm.encode()));
+    }
+
+    /// Whether `source` is that of a frame that has begun.
+    pub(crate) fn has_begun(&self, source: Source) -> bool {
+        self.begun.is_some_and(|begun| begun.source == source)
+    }
+
     /// Whether nothing is left to send.
     pub(crate) fn is_empty(&self) -> bool {
         self.begun.is_none()
             && self.messages.is_empty()
+            && self.norm.is_none()
             && self.applied.is_empty()
             && self.parameters.is_empty()
+            && self.state.is_empty()
+    }
+
+    /// Whether `spill` holds nothing of a frame that has begun.
+    pub(crate) fn may_spill(&self) -> bool {
+        !self.has_begun(Source::Spill)
     }
 
     /// Forgets all but what has begun: the job is over, and its last word finds room.
     pub(crate) fn forget(&mut self) {
-        let begun = matches!(self.begun, Some(Begun { source: Source::Message, .. }));
-        self.messages.truncate(usize::from(begun));
+        self.messages.truncate(usize::from(self.has_begun(Source::Message)));
+        if !self.has_begun(Source::Norm) {
+            self.norm = None;
+        }
         while self.parameters.pop_first().is_some() {}
         while self.applied.pop_first().is_some() {}
+        while self.state.pop_first().is_some() {}
     }
 }

@@ -12,6 +12,7 @@ use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
+use paramhub_core::wire::{STATE_HEAD_BYTES, State};
 use paramhub_kernels::{Aggregator, Optimizer};
 
 use super::buffer::whole_lines;
@@ -36,7 +37,7 @@ pub(crate) struct ShardPlan {
 impl ShardPlan {
     /// Bytes of the largest payload a worker may send.
     pub(crate) fn frame_bytes_max(&self) -> usize {
-        self.settings.chunk_bytes.max(CONTROL_BYTES_MAX) as usize
+        (self.settings.chunk_bytes as usize + STATE_HEAD_BYTES).max(CONTROL_BYTES_MAX as usize)
     }
 }
 
@@ -79,6 +80,21 @@ impl Slot {
         Extent { key: self.key, offset: self.first, elements: self.elements }
     }
 
+    /// Where a slot of the optimizer's state lies for each of the [`blocks`](Self::blocks) that the optimizer is given: a
+    /// block's slots lie back to back.
+    pub(super) fn state_blocks(
+        &self,
+        state_slots: usize,
+        state_slot: usize,
+        block_elements: usize,
+    ) -> impl Iterator<Item = Range<usize>> + use<> {
+        let offset = self.offset;
+        self.blocks(block_elements).map(move |block| {
+            let start = (offset + block.start) * state_slots + state_slot * block.len();
+            start..start + block.len()
+        })
+    }
+
     /// Ranges of the chunk's elements that are worked on one after the other.
     pub(super) fn blocks(&self, block_elements: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let elements = self.elements as usize;
@@ -92,7 +108,8 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
     let arrays = 2 + layout.state_slots + layout.parked_ranks;
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
-    let slots = layout.slots.len() as u64 * size_of::<Slot>() as u64;
+    let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
+    let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
     // Of each stream: the frame it is about to spill, and the one a read cut off.
     let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
@@ -146,12 +163,17 @@ impl Layout {
             state_slots: plan.groups.iter().map(|h| plan.optimizer.state_slots(h)).max().unwrap_or(0),
             parked_ranks: if settings.reproducible { plan.workers as usize - 1 } else { 0 },
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
-            payload_bytes_max: slots.iter().map(|slot| slot.elements as usize * 4).max().unwrap_or(0),
+            payload_bytes_max: slots
+                .iter()
+                .map(|slot| State::bytes(slot.elements) as usize)
+                .max()
+                .unwrap_or(0),
             rules: Rules {
                 workers: plan.workers,
                 consistency: settings.consistency,
                 reproducible: settings.reproducible,
                 has_parameters: settings.has_parameters(),
+                two_phase: settings.is_two_phase(),
             },
             slots,
         }

@@ -8,8 +8,9 @@ use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Update};
 use paramhub_core::hyperparameters::Schedule;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Operation, Retune};
-use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, shared};
+use paramhub_core::wire::{Header, Norm, Operation, Release, Retune, State};
+use paramhub_kernels::squares::squares;
+use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, shared};
 
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory};
@@ -51,6 +52,10 @@ pub(crate) struct Shard {
     parked: Vec<Buffer>,
     /// Of every slot: whether `merge` holds a part of the step under way. Not kept in reproducible mode.
     merged: Vec<bool>,
+    /// In two phases, of every slot that is held: the squares of its mean gradient, added up.
+    squares: Vec<f64>,
+    /// What the step being released multiplies its mean gradient with.
+    factor: f32,
     arenas: Arenas,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
@@ -83,6 +88,8 @@ impl Shard {
                 .map(|rank| Buffer::zeroed(layout.elements, 3 + rank % 8))
                 .collect::<Result<_, _>>()?,
             merged: vec![false; layout.slots.len()],
+            squares: vec![0.0; if layout.rules.two_phase { layout.slots.len() } else { 0 }],
+            factor: 1.0,
             arenas: Arenas::new(plan.workers),
             encoded,
             outboxes: (0..plan.workers).map(|_| Outbox::new(slots, layout.payload_bytes_max)).collect(),
@@ -132,19 +139,22 @@ impl Shard {
         if self.has_left(rank) {
             return Err(Fault::AfterLeave(header.operation));
         }
-        let Some(expected_codec) = (match header.operation {
-            Operation::Push | Operation::PushPull => Some(self.slot(header.chunk)?.1.gradient),
-            Operation::Initialise => Some(self.slot(header.chunk)?.1.parameter),
-            Operation::Pull => {
-                self.slot(header.chunk)?;
-                None
-            }
-            _ => None,
-        }) else {
+        if !header.operation.is_about_a_chunk() {
             return Ok(());
-        };
+        }
         let slot = self.slot(header.chunk)?.1;
-        let expected = slot.elements * expected_codec.bytes() as u32;
+        let of_state = matches!(header.operation, Operation::PullState | Operation::InitialiseState);
+        if of_state && header.step as usize >= self.state_slots {
+            let (key, slots) = (self.key_name(slot.key), self.state_slots);
+            return Err(Fault::StateSlot { chunk: header.chunk, key, slot: header.step, slots });
+        }
+        let (expected_codec, expected) = match header.operation {
+            Operation::Push | Operation::PushPull => (slot.gradient, slot.extent().bytes(slot.gradient)),
+            Operation::Initialise => (slot.parameter, slot.extent().bytes(slot.parameter)),
+            Operation::InitialiseState => (Codec::F32, State::bytes(slot.elements)),
+            // Without a payload.
+            _ => return Ok(()),
+        };
         if header.codec != expected_codec || header.length != expected {
             return Err(Fault::Payload {
                 chunk: header.chunk,
@@ -174,7 +184,17 @@ impl Shard {
                 self.exchange.stranded_at(index).map_err(Fault::Stranded)
             }
             Operation::Initialise => self.initialise(rank, header, payload),
+            Operation::PullState => {
+                let (index, slot) = self.slot(header.chunk)?;
+                // Every slot has a number that fits: `check` compared.
+                let pulled = self.exchange.pull_state(index, rank, header.step as u8);
+                pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+                self.settle(index);
+                self.exchange.stranded_at(index).map_err(Fault::Stranded)
+            }
+            Operation::InitialiseState => self.initialise_state(rank, header, payload.here()),
             Operation::Retune => self.retune(header.chunk, header.step, payload.here()),
+            Operation::Release => self.release(rank, header.step, payload.here()),
             Operation::Leave => self.leave(rank),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
             _ => Ok(()),
@@ -203,15 +223,16 @@ impl Shard {
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
         self.counters.contributions += 1;
         self.fold(index, slot, rank, payload, &arrival.fold);
-        match arrival.update {
-            Some(update) => {
-                // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
-                self.settle(index);
-                self.optimise(index, slot, rank, update);
-                Ok(())
-            }
-            None => self.exchange.stranded_at(index).map_err(Fault::Stranded),
+        if let Some(update) = arrival.update {
+            let is_of_all = self.plan.settings.consistency == Consistency::Synchronous;
+            self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(rank));
+            self.optimise(index, slot, update);
+            return Ok(());
         }
+        if arrival.is_held {
+            self.hold(index, slot);
+        }
+        self.exchange.stranded_at(index).map_err(Fault::Stranded)
     }
 
     /// Takes a contribution's payload where it must not stay. What lies in an arena stays there until the step is complete,
@@ -247,22 +268,76 @@ impl Shard {
         }
     }
 
-    /// Completes the sum with what lies in arenas, runs the optimizer and hands out the new parameters, block by block while
-    /// each is in cache (PHub section 3.2.2). `rank` brought the last contribution.
-    fn optimise(&mut self, index: u32, slot: Slot, rank: u32, update: Update) {
+    /// Completes the sum with what lies in arenas and looks at its norm, block by block; with the last chunk of the step, tells
+    /// everybody.
+    fn hold(&mut self, index: u32, slot: Slot) {
+        let settings = &self.plan.settings;
+        let merged = std::mem::replace(&mut self.merged[index as usize], true) || settings.reproducible;
+        let factor = mean_factor(self.plan.workers);
+        self.arenas.find_sources(&slot.extent(), None);
+        let mut total = 0.0;
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let sum = &mut self.merge[slot.offset + block.start..slot.offset + block.end];
+            if !settings.reproducible {
+                self.arenas.gather(&*self.plan.aggregator, slot.gradient, block.start, sum, merged);
+            }
+            total += squares(sum, factor);
+        }
+        self.squares[index as usize] = total;
+        if let Some(step) = self.exchange.held_step() {
+            // In the order of slots, whatever the order of arrival.
+            let norm = Norm(self.squares.iter().sum());
+            for (outbox, rank) in self.outboxes.iter_mut().zip(0..) {
+                outbox.tell_norm(step, norm);
+                self.dirty.insert(rank);
+            }
+        }
+    }
+
+    fn release(&mut self, rank: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
+        let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
+        let Release(factor) = Release::decode(payload).ok_or_else(short)?;
+        self.exchange.release(rank, step).map_err(Fault::Release)?;
+        self.factor = factor;
+        Ok(())
+    }
+
+    /// Whether chunks of a released step wait for [`Shard::update_released`].
+    pub(crate) fn is_releasing(&self) -> bool {
+        self.exchange.is_releasing()
+    }
+
+    /// Updates the next chunks of a released step, about so many elements.
+    pub(crate) fn update_released(&mut self, elements: usize) {
+        let mut done = 0;
+        while done < elements
+            && let Some((index, update)) = self.exchange.release_next()
+        {
+            let slot = self.slots[index as usize];
+            // The sum has been complete since the chunk was held.
+            self.arenas.find_no_sources();
+            self.optimise(index, slot, update);
+            done += slot.elements as usize;
+        }
+    }
+
+    /// Completes the sum with what lies in arenas, where sources were found there, runs the optimizer and hands out the new
+    /// parameters, block by block while each is in cache (PHub section 3.2.2).
+    fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
+        // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
+        self.settle(index);
         self.spill(index, slot);
         self.newest_step = self.newest_step.max(update.step);
         let step = Step {
             hyperparameters: self.schedules[usize::from(slot.group)].at(update.step),
             number: update.number,
             contributions: update.contributions,
+            factor: self.factor,
         };
         let settings = &self.plan.settings;
-        let is_of_all = settings.consistency == Consistency::Synchronous;
         let merged = std::mem::take(&mut self.merged[index as usize]) || settings.reproducible;
         let (aggregator, optimizer) = (&*self.plan.aggregator, &*self.plan.optimizer);
         let extent = slot.extent();
-        self.arenas.find_sources(&extent, (!is_of_all).then_some(rank));
         let is_whole = self.block_elements > BLOCK_ELEMENTS;
         let mut total = [0.0_f32; BLOCK_ELEMENTS];
         for block in slot.blocks(self.block_elements) {
@@ -308,6 +383,38 @@ impl Shard {
         self.settle(index);
         self.deliver(slot, true);
         Ok(())
+    }
+
+    fn initialise_state(&mut self, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot) = self.slot(header.chunk)?;
+        let state = State::decode(payload).expect("its length was compared");
+        self.exchange
+            .initialise_state(index, rank, state.updates)
+            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        let mut values = state.values;
+        for block in slot.state_blocks(self.state_slots, header.step as usize, self.block_elements) {
+            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
+            convert::decode(wire, &mut self.state[block], Codec::F32);
+            values = rest;
+        }
+        self.outboxes[rank as usize].owe(index, Answer::Applied);
+        self.dirty.insert(rank);
+        Ok(())
+    }
+
+    /// Copies the state owed to `rank` to where it leaves from, and says which slot it is. Nothing that has begun to leave
+    /// may lie there.
+    pub(crate) fn stage_state(&mut self, rank: u32, index: u32) -> Answer {
+        let answer = self.exchange.owed(index, rank).expect("what is in the outbox is owed");
+        let Answer::State(state_slot) = answer else { unreachable!("{answer:?} is in another set") };
+        let slot = self.slots[index as usize];
+        let wire = &mut self.outboxes[rank as usize].spill;
+        wire.clear();
+        wire.extend_from_slice(&State::head(self.exchange.updates(index)));
+        for block in slot.state_blocks(self.state_slots, usize::from(state_slot), self.block_elements) {
+            wire.extend_from_slice(bytemuck::cast_slice(&self.state[block]));
+        }
+        answer
     }
 
     /// Hands the chunk's parameters out as they are.
@@ -421,6 +528,11 @@ impl Shard {
         let step = self.exchange.answer_version(index, rank);
         match answer {
             Answer::Applied => (Header { chunk, step, ..Header::bare(Operation::Applied) }, &[]),
+            Answer::State(state_slot) => {
+                let staged = &self.outboxes[rank as usize].spill[..];
+                let (step, length) = (u32::from(state_slot), staged.len() as u32);
+                (Header { chunk, step, length, ..Header::bare(Operation::State) }, staged)
+            }
             Answer::Parameters => {
                 let payload = self.payload(slot);
                 let length = payload.len() as u32;
@@ -437,6 +549,7 @@ impl Shard {
         match source {
             Source::Empty => &[],
             Source::Message => &outbox.messages.front().expect("a begun message stays in front").1,
+            Source::Norm => &outbox.norm.as_ref().expect("a begun norm stays").1,
             Source::Spill => &outbox.spill,
             Source::Model(index) => self.payload(self.slots[index as usize]),
         }
@@ -470,6 +583,7 @@ impl Shard {
         }
         self.model = Buffer::default();
         self.merge = Buffer::default();
+        self.squares = Vec::new();
         self.state = Buffer::default();
         self.parked = Vec::new();
         self.encoded = Vec::new();

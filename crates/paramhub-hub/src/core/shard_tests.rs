@@ -133,6 +133,129 @@ fn a_frame_under_way_keeps_the_values_it_began_with() {
 }
 
 #[test]
+fn state_is_given_back_to_its_place_and_keeps_its_values_under_way() {
+    // Several blocks, the last of them not whole, in which Adam's two slots alternate.
+    const ELEMENTS: usize = 3 * BLOCK_ELEMENTS + 7;
+    let mut shard = shard(2, vec![Key::new("w", [ELEMENTS as u64])], |settings| {
+        settings.optimizer.name = "adam".into();
+        settings.consistency = Consistency::Asynchronous;
+        settings.chunk_bytes = 1 << 20;
+    });
+    let values = |slot: usize| (0..ELEMENTS).map(|i| (i + slot * 10_000) as f32).collect::<Vec<_>>();
+    let acknowledged = |shard: &mut Shard| {
+        let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+        shard.answer_begun(0, slot);
+    };
+    for slot in 0..2 {
+        let payload = [&State::head(41)[..], &wire(&values(slot))].concat();
+        take(&mut shard, 0, &header(Operation::InitialiseState, 0, slot as u32, &payload), &payload).unwrap();
+        acknowledged(&mut shard);
+    }
+    let payload = wire(&vec![0.0; ELEMENTS]);
+    take(&mut shard, 0, &header(Operation::Initialise, 0, 0, &payload), &payload).unwrap();
+    acknowledged(&mut shard);
+    let pull = |shard: &mut Shard, slot: u32| {
+        take(shard, 0, &header(Operation::PullState, 0, slot, &[]), &[]).unwrap();
+        let index = shard.outboxes[0].state.pop_first().expect("state is owed");
+        let answer = shard.stage_state(0, index);
+        let (header, payload) = shard.answer(0, index, answer);
+        let (header, payload) = (header, payload.to_vec());
+        assert_eq!((header.operation, header.step), (Operation::State, slot));
+        shard.answer_begun(0, index);
+        (header, payload)
+    };
+    for slot in [1, 0] {
+        let expected = wire(&values(slot));
+        let (_, payload) = pull(&mut shard, slot as u32);
+        assert_eq!(State::decode(&payload), Some(State { updates: 41, values: &expected }));
+    }
+    let (begun, payload) = pull(&mut shard, 1);
+    shard.outboxes[0].begun = Some(Begun { header: begun, source: Source::Spill });
+    assert!(!shard.outboxes[0].may_spill(), "no other state may be staged over it");
+    push_pull(&mut shard, 1, 0, 0, &vec![1.0; ELEMENTS]).unwrap();
+    answer(&mut shard, 1);
+    assert_eq!(shard.begun_payload(0, Source::Spill), payload, "what has begun to leave changes no more");
+    shard.outboxes[0].begun = None;
+    let (_, changed) = pull(&mut shard, 1);
+    assert_eq!(State::decode(&changed).unwrap().updates, 42);
+    assert!(payload.chunks(4).skip(2).zip(changed.chunks(4).skip(2)).all(|(before, after)| before != after));
+}
+
+#[test]
+fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
+    const CHUNKS: u32 = 8;
+    let start = |reproducible| {
+        let keys = vec![Key::new("w", [u64::from(CHUNKS) * 256])];
+        let mut shard = shard(2, keys, |settings| {
+            let rate = Hyperparameters { learning_rate: 1.0, ..Default::default() };
+            settings.optimizer =
+                OptimizerChoice { hyperparameters: Some(rate), ..OptimizerChoice::named("sgd") };
+            settings.two_phase = true;
+            settings.reproducible = reproducible;
+        });
+        let zeros = wire(&[0.0; 256]);
+        for chunk in 0..CHUNKS {
+            take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &zeros), &zeros).unwrap();
+            let slot = shard.outboxes[0].applied.pop_first().expect("an acknowledgement is owed");
+            shard.answer_begun(0, slot);
+        }
+        shard
+    };
+    for reproducible in [false, true] {
+        let mut shard = start(reproducible);
+        for step in 0..3 {
+            for chunk in (0..CHUNKS).rev() {
+                assert!(shard.outboxes.iter().all(|outbox| outbox.norm.is_none()), "it is not complete");
+                for rank in [1, 0] {
+                    push_pull(&mut shard, rank, chunk, step, &[1.0 + 2.0 * rank as f32; 256]).unwrap();
+                }
+            }
+            // The mean of 1 and 3 in each element.
+            let norm = Norm(f64::from(CHUNKS * 256) * 4.0).encode();
+            for outbox in &mut shard.outboxes {
+                let (header, payload) = outbox.norm.take().expect("everybody is told");
+                assert_eq!((header.operation, header.step, payload), (Operation::Norm, step, norm));
+                assert!(outbox.is_empty(), "nothing is answered before the release");
+            }
+            assert!(!shard.is_releasing());
+            let factor = Release(0.25).encode();
+            take(&mut shard, 0, &header(Operation::Release, 0, step, &factor), &factor).unwrap();
+            let mut turns = 0;
+            while shard.is_releasing() {
+                shard.update_released(3 * 256);
+                turns += 1;
+                let updated = (3 * turns).min(CHUNKS);
+                assert_eq!(shard.outboxes[1].parameters.len(), updated, "so many and no more");
+                assert_eq!(shard.counters().updates, u64::from(step * CHUNKS + updated));
+            }
+            assert_eq!(turns, 3);
+            for rank in 0..2 {
+                for chunk in 0..CHUNKS {
+                    let (header, model) = answer(&mut shard, rank);
+                    assert_eq!((header.chunk, header.step), (chunk, step + 1));
+                    assert_eq!(model, [-0.5 * (step + 1) as f32; 256]);
+                }
+            }
+        }
+        shard.free();
+        shard.update_released(usize::MAX);
+    }
+}
+
+#[test]
+fn a_norm_that_has_begun_to_leave_outlives_its_job() {
+    let mut shard = shard(1, vec![Key::new("w", [1])], |_| {});
+    shard.outboxes[0].tell_norm(3, Norm(1.0));
+    let (header, payload) = shard.outboxes[0].norm.unwrap();
+    shard.outboxes[0].begun = Some(Begun { header, source: Source::Norm });
+    shard.free();
+    assert_eq!(shard.begun_payload(0, Source::Norm), payload);
+    shard.outboxes[0].begun = None;
+    shard.outboxes[0].forget();
+    assert!(shard.outboxes[0].is_empty());
+}
+
+#[test]
 fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time() {
     let rate = |learning_rate| Hyperparameters { learning_rate, ..Default::default() };
     let mut shard = shard(1, vec![Key::new("w", [300])], |settings| {

@@ -208,7 +208,8 @@ impl Guest {
                 };
                 match directory.admit(&hello, origin) {
                     Ok(admitted) => {
-                        self.outbox.extend_from_slice(&Verdict::Welcome { proof: hub }.encode());
+                        let welcome = Verdict::Welcome { proof: hub, state_slots: admitted.state_slots };
+                        self.outbox.extend_from_slice(&welcome.encode());
                         self.stage = Stage::Welcome(hello, Some(admitted));
                     }
                     Err((refusal, message)) => self.refuse(refusal, message),

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::limits::STATE_SLOTS_MAX;
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
@@ -24,6 +25,8 @@ pub(crate) struct Job {
     /// Of the job, this one included.
     pub(super) hubs: usize,
     pub(super) placement: Arc<Placement>,
+    /// Values of state the optimizer keeps a parameter.
+    pub(super) state_slots: u8,
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
     pub(super) memory_bytes: u64,
@@ -70,6 +73,14 @@ impl Job {
                 .check(hyperparameters)
                 .map_err(|error| format!("optimizer `{}`{of_group}: {error}", settings.optimizer.name))?;
         }
+        let state_slots =
+            groups.iter().map(|group| optimizer.state_slots(group)).max().expect("there is a group 0");
+        let state_slots = u8::try_from(state_slots).map_err(|_| {
+            format!(
+                "optimizer `{}` keeps {state_slots} values of state a parameter, more than the {STATE_SLOTS_MAX} a hub can number",
+                settings.optimizer.name
+            )
+        })?;
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
         let placement =
@@ -111,6 +122,7 @@ impl Job {
             settings,
             hubs: plan.hubs.len(),
             placement,
+            state_slots,
             routes,
             missing_bytes: None,
             left: HashSet::new(),

@@ -31,7 +31,8 @@ fn infinite_and_absent_gradients_go_through_as_in_the_reference() {
             let mut state = vec![0.0; optimizer.state_slots(&case.hyperparameters) * model.len()];
             let mut wanted_state = [[0.0; 2]; 9];
             for number in 1..=STEPS {
-                let step = Step { hyperparameters: &case.hyperparameters, number, contributions: 3 };
+                let step =
+                    Step { hyperparameters: &case.hyperparameters, number, contributions: 3, factor: 1.0 };
                 optimizer.apply(&step, &mut model, &sums, &mut state);
                 for ((parameter, sum), state) in want.iter_mut().zip(sums).zip(&mut wanted_state) {
                     *parameter = (case.reference)(&step, *parameter, sum, state);
@@ -67,7 +68,7 @@ fn a_momentum_set_to_zero_for_a_while_keeps_its_buffer_as_torch_does() {
     for (number, h, parameter, velocity) in
         [(1, &momentum, -1.0, 1.0), (2, &plain, -2.0, 1.0), (3, &momentum, -3.5, 1.5)]
     {
-        let step = Step { hyperparameters: h, number, contributions: 1 };
+        let step = Step { hyperparameters: h, number, contributions: 1, factor: 1.0 };
         Sgd::new().apply(&step, &mut model, &[1.0], &mut buffer);
         assert_eq!((model, buffer), ([parameter], [velocity]), "step {number}");
     }
@@ -101,7 +102,7 @@ fn values_out_of_range_are_named() {
 #[should_panic(expected = "0 state values do not hold 1 slots of 2")]
 fn momentum_without_its_buffer_is_a_bug_of_the_caller() {
     let h = Hyperparameters { momentum: 0.9, ..Hyperparameters::default() };
-    let step = Step { hyperparameters: &h, number: 1, contributions: 1 };
+    let step = Step { hyperparameters: &h, number: 1, contributions: 1, factor: 1.0 };
     Sgd::new().apply(&step, &mut [0.0; 2], &[0.0; 2], &mut []);
 }
 
@@ -126,11 +127,32 @@ proptest! {
         let (mut head, mut tail) = (vec![0.0; slots * cut], vec![0.0; slots * (len - cut)]);
         for number in 1..=STEPS {
             let sum = random.numbers(len);
-            let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+            let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
             optimizer.apply(&step, &mut whole, &sum, &mut state);
             optimizer.apply(&step, &mut pieces[..cut], &sum[..cut], &mut head);
             optimizer.apply(&step, &mut pieces[cut..], &sum[cut..], &mut tail);
             assert_same(&pieces, &whole, &case.name);
+        }
+    }
+}
+
+#[test]
+fn a_factor_scales_the_gradient_before_anything_is_made_of_it() {
+    for case in &cases() {
+        let optimizer = (case.optimizer)(Isa::best());
+        let mut random = Random(5);
+        let mut scaled = random.numbers(1000);
+        let mut smaller = scaled.clone();
+        let mut states = [(); 2].map(|()| vec![0.0; optimizer.state_slots(&case.hyperparameters) * 1000]);
+        for number in 1..=STEPS {
+            // A power of two, so that both ways are exact.
+            let sum = random.numbers(1000);
+            let quarter: Vec<f32> = sum.iter().map(|value| value / 4.0).collect();
+            let step =
+                Step { hyperparameters: &case.hyperparameters, number, contributions: 3, factor: 0.25 };
+            optimizer.apply(&step, &mut scaled, &sum, &mut states[0]);
+            optimizer.apply(&Step { factor: 1.0, ..step }, &mut smaller, &quarter, &mut states[1]);
+            assert_same(&scaled, &smaller, &case.name);
         }
     }
 }
@@ -204,7 +226,7 @@ fn compare(case: &Case, len: usize, shift: usize) {
         let mut want = start.clone();
         let mut wanted_state = vec![[0.0; 2]; len];
         for (number, sum) in (1..).zip(&sums) {
-            let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+            let step = Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
             for ((parameter, sum), state) in want.iter_mut().zip(&sum[shift..]).zip(&mut wanted_state) {
                 *parameter = (case.reference)(&step, *parameter, *sum, state);
             }
@@ -217,7 +239,8 @@ fn compare(case: &Case, len: usize, shift: usize) {
             let mut model = start.clone();
             let mut state = vec![0.0; shift + slots * len];
             for (number, sum) in (1..).zip(&sums) {
-                let step = Step { hyperparameters: &case.hyperparameters, number, contributions };
+                let step =
+                    Step { hyperparameters: &case.hyperparameters, number, contributions, factor: 1.0 };
                 optimizer.apply(&step, &mut model, &sum[shift..], &mut state[shift..]);
             }
             let what = format!("{}, {len} elements, {contributions} contributions, {isa}", case.name);

@@ -30,7 +30,8 @@ fn optimizers_follow_torch_optim() {
             optimizer.check(&hyperparameters).unwrap();
             let sum: Vec<f32> =
                 numbers(&given["gradient"]).map(|value| value as f32 * CONTRIBUTIONS as f32).collect();
-            let step = Step { hyperparameters: &hyperparameters, number, contributions: CONTRIBUTIONS };
+            let step =
+                Step { hyperparameters: &hyperparameters, number, contributions: CONTRIBUTIONS, factor: 1.0 };
             optimizer.apply(&step, &mut model, &sum, &mut state);
 
             assert_close(&model, &given["model"], &format!("{name}: model after step {number}"));

@@ -4,8 +4,9 @@ use std::time::Duration;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::norms::clip_factor;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Header, Notice, Operation, Retune};
+use paramhub_core::wire::{Header, Norm, Notice, Operation, Release, Retune, State};
 use paramhub_kernels::convert;
 use paramhub_worker::{Options, WorkerError};
 
@@ -407,5 +408,89 @@ fn notices_are_kept_and_told() {
         (Some(2), notice.message.as_str(), &*hub.address)
     );
     assert_eq!(job.notices(), [heard]);
+    part(job, peers);
+}
+
+#[test]
+fn a_norm_is_complete_with_every_routes_part_and_rank_zero_releases_it_on_every_stream() {
+    let settings = || Settings { clip_norm: Some(1.0), ..settings(&[2 * CHUNK as u64]) };
+    for rank in [0, 1] {
+        let hub = Hub::new(2);
+        let (job, mut peers) = hub.open(hub.admission(rank, settings()), Options::default());
+        for step in 0..3 {
+            let mut norm = job.gradient_norm(step).unwrap();
+            let handle = job.push_pull(0, ramp(2 * CHUNK), vec![0.0_f32; 2 * CHUNK]).unwrap();
+            let (told, hear) = mpsc::channel();
+            job.gradient_norm(step).unwrap().on_complete(move |outcome| told.send(outcome.is_ok()).unwrap());
+            let requests: Vec<_> = peers.iter_mut().map(|peer| peer.request().unwrap()).collect();
+            for (peer, part) in peers.iter_mut().zip([9.0, 16.0]) {
+                assert!(!norm.is_done(), "a part is missing");
+                let header = Header { step, ..Header::bare(Operation::Norm) };
+                peer.say(header, &Norm(part).encode());
+            }
+            assert!(norm.wait_timeout(PATIENCE).unwrap());
+            assert_eq!(norm.wait().unwrap().1, 5.0);
+            assert!(hear.recv_timeout(PATIENCE).unwrap());
+            assert_eq!(job.last_gradient_norm(), Some((step, 5.0)));
+            for (peer, (header, payload)) in peers.iter_mut().zip(requests) {
+                if rank == 0 {
+                    let (header, factor) = peer.request().unwrap();
+                    assert_eq!((header.operation, header.step), (Operation::Release, step));
+                    assert_eq!(Release::decode(&factor), Some(Release(clip_factor(1.0, 5.0))));
+                }
+                peer.parameters(header.chunk, step + 1, &payload);
+            }
+            handle.wait().unwrap();
+        }
+        part(job, peers);
+    }
+}
+
+#[test]
+fn a_norm_that_nothing_waits_for_breaks_the_protocol() {
+    let norm = |peer: &mut Peer, step| {
+        peer.say(Header { step, ..Header::bare(Operation::Norm) }, &Norm(1.0).encode());
+    };
+    let clipped = || Settings { clip_norm: Some(1.0), ..settings(&[10]) };
+    for (settings, steps) in [(settings(&[10]), vec![0]), (clipped(), vec![4, 4]), (clipped(), vec![4, 6])] {
+        let hub = Hub::new(1);
+        let (job, mut peers) = hub.open_plain(settings);
+        let handle = job.push(0, ramp(10)).unwrap();
+        for &step in &steps {
+            norm(&mut peers[0], step);
+        }
+        let told = handle.wait().unwrap_err();
+        assert!(matches!(told, WorkerError::Protocol { .. }), "{steps:?}: {told}");
+        assert!(told.to_string().contains("for which nothing waits"), "{told}");
+        let late = job.gradient_norm(9).unwrap_err().to_string();
+        assert!(late.contains("for which nothing waits") || late.contains("only in two phases"), "{late}");
+    }
+}
+
+#[test]
+fn optimizer_state_travels_chunk_by_chunk_behind_its_count() {
+    let hub = Hub::new(1);
+    let settings = settings(&[CHUNK as u64 + 3]);
+    let (job, mut peers) = hub.open(hub.admission(0, settings), Options::default());
+    assert_eq!(job.state_slots(), 2);
+    let values = ramp(CHUNK + 3);
+    let handle = job.initialise_state(0, 1, values.clone(), 12).unwrap();
+    for chunk in values.chunks(CHUNK) {
+        let (header, payload) = peers[0].request().unwrap();
+        assert_eq!((header.operation, header.step), (Operation::InitialiseState, 1));
+        let values = bytemuck::cast_slice(chunk);
+        assert_eq!(State::decode(&payload), Some(State { updates: 12, values }));
+        peers[0].applied(header.chunk, 0);
+    }
+    assert_eq!(handle.wait().unwrap().0, values);
+    let handle = job.pull_state(0, 1, vec![0.0_f32; CHUNK + 3]).unwrap();
+    for (chunk, updates) in values.chunks(CHUNK).zip([14, 13]) {
+        let (header, _) = peers[0].request().unwrap();
+        assert_eq!((header.operation, header.step), (Operation::PullState, 1));
+        let header = Header { chunk: header.chunk, step: 1, ..Header::bare(Operation::State) };
+        peers[0].say(header, &[&State::head(updates)[..], bytemuck::cast_slice(chunk)].concat());
+    }
+    let pulled = handle.finish();
+    assert_eq!((pulled.parameters, pulled.updates), (values, 13), "the smallest count is told");
     part(job, peers);
 }

@@ -59,7 +59,7 @@ fn a_refusal_is_passed_on() {
 #[test]
 fn a_hub_that_does_not_know_the_nonce_is_unmasked() {
     let refused = Hub::new(1).turn_away(Options::default(), |socket| {
-        conclude(socket, &Verdict::Welcome { proof: Proof([0; 32]) });
+        conclude(socket, &Verdict::Welcome { proof: Proof([0; 32]), state_slots: 0 });
     });
     assert!(refused.to_string().contains("does not know the job's nonce"), "{refused}");
 }

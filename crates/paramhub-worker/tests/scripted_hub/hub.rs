@@ -81,7 +81,8 @@ impl Hub {
         let mut proof = [0; PROOF_BYTES];
         read_exact_by(&mut socket, &mut proof, deadline).unwrap();
         assert!(Proof(proof).matches(&expected), "the worker's proof");
-        write_all_by(&mut socket, &Verdict::Welcome { proof: mine }.encode(), deadline).unwrap();
+        write_all_by(&mut socket, &Verdict::Welcome { proof: mine, state_slots: 2 }.encode(), deadline)
+            .unwrap();
         Peer::new(socket, hello)
     }
 

@@ -3,6 +3,7 @@
 
 mod bad_frames;
 mod bystander;
+mod clipping;
 mod cluster;
 mod consistency;
 mod groups;
@@ -11,6 +12,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod state;
 mod streams;
 mod tenants;
 

@@ -1,5 +1,7 @@
 //! What is exchanged with every other rank over shared memory is as right as over TCP, and what is wrong is said.
 
+mod bystander;
+mod clipping;
 mod cluster;
 mod consistency;
 mod groups;
@@ -8,6 +10,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod state;
 mod tenants;
 
 use paramhub_worker::Transport;

@@ -125,6 +125,7 @@ pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec
                 hyperparameters: &hyperparameters,
                 number: u64::from(step) + 1,
                 contributions: workers,
+                factor: 1.0,
             };
             optimizer.apply(&step, model, &sum, &mut state);
         }

@@ -1,6 +1,7 @@
 //! What is exchanged over shared memory is as right as over TCP, and what is wrong is said.
 
 mod bystander;
+mod clipping;
 mod cluster;
 mod consistency;
 mod groups;
@@ -11,6 +12,7 @@ mod offences;
 mod raw;
 mod reproducible;
 mod shared;
+mod state;
 mod tenants;
 
 use paramhub_worker::Transport;

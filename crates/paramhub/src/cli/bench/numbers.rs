@@ -87,7 +87,12 @@ pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::R
             contribute(START, number, first, model);
             state.fill(0.0);
             for number in 1..=exchanges {
-                let step = Step { hyperparameters: &hyperparameters, number, contributions: spec.workers };
+                let step = Step {
+                    hyperparameters: &hyperparameters,
+                    number,
+                    contributions: spec.workers,
+                    factor: 1.0,
+                };
                 optimizer.apply(&step, model, sum, state);
             }
             convert::encode(model, wire, codec);

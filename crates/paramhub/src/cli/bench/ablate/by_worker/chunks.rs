@@ -91,6 +91,7 @@ impl Chunks {
             consistency: settings.consistency,
             reproducible: settings.reproducible,
             has_parameters: settings.has_parameters(),
+            two_phase: false,
         };
         let chunk = |&chunk: &u32| {
             let extent = map.extent(chunk).expect("a placed chunk is in the map");
@@ -212,6 +213,7 @@ impl Chunks {
                 hyperparameters: &self.hyperparameters,
                 number: update.number,
                 contributions: update.contributions,
+                factor: 1.0,
             };
             let mut model = chunk.model.write().unwrap_or_else(PoisonError::into_inner);
             self.optimizer.apply(&step, &mut model.values, &work.sum, &mut work.state);
@@ -262,6 +264,7 @@ impl Chunks {
                 let length = chunk.elements * chunk.codec.bytes() as u32;
                 Header { operation: Operation::Parameters, codec: chunk.codec, length, ..header }
             }
+            Answer::State(_) => unreachable!("nobody asks for optimizer state here"),
         }
     }
 

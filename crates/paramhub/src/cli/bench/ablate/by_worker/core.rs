@@ -139,7 +139,7 @@ impl Core {
             lane.versions[slot as usize] = version;
             match answer {
                 Answer::Applied => lane.applied.insert(slot),
-                Answer::Parameters => lane.parameters.insert(slot),
+                Answer::Parameters | Answer::State(_) => lane.parameters.insert(slot),
             };
         }
         self.owed = owed;
@@ -219,7 +219,7 @@ impl Lane {
         for &(slot, answer) in &picks[begun..count.max(begun)] {
             match answer {
                 Answer::Applied => self.applied.insert(slot),
-                Answer::Parameters => self.parameters.insert(slot),
+                Answer::Parameters | Answer::State(_) => self.parameters.insert(slot),
             };
         }
         Ok(Written { bytes: sent.bytes, is_blocked: sent.blocked })

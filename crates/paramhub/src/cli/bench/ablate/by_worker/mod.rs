@@ -141,7 +141,7 @@ fn shake_hands(
     if !Proof(given).matches(&expected) {
         bail!("a stranger came");
     }
-    write_all_by(&mut socket, &Verdict::Welcome { proof }.encode(), deadline)?;
+    write_all_by(&mut socket, &Verdict::Welcome { proof, state_slots: 0 }.encode(), deadline)?;
     Ok((hello.rank, socket))
 }
 

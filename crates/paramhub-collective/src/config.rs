@@ -1,0 +1,81 @@
+//! How a mesh is put together.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub_core::auth::Nonce;
+use paramhub_core::limits::WORKERS_MAX;
+
+use crate::error::{MeshError, Who};
+
+/// What a rank must know to join a mesh. All but `rank` and the timeouts must be the same on every rank.
+#[derive(Clone, Debug)]
+pub struct MeshConfig {
+    /// For messages.
+    pub name: Arc<str>,
+    /// This process, counted from 0.
+    pub rank: u32,
+    /// Ranks in the mesh.
+    pub size: u32,
+    /// What all ranks know and nobody else. Two meshes must not share it: derive one from the job's for each.
+    pub secret: Nonce,
+    /// Where each rank listens, by rank: what [`MeshListener::address`](crate::MeshListener::address) said there, with an IP
+    /// address under which the others reach it. The caller exchanges them. The own one is not used.
+    pub addresses: Vec<SocketAddr>,
+    /// How long [`join`](crate::MeshListener::join) waits for the others.
+    pub join_timeout: Duration,
+    /// A peer that has not been heard for so long, while something is outstanding, is given up. Peers send heartbeats.
+    pub dead_after: Duration,
+}
+
+impl MeshConfig {
+    /// How long joining may take.
+    pub const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+    /// Outlasts a switch that restarts its port; a killed process is noticed at once without it.
+    pub const DEAD_AFTER: Duration = Duration::from_secs(30);
+
+    /// With the default timeouts.
+    pub fn new(rank: u32, secret: Nonce, addresses: Vec<SocketAddr>) -> Self {
+        MeshConfig {
+            name: "default".into(),
+            rank,
+            size: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
+            secret,
+            addresses,
+            join_timeout: Self::JOIN_TIMEOUT,
+            dead_after: Self::DEAD_AFTER,
+        }
+    }
+
+    pub(crate) fn who(&self) -> Who {
+        Who { mesh: Arc::clone(&self.name), rank: self.rank }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), MeshError> {
+        let (rank, size) = (self.rank, self.size);
+        let reason = if size == 0 || size > WORKERS_MAX {
+            format!("a mesh has 1 to {WORKERS_MAX} ranks, not {size}")
+        } else if rank >= size {
+            format!("a mesh of {size} has ranks 0 to {}, not {rank}", size - 1)
+        } else if self.addresses.len() != size as usize {
+            format!(
+                "{} addresses were given for {size} ranks: give one for each, by rank",
+                self.addresses.len()
+            )
+        } else if let Some(rank) = (0..rank).find(|rank| self.addresses[*rank as usize].port() == 0) {
+            format!("the address of rank {rank} has port 0: give the one that its listener has got")
+        } else if let Some(rank) = (0..rank).find(|rank| self.addresses[*rank as usize].ip().is_unspecified())
+        {
+            let address = self.addresses[rank as usize];
+            format!(
+                "rank {rank} cannot be reached at {address}: give the IP address of one of its interfaces"
+            )
+        } else if self.dead_after.is_zero() {
+            "dead_after is zero: no peer answers that fast".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(MeshError::Configuration { who: self.who(), reason: reason.into() })
+    }
+}

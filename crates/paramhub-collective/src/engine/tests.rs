@@ -1,0 +1,361 @@
+//! An engine against peers that speak the protocol by hand, or over connections that cut everything into crumbs.
+
+use std::io::{Read, Write};
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::Duration;
+
+use paramhub_core::auth::Nonce;
+use paramhub_transport::{ReceiveRegion, SendRegion, lend};
+
+use crate::config::MeshConfig;
+use crate::descriptor::{Collective, DESCRIPTOR_BYTES, Descriptor};
+use crate::element::{ElementType, ReduceOp};
+use crate::error::MeshError;
+use crate::mesh::Mesh;
+use crate::wire::{Channel, HEADER_BYTES, Header, Kind, PIECE_BYTES};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn mesh(rank: u32, sockets: Vec<Option<UnixStream>>) -> Mesh {
+    mesh_with(rank, sockets, MeshConfig::DEAD_AFTER)
+}
+
+fn mesh_with(rank: u32, sockets: Vec<Option<UnixStream>>, dead_after: Duration) -> Mesh {
+    let nowhere: SocketAddr = ([127, 0, 0, 1], 1).into();
+    let config = MeshConfig::new(rank, Nonce([0; 32]), vec![nowhere; sockets.len()]);
+    let sockets = sockets.into_iter().map(|socket| {
+        socket.map(|socket| {
+            socket.set_nonblocking(true).unwrap();
+            OwnedFd::from(socket)
+        })
+    });
+    Mesh::start(&MeshConfig { dead_after, ..config }, sockets.collect()).unwrap()
+}
+
+/// A peer's end of a connection, spoken by hand.
+struct Hand(UnixStream);
+
+impl Hand {
+    fn say(&mut self, header: Header, payload: &[u8]) {
+        let header = Header { length: payload.len() as u32, ..header };
+        self.0.write_all(&header.encode()).unwrap();
+        self.0.write_all(payload).unwrap();
+    }
+
+    /// The next frame that is no heartbeat.
+    fn hear(&mut self) -> (Header, Vec<u8>) {
+        loop {
+            let (header, payload) = self.hear_all();
+            if header.kind != Kind::Heartbeat {
+                return (header, payload);
+            }
+        }
+    }
+
+    fn hear_all(&mut self) -> (Header, Vec<u8>) {
+        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut head = [0; HEADER_BYTES];
+        self.0.read_exact(&mut head).unwrap();
+        let header = Header::decode(&head).unwrap();
+        let mut payload = vec![0; header.length as usize];
+        self.0.read_exact(&mut payload).unwrap();
+        (header, payload)
+    }
+}
+
+/// Rank 0 of a mesh whose other ranks are hands.
+fn by_hand(size: usize) -> (Mesh, Vec<Hand>) {
+    let (mut sockets, mut hands) = (vec![None], Vec::new());
+    for _ in 1..size {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        sockets.push(Some(ours));
+        hands.push(Hand(theirs));
+    }
+    (mesh(0, sockets), hands)
+}
+
+fn receive(mesh: &Mesh, peer: u32, tag: u64, bytes: usize) -> crate::Handle {
+    mesh.receive(peer, tag, ReceiveRegion::owned(vec![0_u8; bytes])).unwrap()
+}
+
+#[test]
+fn what_breaks_the_protocol_is_named_and_ends_the_mesh() {
+    type Offence = fn(&mut Hand, Header);
+    // Each is told the announcement of a receive of 100 bytes.
+    let offences: [(&str, Offence); 12] = [
+        ("data that nobody waits for", |hand, ready| {
+            hand.say(Header { ticket: ready.ticket + 1, ..Header::bare(Kind::Data) }, &[0; 10]);
+        }),
+        ("data out of order", |hand, ready| {
+            hand.say(Header { ticket: ready.ticket, bytes: 10, ..Header::bare(Kind::Data) }, &[0; 10]);
+        }),
+        ("more data than was asked for", |hand, ready| {
+            hand.say(Header { ticket: ready.ticket, ..Header::bare(Kind::Data) }, &[0; 101]);
+        }),
+        ("an empty piece of data", |hand, ready| {
+            hand.say(Header { ticket: ready.ticket, ..Header::bare(Kind::Data) }, &[]);
+        }),
+        ("the unknown kind 99", |hand, _| {
+            hand.0.write_all(&[99; HEADER_BYTES]).unwrap();
+        }),
+        ("a Data frame whose payload has 262145 bytes", |hand, ready| {
+            let length = PIECE_BYTES as u32 + 1;
+            let header = Header { ticket: ready.ticket, length, ..Header::bare(Kind::Data) };
+            hand.0.write_all(&header.encode()).unwrap();
+        }),
+        ("the unknown channel 7", |hand, _| {
+            let mut head = Header::bare(Kind::Heartbeat).encode();
+            head[1] = 7;
+            hand.0.write_all(&head).unwrap();
+        }),
+        ("reserved bytes", |hand, _| {
+            let mut head = Header::bare(Kind::Heartbeat).encode();
+            head[2] = 7;
+            hand.0.write_all(&head).unwrap();
+        }),
+        ("a grant that nobody claimed", |hand, ready| {
+            hand.say(Header { ticket: ready.ticket, ..Header::bare(Kind::Grant) }, &[]);
+        }),
+        ("a collective that does not exist", |hand, _| {
+            hand.say(Header::bare(Kind::Begin), &[0xff; DESCRIPTOR_BYTES]);
+        }),
+        ("a collective out of order", |hand, _| {
+            let barrier = Descriptor::new(Collective::Barrier).encode();
+            hand.say(Header { tag: 1, ..Header::bare(Kind::Begin) }, &barrier);
+        }),
+        ("a count of collectives that cannot be", |hand, _| {
+            hand.say(Header { tag: 256, ..Header::bare(Kind::Begun) }, &[]);
+        }),
+    ];
+    for (expected, commit) in offences {
+        let (mesh, mut hands) = by_hand(2);
+        let handle = receive(&mesh, 1, 3, 100);
+        let (ready, _) = hands[0].hear();
+        assert_eq!((ready.kind, ready.tag, ready.bytes), (Kind::Ready, 3, 100));
+        commit(&mut hands[0], ready);
+        let error = handle.wait().unwrap_err();
+        assert!(matches!(error, MeshError::Protocol { rank: 1, .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+        // The offender is told.
+        let (abort, text) = hands[0].hear();
+        assert_eq!((abort.kind, abort.tag), (Kind::Abort, 1));
+        assert!(String::from_utf8(text).unwrap().contains(expected));
+    }
+}
+
+#[test]
+fn data_for_another_rank_is_an_offence() {
+    let (mesh, mut hands) = by_hand(3);
+    let handle = receive(&mesh, 1, 3, 4);
+    let (ready, _) = hands[0].hear();
+    hands[1].say(Header { ticket: ready.ticket, ..Header::bare(Kind::Data) }, &[0; 4]);
+    let error = handle.wait().unwrap_err().to_string();
+    assert!(
+        error.contains("rank 2 broke the protocol: it sent data that another rank was asked for"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_receive_from_anyone_is_granted_once() {
+    let (mesh, mut hands) = by_hand(3);
+    let handle = mesh.receive_any(6, ReceiveRegion::owned(vec![0_u8; 2])).unwrap();
+    let offers: Vec<Header> = hands.iter_mut().map(|hand| hand.hear().0).collect();
+    assert!(offers.iter().all(|offer| offer.kind == Kind::ReadyAny && offer.ticket == offers[0].ticket));
+    let claim = Header { ticket: offers[0].ticket, tag: 6, ..Header::bare(Kind::Claim) };
+    hands[1].say(claim, &[]);
+    assert_eq!(hands[1].hear().0.kind, Kind::Grant);
+    assert_eq!(hands[0].hear().0, Header { kind: Kind::Withdraw, ..claim });
+    // One that crosses with the withdrawal is not heeded, also when it comes after the end.
+    hands[0].say(claim, &[]);
+    hands[1].say(Header { ticket: claim.ticket, ..Header::bare(Kind::Data) }, &[8, 9]);
+    handle.wait().unwrap();
+    assert_eq!(handle.source(), Some(2));
+    hands[0].say(claim, &[]);
+    let next = receive(&mesh, 1, 7, 1);
+    let (ready, _) = hands[0].hear();
+    assert_ne!(ready.ticket, claim.ticket);
+    hands[0].say(Header { ticket: ready.ticket, ..Header::bare(Kind::Data) }, &[0]);
+    next.wait().unwrap();
+}
+
+#[test]
+fn a_claim_that_is_withdrawn_waits_for_the_next_receive() {
+    let (mesh, mut hands) = by_hand(2);
+    let first = mesh.send(1, 6, SendRegion::owned(vec![1_u8])).unwrap();
+    let second = mesh.send(1, 6, SendRegion::owned(vec![2_u8])).unwrap();
+    let offer = |kind, ticket| Header { ticket, tag: 6, bytes: 1, ..Header::bare(kind) };
+    hands[0].say(offer(Kind::ReadyAny, 50), &[]);
+    assert_eq!(hands[0].hear().0, Header { bytes: 0, ..offer(Kind::Claim, 50) });
+    hands[0].say(offer(Kind::Withdraw, 50), &[]);
+    hands[0].say(offer(Kind::Ready, 51), &[]);
+    let (data, payload) = hands[0].hear();
+    assert_eq!((data.ticket, payload), (51, vec![1]), "the first send comes first");
+    first.wait().unwrap();
+    // An offer that is withdrawn before anyone claims it is gone.
+    hands[0].say(offer(Kind::Ready, 52), &[]);
+    assert_eq!(hands[0].hear().1, [2]);
+    second.wait().unwrap();
+    hands[0].say(offer(Kind::ReadyAny, 53), &[]);
+    hands[0].say(offer(Kind::Withdraw, 53), &[]);
+    hands[0].say(offer(Kind::Ready, 54), &[]);
+    let third = mesh.send(1, 6, SendRegion::owned(vec![3_u8])).unwrap();
+    assert_eq!(hands[0].hear().0.ticket, 54);
+    third.wait().unwrap();
+}
+
+#[test]
+fn an_end_without_a_goodbye_is_a_loss_and_with_one_is_none() {
+    let (mesh, mut hands) = by_hand(3);
+    let handle = receive(&mesh, 2, 1, 4);
+    hands[0].say(Header::bare(Kind::Goodbye), &[]);
+    drop(hands.remove(0));
+    let other = receive(&mesh, 2, 2, 4);
+    assert!(!other.wait_timeout(Duration::from_millis(50)).unwrap(), "rank 2 is still there");
+    // What was not read would reset the connection instead.
+    assert_eq!([hands[0].hear().0.tag, hands[0].hear().0.tag], [1, 2]);
+    // Inside a frame.
+    hands[0].0.write_all(&Header::bare(Kind::Heartbeat).encode()[..10]).unwrap();
+    drop(hands);
+    for handle in [handle, other] {
+        let error = handle.wait().unwrap_err();
+        assert!(matches!(error, MeshError::Lost { rank: 2, .. }), "{error}");
+        assert!(error.to_string().contains("ended inside a frame"), "{error}");
+    }
+}
+
+#[test]
+fn a_reason_that_is_passed_on_keeps_its_culprit() {
+    let (mesh, mut hands) = by_hand(3);
+    hands[0].say(Header { tag: 2, ..Header::bare(Kind::Abort) }, "rank 2 caught fire".as_bytes());
+    let error = receive(&mesh, 1, 1, 1).wait().unwrap_err();
+    assert_eq!(error.rank(), Some(2));
+    let (abort, text) = hands[1].hear();
+    assert_eq!((abort.kind, abort.tag, &*text), (Kind::Abort, 2, "rank 2 caught fire".as_bytes()));
+}
+
+#[test]
+fn a_peer_that_only_beats_is_alive_and_one_that_does_not_is_given_up() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mesh = mesh_with(0, vec![None, Some(ours)], Duration::from_millis(600));
+    let mut hand = Hand(theirs);
+    let handle = receive(&mesh, 1, 1, 1);
+    let mut beats = 0;
+    // Each side hears the other's heartbeat before it grows impatient.
+    while beats < 12 {
+        if hand.hear_all().0.kind == Kind::Heartbeat {
+            beats += 1;
+            hand.say(Header::bare(Kind::Heartbeat), &[]);
+        }
+        assert!(!handle.is_done());
+    }
+    let error = handle.wait().unwrap_err();
+    assert!(matches!(error, MeshError::Silent { rank: 1, .. }), "{error}");
+}
+
+#[test]
+fn a_frame_that_has_begun_is_finished_before_the_last_words() {
+    let (mesh, mut hands) = by_hand(2);
+    // More than the socket takes.
+    let handle = mesh.send(1, 1, SendRegion::owned(vec![6_u8; 8 << 20])).unwrap();
+    hands[0].say(Header { ticket: 5, tag: 1, bytes: 8 << 20, ..Header::bare(Kind::Ready) }, &[]);
+    let (first, _) = hands[0].hear();
+    assert_eq!(first.kind, Kind::Data);
+    mesh.abort("enough");
+    assert!(handle.wait().is_err());
+    loop {
+        let (header, payload) = hands[0].hear();
+        if header.kind == Kind::Abort {
+            assert_eq!(payload, b"enough");
+            return;
+        }
+        assert!(header.kind == Kind::Data && payload.iter().all(|byte| *byte == 6));
+    }
+}
+
+#[test]
+fn announcements_are_bounded() {
+    let (mesh, mut hands) = by_hand(2);
+    let mut flood = Vec::new();
+    for tag in 0..(1 << 18) + 1 {
+        flood.extend_from_slice(&Header { tag, bytes: 1, ..Header::bare(Kind::Ready) }.encode());
+    }
+    let writer = thread::spawn(move || {
+        // The mesh hangs up before the last byte.
+        let _ = hands[0].0.write_all(&flood);
+        hands
+    });
+    let error = receive(&mesh, 1, 1, 1).wait().unwrap_err().to_string();
+    assert!(error.contains("more announcements than a rank may have"), "{error}");
+    drop(writer.join().unwrap());
+}
+
+/// Passes bytes on in crumbs of random length.
+fn crumble(mut from: UnixStream, mut to: UnixStream, mut state: u64) {
+    let mut buffer = vec![0; 4096];
+    loop {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let most = match state >> 62 {
+            0 => 1 + (state >> 40) as usize % 5,
+            1 => 1 + (state >> 40) as usize % 70,
+            _ => 1 + (state >> 40) as usize % buffer.len(),
+        };
+        match from.read(&mut buffer[..most]) {
+            Ok(0) | Err(_) => break,
+            Ok(read) if to.write_all(&buffer[..read]).is_err() => break,
+            Ok(_) => {}
+        }
+    }
+    let _ = to.shutdown(std::net::Shutdown::Write);
+}
+
+#[test]
+fn crumbs_make_whole_frames_and_elements() {
+    let (a, a_far) = UnixStream::pair().unwrap();
+    let (b, b_far) = UnixStream::pair().unwrap();
+    let (a_again, b_again) = (a_far.try_clone().unwrap(), b_far.try_clone().unwrap());
+    let ways = [
+        thread::spawn(move || crumble(a_far, b_far, 1)),
+        thread::spawn(move || crumble(b_again, a_again, 2)),
+    ];
+    let meshes = [mesh(0, vec![None, Some(a)]), mesh(1, vec![Some(b), None])];
+    thread::scope(|scope| {
+        for mesh in meshes {
+            scope.spawn(move || {
+                let rank = mesh.rank();
+                for (round, elements) in [1, 7, 20_011, 8_193].into_iter().enumerate() {
+                    let mut sums: Vec<f64> = (0..elements).map(|at| f64::from(at * (rank + 1))).collect();
+                    let mut message = vec![round as u8 + rank as u8; 1000];
+                    lend(|lending| {
+                        let sum = mesh.allreduce(lending.receive(&mut sums), ElementType::F64, ReduceOp::Sum);
+                        let message = match rank {
+                            0 => mesh.send(1, 1, SendRegion::owned(message.clone())),
+                            _ => mesh.receive(0, 1, lending.receive(&mut message)),
+                        };
+                        sum.unwrap().wait().unwrap();
+                        message.unwrap().wait().unwrap();
+                    });
+                    assert!(sums.iter().enumerate().all(|(at, sum)| *sum == 3.0 * at as f64));
+                    assert!(message.iter().all(|byte| *byte == round as u8));
+                }
+                mesh.leave(PATIENCE).unwrap();
+            });
+        }
+    });
+    ways.into_iter().for_each(|way| way.join().unwrap());
+}
+
+#[test]
+fn a_channel_keeps_tags_apart() {
+    let (mesh, mut hands) = by_hand(2);
+    let handle = mesh.send(1, 0, SendRegion::owned(vec![1_u8; 3])).unwrap();
+    // A collective's announcement with the same tag, and even another length, is none of the send's business.
+    let other = Header { channel: Channel::Collective, ticket: 8, bytes: 9, ..Header::bare(Kind::Ready) };
+    hands[0].say(other, &[]);
+    hands[0].say(Header { channel: Channel::PointToPoint, ticket: 9, bytes: 3, ..other }, &[]);
+    assert_eq!(hands[0].hear().0.ticket, 9);
+    handle.wait().unwrap();
+}

@@ -1,0 +1,59 @@
+//! A mesh of connections between the workers of a job, and collectives over it.
+//!
+//! A hub exchanges gradients. What else workers have to tell one another goes through a mesh: broadcasts, gathers, integers,
+//! maxima, and messages from one to another. [`MeshListener::join`] connects every rank with every other; [`Mesh`] has the
+//! operations.
+//!
+//! ```
+//! use std::net::{IpAddr, Ipv4Addr};
+//! use paramhub_collective::{ElementType, MeshConfig, MeshListener, Nonce, ReduceOp};
+//! use paramhub_transport::lend;
+//!
+//! let listeners: Vec<MeshListener> =
+//!     (0..3).map(|_| MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap()).collect();
+//! let addresses: Vec<_> = listeners.iter().map(MeshListener::address).collect();
+//! std::thread::scope(|scope| {
+//!     for (rank, listener) in listeners.into_iter().enumerate() {
+//!         let config = MeshConfig::new(rank as u32, Nonce([7; 32]), addresses.clone());
+//!         scope.spawn(move || {
+//!             let mesh = listener.join(config).unwrap();
+//!             let mut values = [rank as f32, 1.0];
+//!             lend(|lending| {
+//!                 mesh.allreduce(lending.receive(&mut values), ElementType::F32, ReduceOp::Sum)?.wait()
+//!             })
+//!             .unwrap();
+//!             assert_eq!(values, [3.0, 3.0]);
+//!             mesh.leave(std::time::Duration::from_secs(10)).unwrap();
+//!         });
+//!     }
+//! });
+//! ```
+//!
+//! Rules that need no socket are apart from those that move bytes: `schedule` says what a rank does for a collective,
+//! `arithmetic` reduces, `wire` knows the bytes; `join` makes the connections and `engine`, one thread a mesh, does the rest.
+
+#![forbid(unsafe_code)]
+
+mod arithmetic;
+mod config;
+mod descriptor;
+mod element;
+mod engine;
+mod error;
+mod handle;
+mod inbox;
+mod join;
+mod mesh;
+mod operation;
+mod schedule;
+mod wire;
+
+pub use config::MeshConfig;
+pub use element::{ElementType, ReduceOp};
+pub use error::{MeshError, Who};
+pub use handle::Handle;
+pub use join::MeshListener;
+pub use mesh::Mesh;
+// The vocabulary of these signatures, so that a caller needs this crate alone.
+pub use paramhub_core::auth::Nonce;
+pub use paramhub_transport::{ReceiveRegion, SendRegion};

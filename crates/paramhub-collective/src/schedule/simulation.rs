@@ -1,0 +1,271 @@
+//! All ranks' schedules run against one another without a socket, in random orders that their dependencies allow.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use paramhub_transport::ReceiveRegion;
+use proptest::prelude::*;
+
+use super::*;
+use crate::arithmetic;
+use crate::descriptor::{Collective, Descriptor};
+use crate::element::{ElementType, ReduceOp};
+use crate::error::{MeshError, Who};
+use crate::handle::Ticket;
+use crate::operation::{Buffer, Operation, Request, What};
+
+const ELEMENT: ElementType = ElementType::I64;
+const WIDTH: usize = 8;
+
+/// One rank of a simulated collective.
+struct Rank {
+    operation: Operation,
+    free: Vec<u32>,
+}
+
+/// Something that may happen next.
+#[derive(Clone, Copy)]
+enum Event {
+    /// A free step is taken up.
+    Begin { rank: usize, at: usize },
+    /// A send whose receive was announced leaves.
+    Leave { from: usize, to: usize, index: u32 },
+    /// What has left arrives.
+    Arrive { from: usize, to: usize, index: u32 },
+}
+
+type Path = (usize, usize, u32);
+
+/// Runs the schedules over `buffers[rank][buffer]` and returns the buffers afterwards. `dice` decides what happens next.
+fn simulate(
+    schedules: Vec<Schedule>,
+    buffers: Vec<Vec<Vec<u8>>>,
+    op: ReduceOp,
+    mut dice: impl FnMut(usize) -> usize,
+) -> Vec<Vec<Vec<u8>>> {
+    let size = schedules.len() as u32;
+    let descriptor = Descriptor { reduction: Some((ELEMENT, op)), ..Descriptor::new(Collective::AllReduce) };
+    let lengths: Vec<Vec<usize>> = buffers.iter().map(|all| all.iter().map(Vec::len).collect()).collect();
+    let mut ranks: Vec<Rank> = std::iter::zip(schedules, buffers)
+        .map(|(schedule, buffers)| {
+            let scratch = vec![0xee; schedule.scratch_bytes];
+            let buffers =
+                buffers.into_iter().map(|bytes| Buffer::Receive(ReceiveRegion::owned(bytes))).collect();
+            let who = Who { mesh: Arc::from("simulated"), rank: 0 };
+            let (ticket, _) = Ticket::new(MeshError::Left { who });
+            let request = Request { what: What::Collective(descriptor), buffers, schedule, ticket };
+            let operation = Operation::new(request, 0, scratch);
+            let free = operation.order.free().collect();
+            Rank { operation, free }
+        })
+        .collect();
+    let mut sends: HashMap<Path, (u32, Span)> = HashMap::new();
+    let mut receives: HashMap<Path, (u32, Span, bool)> = HashMap::new();
+    let mut flying: HashMap<Path, Vec<u8>> = HashMap::new();
+    loop {
+        let mut events: Vec<Event> = Vec::new();
+        for (rank, state) in ranks.iter().enumerate() {
+            events.extend((0..state.free.len()).map(|at| Event::Begin { rank, at }));
+        }
+        let mut paths: Vec<Path> =
+            sends.keys().filter(|path| receives.contains_key(*path)).copied().collect();
+        paths.sort_unstable();
+        events.extend(paths.into_iter().map(|(from, to, index)| Event::Leave { from, to, index }));
+        let mut paths: Vec<Path> = flying.keys().copied().collect();
+        paths.sort_unstable();
+        events.extend(paths.into_iter().map(|(from, to, index)| Event::Arrive { from, to, index }));
+        if events.is_empty() {
+            break;
+        }
+        match events[dice(events.len())] {
+            Event::Begin { rank, at } => {
+                let step = ranks[rank].free.swap_remove(at);
+                let work = ranks[rank].operation.work(step);
+                let taken = match work {
+                    Work::Send { peer, index, from } => {
+                        sends.insert((rank, peer as usize, index), (step, from)).map(|_| ())
+                    }
+                    Work::Receive { peer, index, into } => {
+                        receives.insert((peer as usize, rank, index), (step, into, false)).map(|_| ())
+                    }
+                    Work::ReceiveReduce { peer, index, into } => {
+                        receives.insert((peer as usize, rank, index), (step, into, true)).map(|_| ())
+                    }
+                    Work::ReceiveAny { .. } => unreachable!("no collective receives from anyone"),
+                    _ => {
+                        let mut done = 0;
+                        let (Work::Copy { into: span, .. }
+                        | Work::Reduce { into: span, .. }
+                        | Work::Divide { span }) = work
+                        else {
+                            unreachable!()
+                        };
+                        while done < span.bytes {
+                            done = ranks[rank].operation.compute(work, done, 1 << 16, size);
+                        }
+                        end(&mut ranks[rank], step);
+                        None
+                    }
+                };
+                assert!(taken.is_none(), "two transfers on one path: rank {rank}, {work:?}");
+            }
+            Event::Leave { from, to, index } => {
+                let (step, span) = sends.remove(&(from, to, index)).unwrap();
+                flying.insert((from, to, index), ranks[from].operation.bytes(span).to_vec());
+                end(&mut ranks[from], step);
+            }
+            Event::Arrive { from, to, index } => {
+                let bytes = flying.remove(&(from, to, index)).unwrap();
+                let (step, span, is_reduced) = receives.remove(&(from, to, index)).unwrap();
+                assert_eq!(bytes.len(), span.bytes, "from rank {from} to {to}, index {index}");
+                let into = ranks[to].operation.bytes_mut(span);
+                if is_reduced {
+                    arithmetic::reduce(ELEMENT, op, into, &bytes);
+                } else {
+                    into.copy_from_slice(&bytes);
+                }
+                end(&mut ranks[to], step);
+            }
+        }
+    }
+    assert!(sends.is_empty() && receives.is_empty(), "some wait for ever: {sends:?} {receives:?}");
+    std::iter::zip(ranks, lengths)
+        .map(|(rank, lengths)| {
+            assert_eq!(rank.operation.steps_left, 0, "some steps never became free");
+            let whole = |(buffer, bytes): (usize, &usize)| {
+                rank.operation.bytes(Span::whole(buffer as u32, *bytes)).to_vec()
+            };
+            lengths.iter().enumerate().map(whole).collect()
+        })
+        .collect()
+}
+
+fn end(rank: &mut Rank, step: u32) {
+    let free = &mut rank.free;
+    rank.operation.order.ended(step, |step| free.push(step));
+    rank.operation.steps_left -= 1;
+}
+
+fn numbers(seed: u64, elements: usize) -> Vec<u8> {
+    (0..elements as u64)
+        .flat_map(|at| {
+            (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ at.wrapping_mul(0xbf58_476d)).to_le_bytes()
+        })
+        .collect()
+}
+
+fn sum(contributions: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    contributions
+        .reduce(|mut left, right| {
+            arithmetic::reduce(ELEMENT, ReduceOp::Sum, &mut left, &right);
+            left
+        })
+        .unwrap()
+}
+
+fn dice(seed: u64) -> impl FnMut(usize) -> usize {
+    let mut state = seed;
+    move |sides| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % sides
+    }
+}
+
+/// Elements: none, few, the small algorithms, the large ones with one and with many pieces.
+fn elements() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(0), 1..9_usize, Just(1000), 8_193..20_000_usize, Just(150_001)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    #[test]
+    fn allreduce_sums_everywhere(size in 1..9_u32, elements in elements(), seed: u64) {
+        let bytes = elements * WIDTH;
+        let schedules = (0..size).map(|rank| allreduce(rank, size, bytes, WIDTH, false)).collect();
+        let own = |rank: u32| numbers(seed ^ u64::from(rank), elements);
+        let after = simulate(schedules, (0..size).map(|rank| vec![own(rank)]).collect(), ReduceOp::Sum, dice(seed));
+        let expected = sum((0..size).map(own));
+        prop_assert!(after.iter().all(|buffers| buffers[0] == expected));
+    }
+
+    #[test]
+    fn reduce_sums_at_the_root(size in 1..9_u32, root in 0..9_u32, elements in elements(), seed: u64) {
+        let (root, bytes) = (root % size, elements * WIDTH);
+        let schedules = (0..size).map(|rank| reduce(rank, size, root, bytes, WIDTH, false)).collect();
+        let own = |rank: u32| numbers(seed ^ u64::from(rank), elements);
+        let after = simulate(schedules, (0..size).map(|rank| vec![own(rank)]).collect(), ReduceOp::Sum, dice(seed));
+        prop_assert!(after[root as usize][0] == sum((0..size).map(own)));
+    }
+
+    #[test]
+    fn reduce_scatter_sums_each_block(size in 1..7_u32, lengths in prop::collection::vec(elements(), 7), in_place: bool, seed: u64) {
+        let lengths: Vec<usize> = lengths[..size as usize].iter().map(|elements| elements * WIDTH).collect();
+        let block = |from: u32, to: u32| numbers(seed ^ u64::from(from * 16 + to), lengths[to as usize] / WIDTH);
+        let schedules = (0..size).map(|rank| reduce_scatter(rank, &lengths, WIDTH, false, !in_place)).collect();
+        let buffers = (0..size).map(|rank| {
+            let output = if in_place { block(rank, rank) } else { vec![0x55; lengths[rank as usize]] };
+            (0..size).map(|to| block(rank, to)).chain([output]).collect()
+        });
+        let after = simulate(schedules, buffers.collect(), ReduceOp::Sum, dice(seed));
+        for rank in 0..size {
+            let expected = sum((0..size).map(|from| block(from, rank)));
+            prop_assert!(after[rank as usize][size as usize] == expected);
+        }
+    }
+
+    #[test]
+    fn broadcast_reaches_everybody(size in 1..12_u32, root in 0..12_u32, bytes in prop_oneof![0..100_usize, Just(70_001), Just(3_000_001)], seed: u64) {
+        let root = root % size;
+        let schedules = (0..size).map(|rank| broadcast(rank, size, root, bytes)).collect();
+        let source: Vec<u8> = numbers(seed, bytes.div_ceil(WIDTH))[..bytes].to_vec();
+        let own = |rank: u32| vec![if rank == root { source.clone() } else { vec![0; bytes] }];
+        let after = simulate(schedules, (0..size).map(own).collect(), ReduceOp::Sum, dice(seed));
+        prop_assert!(after.iter().all(|buffers| buffers[0] == source));
+    }
+
+    #[test]
+    fn nobody_leaves_a_barrier_before_all_have_come(size in 1..12_u32, late in 0..12_u32, seed: u64) {
+        // The late rank's steps do not exist: nobody may get through.
+        let late = late % size;
+        let mut schedules: Vec<Schedule> = (0..size).map(|rank| barrier(rank, size)).collect();
+        simulate(schedules.clone(), vec![Vec::new(); size as usize], ReduceOp::Sum, dice(seed));
+        schedules[late as usize] = Schedule::default();
+        if size > 1 {
+            let stuck = std::panic::catch_unwind(|| {
+                simulate(schedules, vec![Vec::new(); size as usize], ReduceOp::Sum, dice(seed))
+            });
+            prop_assert!(stuck.is_err());
+        }
+    }
+}
+
+#[test]
+fn parts_of_a_cut_are_the_whole() {
+    for (bytes, width, parts) in [(0, 4, 3), (40, 4, 3), (40, 4, 11), (1000, 1, 7)] {
+        let span = Span { buffer: 1, start: 100, bytes };
+        let all: Vec<Span> = (0..parts).map(|part| cut(span, width, parts, part)).collect();
+        assert_eq!((all[0].start, all[parts - 1].end()), (100, 100 + bytes));
+        assert!(all.windows(2).all(|pair| pair[0].end() == pair[1].start));
+        assert!(all.iter().all(|part| part.bytes % width == 0));
+        let longest = all.iter().map(|part| part.bytes).max().unwrap();
+        assert!(all.iter().all(|part| part.bytes + width >= longest));
+    }
+}
+
+#[test]
+fn schedules_stay_bounded_however_long_the_buffer() {
+    const HUGE: usize = 1 << 40;
+    for size in [2, 3, 64, 1024] {
+        let schedules = [
+            allreduce(1, size, HUGE, 4, false),
+            reduce(1, size, 0, HUGE, 4, false),
+            broadcast(0, size, 0, HUGE),
+            broadcast(1, size, 0, HUGE),
+            reduce_scatter(1, &vec![HUGE / size as usize; size as usize], 4, false, true),
+        ];
+        for schedule in schedules {
+            assert!(schedule.work.len() <= 6 * STEPS_MAX, "{} steps for {size} ranks", schedule.work.len());
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! What peers of a mesh say to one another, byte for byte. All integers are little-endian.
+//!
+//! # The handshake
+//! The rank with the higher number dials. Four messages of fixed size:
+//! ```text
+//! dialler                                  listener
+//!   | -- Hello, 72 bytes ----------------------> |
+//!   | <-- challenge, 32 bytes ------------------ |
+//!   | -- dialler's proof, 32 bytes ------------> |
+//!   | <-- verdict, 1060 bytes ------------------ |
+//!   | ============ frames, both ways =========== |
+//! ```
+//! ```text
+//! 0        4         6      8      12     16     20     24            40              72
+//! +--------+---------+------+------+------+------+------+-------------+---------------+
+//! | "PHUM" | version | zero | rank | size | peer | zero | incarnation | challenge     |
+//! | 4 bytes| u16 = 1 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
+//! +--------+---------+------+------+------+------+------+-------------+---------------+
+//! ```
+//! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and so is the way to prove; the parts are the whole Hello
+//! and the listener's challenge.
+//!
+//! # Frames
+//! A header of 32 bytes, then `length` bytes of payload.
+//! ```text
+//! 0      1         2      4        8        16       24       32
+//! +------+---------+------+--------+--------+--------+--------+-- - - - - --+
+//! | kind | channel | zero | length | ticket | tag    | bytes  | payload     |
+//! | u8   | u8      | u16  | u32    | u64    | u64    | u64    |             |
+//! +------+---------+------+--------+--------+--------+--------+-- - - - - --+
+//! ```
+//! | no. | kind | channel | ticket | tag | bytes | payload |
+//! | --- | --- | --- | --- | --- | --- | --- |
+//! | 1 | Ready | yes | the receive's | the receive's | that it takes | none |
+//! | 2 | ReadyAny | 0 | the receive's | the receive's | that it takes | none |
+//! | 3 | Claim | 0 | that of a ReadyAny | its tag | 0 | none |
+//! | 4 | Grant | 0 | that of a ReadyAny | its tag | 0 | none |
+//! | 5 | Withdraw | 0 | that of a ReadyAny | its tag | 0 | none |
+//! | 6 | Data | 0 | of the Ready it answers | 0 | where in the transfer the payload belongs | up to 256 KiB of it |
+//! | 7 | Begin | 0 | 0 | the collective's number | 0 | 24 bytes that describe it |
+//! | 8 | Begun | 0 | 0 | collectives compared so far | 0 | none |
+//! | 9 | Heartbeat | 0 | 0 | 0 | 0 | none |
+//! | 10 | Goodbye | 0 | 0 | collectives begun | 0 | none |
+//! | 11 | Abort | 0 | 0 | the culprit's rank, or 2^64 - 1 | 0 | a text of at most 1024 bytes |
+
+use paramhub_core::auth::{Incarnation, Nonce, Proof, Purpose};
+use paramhub_core::limits::MESSAGE_BYTES_MAX;
+use paramhub_core::wire::{CHALLENGE_BYTES, Challenge};
+use thiserror::Error;
+
+use crate::descriptor::DESCRIPTOR_BYTES;
+
+/// The first four bytes of every connection.
+pub(crate) const MAGIC: [u8; 4] = *b"PHUM";
+/// The version of handshake and frames; both ends must speak the same.
+pub(crate) const VERSION: u16 = 1;
+/// Bytes of a [`Hello`].
+pub(crate) const HELLO_BYTES: usize = 72;
+/// Bytes of a [`Header`].
+pub(crate) const HEADER_BYTES: usize = 32;
+/// Payload bytes of one [`Kind::Data`] frame. Transfers take turns frame by frame, so this is how long a small one waits for
+/// a large one.
+pub(crate) const PIECE_BYTES: usize = 256 << 10;
+/// Payload bytes of a frame that carries no tensor.
+pub(crate) const CONTROL_BYTES_MAX: usize = MESSAGE_BYTES_MAX;
+
+/// A dialler's first message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    /// Who dials.
+    pub(crate) rank: u32,
+    /// Ranks in the mesh, as the dialler knows it.
+    pub(crate) size: u32,
+    /// Whom it means to reach.
+    pub(crate) peer: u32,
+    /// Drawn once per join.
+    pub(crate) incarnation: Incarnation,
+    /// For the listener to answer.
+    pub(crate) challenge: Challenge,
+}
+
+/// Why bytes are no Hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub(crate) enum HelloError {
+    #[error("the first bytes are not those of a paramhub mesh")]
+    Magic,
+    #[error(
+        "mesh protocol version {0} is spoken, this side speaks {VERSION}: use the same release of paramhub everywhere"
+    )]
+    Version(u16),
+    #[error("reserved bytes are not zero")]
+    Reserved,
+}
+
+impl Hello {
+    pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut wire = [0; HELLO_BYTES];
+        wire[0..4].copy_from_slice(&MAGIC);
+        wire[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        wire[8..12].copy_from_slice(&self.rank.to_le_bytes());
+        wire[12..16].copy_from_slice(&self.size.to_le_bytes());
+        wire[16..20].copy_from_slice(&self.peer.to_le_bytes());
+        wire[24..40].copy_from_slice(&self.incarnation.0);
+        wire[40..72].copy_from_slice(&self.challenge);
+        wire
+    }
+
+    pub(crate) fn decode(wire: &[u8; HELLO_BYTES]) -> Result<Hello, HelloError> {
+        if wire[0..4] != MAGIC {
+            return Err(HelloError::Magic);
+        }
+        let version = u16::from_le_bytes(bytes(wire, 4));
+        if version != VERSION {
+            return Err(HelloError::Version(version));
+        }
+        if wire[6..8] != [0; 2] || wire[20..24] != [0; 4] {
+            return Err(HelloError::Reserved);
+        }
+        Ok(Hello {
+            rank: u32::from_le_bytes(bytes(wire, 8)),
+            size: u32::from_le_bytes(bytes(wire, 12)),
+            peer: u32::from_le_bytes(bytes(wire, 16)),
+            incarnation: Incarnation(bytes(wire, 24)),
+            challenge: bytes::<CHALLENGE_BYTES>(wire, 40),
+        })
+    }
+
+    /// The two proofs of a connection: the dialler's over the listener's challenge, then the listener's over the dialler's.
+    pub(crate) fn proofs(&self, secret: &Nonce, listener_challenge: &Challenge) -> (Proof, Proof) {
+        let parts: [&[u8]; 2] = [&self.encode(), listener_challenge];
+        (secret.prove(Purpose::MeshDialler, &parts), secret.prove(Purpose::MeshListener, &parts))
+    }
+}
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    Ready = 1,
+    ReadyAny = 2,
+    Claim = 3,
+    Grant = 4,
+    Withdraw = 5,
+    Data = 6,
+    Begin = 7,
+    Begun = 8,
+    Heartbeat = 9,
+    Goodbye = 10,
+    Abort = 11,
+}
+
+impl Kind {
+    const ALL: [Kind; 11] = {
+        use Kind::*;
+        [Ready, ReadyAny, Claim, Grant, Withdraw, Data, Begin, Begun, Heartbeat, Goodbye, Abort]
+    };
+
+    fn accepts(self, length: usize) -> bool {
+        match self {
+            Kind::Data => length <= PIECE_BYTES,
+            Kind::Begin => length == DESCRIPTOR_BYTES,
+            Kind::Abort => length <= CONTROL_BYTES_MAX,
+            _ => length == 0,
+        }
+    }
+}
+
+/// Keeps the tags of collectives apart from the user's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Channel {
+    PointToPoint = 0,
+    Collective = 1,
+}
+
+/// What stands before every payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: Kind,
+    pub(crate) channel: Channel,
+    pub(crate) length: u32,
+    pub(crate) ticket: u64,
+    pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Why bytes are no header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub(crate) enum HeaderError {
+    #[error("a frame of the unknown kind {0}")]
+    Kind(u8),
+    #[error("a frame in the unknown channel {0}")]
+    Channel(u8),
+    #[error("a {kind:?} frame whose payload has {length} bytes")]
+    Length { kind: Kind, length: u32 },
+    #[error("a frame with reserved bytes that are not zero")]
+    Reserved,
+}
+
+impl Header {
+    /// Without payload, ticket, tag and number.
+    pub(crate) const fn bare(kind: Kind) -> Header {
+        Header { kind, channel: Channel::PointToPoint, length: 0, ticket: 0, tag: 0, bytes: 0 }
+    }
+
+    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut wire = [0; HEADER_BYTES];
+        wire[0] = self.kind as u8;
+        wire[1] = self.channel as u8;
+        wire[4..8].copy_from_slice(&self.length.to_le_bytes());
+        wire[8..16].copy_from_slice(&self.ticket.to_le_bytes());
+        wire[16..24].copy_from_slice(&self.tag.to_le_bytes());
+        wire[24..32].copy_from_slice(&self.bytes.to_le_bytes());
+        wire
+    }
+
+    /// Reads the wire form; the length is within its kind's bounds.
+    pub(crate) fn decode(wire: &[u8; HEADER_BYTES]) -> Result<Header, HeaderError> {
+        let kind =
+            Kind::ALL.into_iter().find(|kind| *kind as u8 == wire[0]).ok_or(HeaderError::Kind(wire[0]))?;
+        let channel = match wire[1] {
+            0 => Channel::PointToPoint,
+            1 => Channel::Collective,
+            other => return Err(HeaderError::Channel(other)),
+        };
+        if wire[2..4] != [0; 2] {
+            return Err(HeaderError::Reserved);
+        }
+        let length = u32::from_le_bytes(bytes(wire, 4));
+        if !kind.accepts(length as usize) {
+            return Err(HeaderError::Length { kind, length });
+        }
+        Ok(Header {
+            kind,
+            channel,
+            length,
+            ticket: u64::from_le_bytes(bytes(wire, 8)),
+            tag: u64::from_le_bytes(bytes(wire, 16)),
+            bytes: u64::from_le_bytes(bytes(wire, 24)),
+        })
+    }
+}
+
+fn bytes<const N: usize>(wire: &[u8], at: usize) -> [u8; N] {
+    wire[at..at + N].try_into().expect("a fixed range")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hello() -> Hello {
+        Hello { rank: 3, size: 5, peer: 1, incarnation: Incarnation([7; 16]), challenge: [8; 32] }
+    }
+
+    #[test]
+    fn a_hello_round_trips_and_strangers_are_told_apart() {
+        let wire = hello().encode();
+        assert_eq!(Hello::decode(&wire), Ok(hello()));
+        for (at, error) in
+            [(0, HelloError::Magic), (4, HelloError::Version(0x00fe)), (6, HelloError::Reserved)]
+        {
+            let mut odd = wire;
+            odd[at] = 0xfe;
+            assert_eq!(Hello::decode(&odd), Err(error));
+        }
+    }
+
+    #[test]
+    fn proofs_depend_on_side_secret_and_every_field() {
+        let secret = Nonce([9; 32]);
+        let (dialler, listener) = hello().proofs(&secret, &[1; 32]);
+        assert!(!dialler.matches(&listener));
+        assert!(!dialler.matches(&hello().proofs(&Nonce([8; 32]), &[1; 32]).0));
+        assert!(!dialler.matches(&hello().proofs(&secret, &[2; 32]).0));
+        assert!(!dialler.matches(&Hello { rank: 4, ..hello() }.proofs(&secret, &[1; 32]).0));
+    }
+
+    #[test]
+    fn lengths_are_bounded_by_kind() {
+        for (kind, length, is_good) in [
+            (Kind::Data, PIECE_BYTES, true),
+            (Kind::Data, PIECE_BYTES + 1, false),
+            (Kind::Ready, 1, false),
+            (Kind::Begin, DESCRIPTOR_BYTES, true),
+            (Kind::Begin, DESCRIPTOR_BYTES - 1, false),
+            (Kind::Abort, CONTROL_BYTES_MAX + 1, false),
+        ] {
+            let header = Header { length: length as u32, ..Header::bare(kind) };
+            assert_eq!(Header::decode(&header.encode()).is_ok(), is_good, "{kind:?} of {length}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn headers_round_trip(kind in 0..Kind::ALL.len(), ticket: u64, tag: u64, bytes: u64) {
+            let header = Header { ticket, tag, bytes, channel: Channel::Collective, ..Header::bare(Kind::ALL[kind]) };
+            if header.kind != Kind::Begin {
+                prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            }
+        }
+
+        #[test]
+        fn no_bytes_panic_the_decoders(head: [u8; HEADER_BYTES], hello in prop::collection::vec(any::<u8>(), HELLO_BYTES)) {
+            let _ = Header::decode(&head);
+            let _ = Hello::decode(hello.as_slice().try_into().unwrap());
+        }
+    }
+}

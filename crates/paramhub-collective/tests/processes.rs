@@ -1,0 +1,186 @@
+//! What only processes can do: die, and stop.
+//!
+//! The test starts its own program again for every rank; [`rank`] is what runs there.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
+
+use paramhub_collective::{
+    ElementType, Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce, ReceiveRegion, ReduceOp,
+    SendRegion,
+};
+use rustix::process::{Pid, Signal, kill_process};
+
+const RANK: &str = "PARAMHUB_TEST_MESH_RANK";
+const SIZE: u32 = 4;
+/// Long enough for a machine that is busy with other tests, short enough to test with.
+const DEAD_AFTER: Duration = Duration::from_secs(3);
+/// Far more than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A rank in a process of its own. Ended with the test, however that ends.
+struct Rank {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Rank {
+    fn start(rank: u32) -> Rank {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "rank", "--nocapture", "--test-threads=1"])
+            .env(RANK, rank.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Rank { child, lines }
+    }
+
+    /// The rest of the next line that begins with `word`; the test harness writes lines of its own.
+    fn hear(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert!(self.lines.read_line(&mut line).unwrap() > 0, "the rank ended before it said `{word}`");
+            // The harness begins a test's first line.
+            if let Some(at) = line.find(word) {
+                return line[at + word.len()..].trim().to_owned();
+            }
+        }
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.child.id() as i32).unwrap(), signal).unwrap();
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// All ranks, joined.
+fn start() -> Vec<Rank> {
+    let mut ranks: Vec<Rank> = (0..SIZE).map(Rank::start).collect();
+    let addresses: Vec<String> = ranks.iter_mut().map(|rank| rank.hear("ADDRESS")).collect();
+    for rank in &mut ranks {
+        rank.tell(&addresses.join(" "));
+    }
+    for rank in &mut ranks {
+        rank.hear("JOINED");
+    }
+    ranks
+}
+
+/// Not a test of its own: a rank's whole life, if the environment says which.
+#[test]
+fn rank() {
+    let Ok(rank) = std::env::var(RANK) else { return };
+    let rank: u32 = rank.parse().unwrap();
+    let listener = MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap();
+    println!("\nADDRESS {}", listener.address());
+    let mut lines = std::io::stdin().lines().map(Result::unwrap);
+    let addresses: Vec<SocketAddr> =
+        lines.next().unwrap().split(' ').map(|address| address.parse().unwrap()).collect();
+    let config = MeshConfig { dead_after: DEAD_AFTER, ..MeshConfig::new(rank, Nonce([5; 32]), addresses) };
+    let mesh = listener.join(config).unwrap();
+    println!("JOINED");
+    for command in lines {
+        match command.as_str() {
+            "sum" => say(sum(&mesh).and_then(|handle| handle.wait())),
+            "wait" => wait_for_everything(&mesh),
+            "leave" => say(mesh.leave(PATIENCE)),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+fn say(outcome: Result<(), MeshError>) {
+    match outcome {
+        Ok(()) => println!("OUTCOME fine"),
+        Err(error) => println!("OUTCOME culprit {:?}: {error}", error.rank()),
+    }
+}
+
+fn sum(mesh: &Mesh) -> Result<Handle, MeshError> {
+    mesh.allreduce(ReceiveRegion::owned(vec![1_f32; 3 << 20]), ElementType::F32, ReduceOp::Sum)
+}
+
+/// Issues what can never end because rank 2 takes no part, says so, and tells how all of it ended.
+fn wait_for_everything(mesh: &Mesh) {
+    let other = if mesh.rank() == 0 { 1 } else { 0 };
+    let handles = [
+        mesh.receive(2, 1, ReceiveRegion::owned(vec![0_u8; 100])),
+        mesh.send(2, 2, SendRegion::owned(vec![0_u8; 100])),
+        mesh.receive(other, 3, ReceiveRegion::owned(vec![0_u8; 100])),
+        sum(mesh),
+        mesh.barrier(),
+    ];
+    println!("ISSUED");
+    let errors: Vec<MeshError> =
+        handles.into_iter().map(|handle| handle.unwrap().wait().unwrap_err()).collect();
+    assert!(errors.iter().all(|error| error.rank() == errors[0].rank()), "{errors:?}");
+    say(Err(errors[0].clone()));
+    // What comes later hears the same.
+    assert_eq!(mesh.barrier().unwrap_err().to_string(), errors[0].to_string());
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_others() {
+    let mut ranks = start();
+    for rank in [0, 1, 3] {
+        ranks[rank].tell("wait");
+    }
+    for rank in [0, 1, 3] {
+        ranks[rank].hear("ISSUED");
+    }
+    ranks[2].child.kill().unwrap();
+    for rank in [0, 1, 3] {
+        let outcome = ranks[rank].hear("OUTCOME");
+        assert!(outcome.starts_with("culprit Some(2)"), "rank {rank}: {outcome}");
+        assert!(outcome.contains("rank 2 is lost"), "rank {rank}: {outcome}");
+    }
+}
+
+#[test]
+fn a_silent_rank_is_named_once_something_waits() {
+    let mut ranks = start();
+    ranks[2].signal(Signal::STOP);
+    for rank in [0, 1, 3] {
+        ranks[rank].tell("wait");
+    }
+    for rank in [0, 1, 3] {
+        let outcome = ranks[rank].hear("OUTCOME");
+        assert!(outcome.starts_with("culprit Some(2)"), "rank {rank}: {outcome}");
+        assert!(outcome.contains("has not been heard"), "rank {rank}: {outcome}");
+    }
+}
+
+#[test]
+fn everybody_may_be_stopped_for_longer_than_silence_is_borne() {
+    let mut ranks = start();
+    for rank in &ranks {
+        rank.signal(Signal::STOP);
+    }
+    std::thread::sleep(DEAD_AFTER + Duration::from_millis(500));
+    for rank in &ranks {
+        rank.signal(Signal::CONT);
+    }
+    for rank in &mut ranks {
+        rank.tell("sum");
+        rank.tell("leave");
+    }
+    for rank in &mut ranks {
+        assert_eq!(rank.hear("OUTCOME"), "fine");
+        assert_eq!(rank.hear("OUTCOME"), "fine");
+    }
+}

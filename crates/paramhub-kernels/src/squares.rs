@@ -1,0 +1,31 @@
+//! What the norm of a gradient is made of.
+
+use crate::dispatch::{Isa, kernel};
+
+/// Running sums, so that the additions do not wait for one another.
+const LANES: usize = 16;
+
+/// The squares of `values[i] * factor`, added up. The products are rounded to f32, as an optimizer rounds a mean; their
+/// squares are exact in f64, in which they are added, in an order that depends on `values.len()` alone.
+pub fn squares(values: &[f32], factor: f32) -> f64 {
+    squares_with(Isa::best(), values, factor)
+}
+
+kernel! {
+    /// [`squares`] by the body for `isa`.
+    pub fn squares_with(values: &[f32], factor: f32) -> f64 {
+        let mut sums = [0.0_f64; LANES];
+        let (blocks, rest) = values.as_chunks::<LANES>();
+        for block in blocks {
+            for (sum, value) in sums.iter_mut().zip(block) {
+                let scaled = f64::from(value * factor);
+                *sum += scaled * scaled;
+            }
+        }
+        for (sum, value) in sums.iter_mut().zip(rest) {
+            let scaled = f64::from(value * factor);
+            *sum += scaled * scaled;
+        }
+        sums.iter().sum()
+    }
+}

@@ -1,0 +1,200 @@
+"""DDP's buckets of gradients, exchanged by parameter.
+
+Keys are parameters by name, so that buckets may be cut otherwise at any time: DDP does so after the first pass. What
+depends on the cut is only where a gradient lies, and whether a bucket's parameters are neighbours in the job's table. If
+they are, and the hub is on this host, the bucket's mean is read in place from the one copy that all ranks of the host
+share. The job is therefore opened again, with its table in the order of the buckets, when these were cut otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from paramhub import _native
+from paramhub.errors import MisuseError
+from paramhub.torch import trace
+from paramhub.torch._tensors import check_same_device, is_dense, key
+from paramhub.torch._world import World
+
+LAYOUTS_MAX = 4096
+"""Buckets whose layout is remembered: far more than a model has."""
+REORDERINGS_MAX = 2
+"""How often the job is opened again for the buckets' sake. DDP cuts them anew once."""
+
+
+class _Layout(NamedTuple):
+    """Where the gradients of a bucket lie, and where their means come to if not there."""
+
+    address: int
+    keys: list[int]
+    ranges: list[tuple[int, int]]
+    shared: torch.Tensor | None
+    name: str
+
+
+class Buckets:
+    """One DDP instance's job. Making it is collective."""
+
+    def __init__(
+        self,
+        here: World,
+        ddp: DistributedDataParallel,
+        ranks: list[int] | None,
+        codec: str | None,
+        in_place: bool,
+    ) -> None:
+        self._here = here
+        self._ranks = ranks
+        self._codec = codec
+        self._in_place = in_place
+        exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
+        self._parameters = {
+            name: parameter
+            for name, parameter in ddp.module.named_parameters()
+            if id(parameter) in exchanged and parameter.numel() > 0
+        }
+        device = check_same_device(self._parameters.items())
+        if device.type != "cpu":
+            raise MisuseError(
+                f"hub_hook: the model is on {device}, and only gradients in host memory are exchanged as yet"
+            )
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._pass: list[str] = []
+        self._is_apart = False
+        self._next_order: list[str] | None = None
+        self._reorderings = 0
+        self._job = self._open(list(self._parameters))
+        self.watch = trace.watch(ddp)
+
+    def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle, torch.Tensor, str]:
+        """Hands in a bucket's gradients. Their mean is in the tensor, of the bucket's shape, when the handle has ended."""
+        if self._next_order is not None:
+            self._reopen()
+        buffer = bucket.buffer()
+        layout = self._layout(bucket, buffer)
+        if layout.shared is None:
+            handle = self._job.push_pull_in_place(layout.keys, layout.ranges, buffer)
+        else:
+            handle = self._job.push_pull_shared(layout.keys, layout.ranges, buffer)
+        if trace.active:
+            trace.request(layout.name, handle)
+        if self._reorderings < REORDERINGS_MAX:
+            self._note(bucket, layout)
+        return handle, buffer if layout.shared is None else layout.shared, layout.name
+
+    def _open(self, order: list[str]) -> _native.Job:
+        here = self._here
+        kind = "ddp" if self._ranks is None else f"ddp-{_digest(self._ranks)}"
+        job = here.open_job(
+            here.label(kind),
+            {
+                "keys": [key(name, self._parameters[name]) for name in order],
+                "optimizer": {"name": "mean"},
+                "codec": self._codec,
+                "packed": True,
+            },
+            self._ranks,
+            shared_parameters="never" if self._in_place else "where possible",
+        )
+        self._numbers = {name: number for number, name in enumerate(order)}
+        self._layouts.clear()
+        return job
+
+    def _note(self, bucket: dist.GradBucket, layout: _Layout) -> None:
+        """Remembers the order in which buckets come, and asks for a table in this order if they want one.
+
+        It looks at nothing that differs between ranks: all of them open the job again, or none.
+        """
+        self._pass += [
+            name for name in map(self._names.get, map(id, bucket.parameters())) if name is not None
+        ]
+        self._is_apart = self._is_apart or not _are_neighbours(layout.keys)
+        if bucket.is_last():
+            if self._is_apart and not self._in_place:
+                left_out = self._parameters.keys() - set(self._pass)
+                self._next_order = self._pass + [name for name in self._parameters if name in left_out]
+            self._pass, self._is_apart = [], False
+
+    def _reopen(self) -> None:
+        """Between two passes: no request is under way."""
+        order, self._next_order = self._next_order, None
+        assert order is not None
+        self._reorderings += 1
+        # The hub has no room for both, perhaps.
+        self._here.close_job(self._job)
+        self._job = self._open(order)
+
+    def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Layout:
+        """Buckets are known by their parameters: DDP numbers them anew when it cuts them anew."""
+        parameters = bucket.parameters()
+        if buffer.is_sparse:
+            name = self._names.get(id(parameters[0]))
+            raise MisuseError(f"hub_hook: the gradient of {name!r} is sparse: use sparse=False in its module")
+        identity = tuple(map(id, parameters))
+        layout = self._layouts.get(identity)
+        if layout is None or layout.address != buffer.data_ptr():
+            if len(self._layouts) >= LAYOUTS_MAX:
+                self._layouts.clear()
+            layout = self._layouts[identity] = self._look(parameters, bucket.gradients(), buffer)
+        return layout
+
+    def _look(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> _Layout:
+        keys: list[int] = []
+        ranges: list[tuple[int, int]] = []
+        names: list[str] = []
+        begin = buffer.data_ptr()
+        filled = 0
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.numel() == 0:
+                continue
+            name = self._names.get(id(parameter))
+            if name is None:
+                raise MisuseError(
+                    f"hub_hook: DDP hands over the gradient of a parameter of shape {list(parameter.shape)} that did "
+                    "not require one at the first backward pass: freeze and unfreeze before DDP is constructed"
+                )
+            if gradient.dtype != parameter.dtype:
+                raise MisuseError(
+                    f"hub_hook: DDP reduces {name!r}, which is {parameter.dtype}, as {gradient.dtype}: leave "
+                    "mixed_precision out and use HubState(codec=...)"
+                )
+            nbytes = gradient.numel() * gradient.element_size()
+            if gradient.data_ptr() != begin + filled or not is_dense(gradient):
+                raise MisuseError(
+                    f"hub_hook: the gradient of {name!r} does not lie in its bucket behind the one before it. Please "
+                    "report this"
+                )
+            filled += nbytes
+            names.append(name)
+            keys.append(self._numbers[name])
+            ranges.append((gradient.data_ptr(), nbytes))
+        if filled != buffer.numel() * buffer.element_size():
+            raise MisuseError("hub_hook: a bucket has more than its gradients. Please report this")
+        shared = None
+        if self._job.shares_parameters and keys and _are_neighbours(keys):
+            shared = torch.from_dlpack(self._job.shared_parameters(keys[0], keys[-1] + 1))
+        name = (
+            names[0]
+            if len(names) == 1
+            else f"{names[0]} … {names[-1]} ({len(names)})"
+            if names
+            else "nothing"
+        )
+        return _Layout(begin, keys, ranges, shared, name)
+
+
+def _are_neighbours(keys: list[int]) -> bool:
+    return all(key == keys[0] + position for position, key in enumerate(keys))
+
+
+def _digest(ranks: list[int]) -> str:
+    return hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,164 @@
+"""Horovod's broadcasts: one rank's parameters, optimizer state and objects become everybody's."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from paramhub.errors import MisuseError
+from paramhub.torch import functions
+from paramhub.torch._world import world
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+    root_rank: int = 0,
+) -> None:
+    """Writes rank ``root_rank``'s tensors into every other rank's: ``model.state_dict()``, ``model.named_parameters()`` or
+    ``model.parameters()``.
+
+    Raises MisuseError, on every rank, if ranks do not have tensors of the same names, shapes and types.
+    """
+    functions.check_root(root_rank)
+    pairs = _pairs(params)
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise MisuseError(
+                f"{name!r} is no tensor but {type(tensor).__name__}: use broadcast_object for it"
+            )
+    _agree([f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in pairs], root_rank)
+    handles = [functions.broadcast_async_(tensor.detach(), root_rank) for _, tensor in pairs]
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None
+) -> None:
+    """Gives rank ``root_rank``'s optimizer state and hyperparameters to every other rank's optimizer, which may have no
+    state yet.
+
+    Parameter groups stay the objects they are, so that schedulers go on with them. Tensors of the state come to the device
+    and type that ``load_state_dict`` gives them. ``model`` is accepted for Horovod's sake.
+    """
+    functions.check_root(root_rank)
+    is_root = world().rank == root_rank
+    tensors: list[torch.Tensor] = []
+    skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = broadcast_object(skeleton, root_rank)
+    if not is_root:
+        # Every tensor's place tells what comes there.
+        state = _with_tensors(skeleton, tensors)
+    for handle in [functions.broadcast_async_(tensor, root_rank) for tensor in tensors]:
+        handle.wait()
+    if not is_root:
+        _load(optimizer, state)
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """Rank ``root_rank``'s object, pickled there and unpickled at every other rank."""
+    functions.check_root(root_rank)
+    is_root = world().rank == root_rank
+    content = _bytes_of(obj) if is_root else None
+    length = functions.broadcast_(torch.tensor([0 if content is None else content.numel()]), root_rank)
+    received = functions.broadcast_(
+        content if content is not None else torch.empty(int(length.item()), dtype=torch.uint8), root_rank
+    )
+    return obj if is_root else pickle.loads(received.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """All ranks' objects, by rank."""
+    content = _bytes_of(obj)
+    lengths = functions.allgather(torch.tensor([content.numel()]))
+    everything = functions.allgather(content)
+    return [pickle.loads(part.numpy().tobytes()) for part in everything.split(lengths.tolist())]
+
+
+def _bytes_of(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _pairs(params: Any) -> list[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        # In the order of names: that in which they were put in may differ.
+        present = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
+        return sorted(present, key=lambda pair: pair[0])
+    if isinstance(params, torch.Tensor):
+        raise MisuseError(
+            "broadcast_parameters takes a state_dict or named parameters; use broadcast_ for a tensor"
+        )
+    pairs = [
+        item if isinstance(item, tuple) else (str(position), item) for position, item in enumerate(params)
+    ]
+    return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+
+def _agree(described: list[str], root_rank: int) -> None:
+    """Refuses tensors that are not the root's: what comes would not fit, or fit the wrong one."""
+    digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    digests = functions.allgather(own).tolist()
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[root_rank]]
+    if not others:
+        return
+    all_described = allgather_object(described)
+    expected, found = all_described[root_rank], all_described[others[0]]
+    for position in range(max(len(expected), len(found))):
+        here = expected[position] if position < len(expected) else "nothing more"
+        there = found[position] if position < len(found) else "nothing more"
+        if here != there:
+            raise MisuseError(
+                f"broadcast_parameters: rank {root_rank} and rank {others[0]} differ at position {position}: rank "
+                f"{root_rank} has {here}, rank {others[0]} has {there}"
+            )
+
+
+class _Place:
+    """Stands for a tensor in a state that is pickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _without_tensors(state: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor):
+        tensors.append(state.detach().cpu())
+        return _Place(state)
+    return _mapped(state, lambda value: _without_tensors(value, tensors))
+
+
+def _with_tensors(state: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(state, _Place):
+        tensors.append(torch.empty(state.shape, dtype=state.dtype))
+        return tensors[-1]
+    return _mapped(state, lambda value: _with_tensors(value, tensors))
+
+
+def _mapped(state: Any, change: Any) -> Any:
+    """The same containers with other leaves. In a fixed order: both ends take the tensors in it."""
+    if isinstance(state, dict):
+        return {key: change(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [change(value) for value in state]
+    if isinstance(state, tuple):
+        changed = [change(value) for value in state]
+        return type(state)(*changed) if hasattr(state, "_fields") else tuple(changed)
+    return state
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state into the groups and the mapping that are there, which others may hold."""
+    groups, held = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    held.clear()
+    held.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, held

@@ -1,0 +1,343 @@
+"""`hub_hook` against DDP with gloo's own allreduce."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from team import Died, Rank, Team
+from torch.nn.parallel import DistributedDataParallel
+from training import STEPS, Net, OneHead, difference, loss_of, make, parameters_of
+
+TOLERANCE = 1e-6
+
+
+def train(
+    rank: Rank, options: dict[str, Any], state: Any = None, kind: type[Net] = OneHead
+) -> list[torch.Tensor]:
+    """The parameters after training under DDP, with the hook if there is a state for it."""
+    import paramhub.torch
+
+    model = make(kind)
+    # Buckets so small that there are several, which DDP rebuilds after the first pass.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)
+    if state is not None:
+        ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        arguments = ((step + rank.rank) % 2 if step % 3 else 0,) if kind is Net else ()
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank.rank, *arguments).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+OPTIONS = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+]
+UNUSED = [
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+]
+
+
+def compare(rank: Rank) -> list[float]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    differences = []
+    for options in OPTIONS:
+        expected = train(rank, options)
+        differences.append(difference(train(rank, options, paramhub.torch.HubState()), expected))
+    for options in UNUSED:
+        expected = train(rank, options, kind=Net)
+        differences.append(difference(train(rank, options, paramhub.torch.HubState(), Net), expected))
+    return differences
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_it_averages_as_ddp_does(team: Team, transport: str) -> None:
+    for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):
+        assert len(differences) == len(OPTIONS) + len(UNUSED)
+        assert max(differences) < TOLERANCE, differences
+
+
+def reproduce(rank: Rank) -> list[bytes]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    paramhub.torch.init(reproducible=True)
+    # One rank is late, another one now and then.
+    time.sleep(0.01 * rank.rank)
+    return [tensor.numpy().tobytes() for tensor in train(rank, {}, paramhub.torch.HubState())]
+
+
+def test_reproducible_runs_are_bit_equal(team: Team) -> None:
+    first, second = team(reproduce), team(reproduce, env={"PARAMHUB_TRANSPORT": "tcp"})
+    assert all(rank == first[0] for rank in first + second)
+
+
+def travels_as_bf16(rank: Rank) -> tuple[float, float]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    expected = train(rank, {})
+    exact = difference(train(rank, {}, paramhub.torch.HubState()), expected)
+    return exact, difference(train(rank, {}, paramhub.torch.HubState(codec="bf16")), expected)
+
+
+def test_a_codec_rounds_what_travels(team: Team) -> None:
+    for exact, rounded in team(travels_as_bf16, ranks=2):
+        assert exact < TOLERANCE < rounded < 0.05
+
+
+def two_models_and_a_pair(rank: Rank) -> list[float]:
+    """Two DDP instances whose passes alternate, and one of a subset of the ranks, each with its own group of peers."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank.rank // 2]
+    models = [make(), make()]
+    both = [DistributedDataParallel(model) for model in models]
+    for ddp in both:
+        ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+    paired = DistributedDataParallel(make(), process_group=mine)
+    paired.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+    given = DistributedDataParallel(make(), process_group=mine)
+    given.register_comm_hook(paramhub.torch.HubState(process_group=mine, ddp=given), paramhub.torch.hub_hook)
+    gradients: list[list[torch.Tensor]] = []
+    for step in range(3):
+        for ddp in (*both, paired, given):
+            ddp.zero_grad()
+            loss_of(ddp, step, rank.rank).backward()
+        gradients = [[p.grad.clone() for p in ddp.parameters()] for ddp in (*both, paired, given)]
+    results = []
+    for found, group in zip(gradients, (None, None, mine, mine), strict=True):
+        ddp = DistributedDataParallel(make(), process_group=group)
+        loss_of(ddp, 2, rank.rank).backward()
+        results.append(difference(found, [p.grad for p in ddp.parameters()]))
+    return results
+
+
+def test_several_instances_and_process_groups(team: Team) -> None:
+    for differences in team(two_models_and_a_pair):
+        assert max(differences) < TOLERANCE, differences
+
+
+def uneven(rank: Rank) -> float:
+    """Ranks with fewer batches take part in the others' passes, outside of a backward pass of their own."""
+    import paramhub.torch
+
+    def run(hooked: bool) -> list[torch.Tensor]:
+        model = make()
+        ddp = DistributedDataParallel(model)
+        if hooked:
+            ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with ddp.join():
+            for step in range(3 + rank.rank):
+                optimizer.zero_grad()
+                loss_of(ddp, step, rank.rank).backward()
+                optimizer.step()
+        return parameters_of(model)
+
+    dist.init_process_group("gloo")
+    return difference(run(True), run(False))
+
+
+def test_join_with_uneven_inputs(team: Team) -> None:
+    assert max(team(uneven, ranks=2)) < TOLERANCE
+
+
+def orders(rank: Rank) -> list[tuple[int, list[bool]]]:
+    """After each pass, how often the job was opened again, and which buckets' means are read in place."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02)
+    state = paramhub.torch.HubState()
+    ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+    seen = []
+    for step in range(4):
+        loss_of(ddp, step, rank.rank).backward()
+        buckets = state._buckets
+        seen.append(
+            (buckets._reorderings, [layout.shared is not None for layout in buckets._layouts.values()])
+        )
+    return seen
+
+
+def test_rebuilt_buckets_are_neighbours_in_a_new_job(team: Team) -> None:
+    for seen in team(orders, ranks=2):
+        assert seen == [(0, [True]), (0, [True, False, False]), (1, [True, True]), (1, [True, True])]
+    for seen in team(orders, ranks=2, env={"PARAMHUB_TRANSPORT": "tcp"}):
+        assert seen[-1] == (1, [False, False])
+
+
+def wrapped(rank: Rank) -> float:
+    """A hook around ours that changes the mean where it lies."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def doubled(state: Any, bucket: dist.GradBucket) -> Any:
+        return paramhub.torch.hub_hook(state, bucket).then(lambda future: future.value().mul_(2))
+
+    doubled.__annotations__ = {}
+    ddp = DistributedDataParallel(make())
+    ddp.register_comm_hook(paramhub.torch.HubState(in_place=True), doubled)
+    plain = DistributedDataParallel(make())
+    for model in (ddp, plain):
+        loss_of(model, 0, rank.rank).backward()
+    expected = [2 * parameter.grad for parameter in plain.parameters()]
+    return difference([parameter.grad for parameter in ddp.parameters()], expected)
+
+
+def test_a_hook_around_it_may_change_the_mean_in_place(team: Team) -> None:
+    assert max(team(wrapped, ranks=2)) < TOLERANCE
+
+
+def accumulates(rank: Rank) -> float:
+    import paramhub.torch
+
+    def run(hooked: bool) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(make())
+        if hooked:
+            ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+        with ddp.no_sync():
+            loss_of(ddp, 0, rank.rank).backward()
+        loss_of(ddp, 1, rank.rank).backward()
+        return [p.grad for p in ddp.parameters()]
+
+    dist.init_process_group("gloo")
+    return difference(run(True), run(False))
+
+
+def test_no_sync_accumulates(team: Team) -> None:
+    assert max(team(accumulates, ranks=2)) < TOLERANCE
+
+
+def refused(rank: Rank) -> dict[str, str]:
+    import paramhub
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def message(state: Any, ddp: DistributedDataParallel, *inputs: Any) -> str:
+        ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+        with pytest.raises(paramhub.MisuseError) as error:
+            ddp(*inputs).sum().backward()
+        return str(error.value)
+
+    messages = {}
+    sparse = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    messages["sparse"] = message(paramhub.torch.HubState(), sparse, torch.tensor([1]))
+    double = DistributedDataParallel(torch.nn.Linear(2, 2).double())
+    messages["double"] = message(paramhub.torch.HubState(), double, torch.ones(1, 2, dtype=torch.float64))
+    shared = paramhub.torch.HubState()
+    first, second = (DistributedDataParallel(torch.nn.Linear(2, 2)) for _ in range(2))
+    first.register_comm_hook(shared, paramhub.torch.hub_hook)
+    messages["shared"] = message(shared, second, torch.ones(1, 2))
+    return messages
+
+
+def test_what_it_cannot_do_is_refused_with_a_reason(team: Team) -> None:
+    for messages in team(refused, ranks=1):
+        assert "'weight' is sparse" in messages["sparse"]
+        assert "'weight' has elements of torch.float64" in messages["double"]
+        assert "several DistributedDataParallel" in messages["shared"]
+
+
+def dying(rank: Rank, options: dict[str, Any], passes: int) -> tuple[str, str]:
+    """What the survivors see when rank 1 dies after ``passes`` whole passes, its job open."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(make(), **options)
+    state = paramhub.torch.HubState()
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if rank.rank == 1 and step == passes:
+            if state._buckets is None:
+                state._open()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return paramhub.torch.hub_hook(state, bucket)
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    ddp.register_comm_hook(state, hook)
+    for step in range(passes + 1):
+        try:
+            loss_of(ddp, step, rank.rank).backward()
+        except Exception as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("the pass ended without the dead rank")
+
+
+@pytest.mark.parametrize(
+    ("options", "passes", "kind"),
+    [({}, 0, "JobFailedError"), ({}, 3, "JobFailedError"), ({"static_graph": True}, 0, "RuntimeError")],
+)
+def test_a_dying_rank_fails_the_others_passes(
+    team: Team, options: dict[str, Any], passes: int, kind: str
+) -> None:
+    results = team(dying, options, passes, ranks=3, dies=[1])
+    assert isinstance(results[1], Died)
+    for name, message in (results[0], results[2]):
+        assert name == kind
+        # Told by its connection, at once, and not by its silence.
+        assert "because of rank 1" in message and "rank 1 was lost: " in message
+        assert "connection" in message.split("rank 1 was lost: ")[1]
+
+
+def pickled(rank: Rank) -> tuple[dict[str, Any], float]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    state = paramhub.torch.HubState(codec="bf16")
+    train(rank, {}, state)
+    copy = pickle.loads(pickle.dumps(state))
+    again = paramhub.torch.HubState(codec="bf16")
+    return copy.state_dict(), difference(train(rank, {}, copy), train(rank, {}, again))
+
+
+def test_a_state_can_be_pickled_and_goes_on(team: Team) -> None:
+    for state, apart in team(pickled, ranks=2):
+        assert state == {"codec": "bf16", "in_place": False, "parameters": {}}
+        assert apart == 0.0
+
+
+def interrupted(rank: Rank) -> bool:
+    """Whether Ctrl-C ends a backward pass that waits for another rank."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(make())
+    ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
+    # DDP's second forward pass waits for all ranks by gloo, to rebuild its buckets.
+    for step in range(2):
+        loss_of(ddp, step, rank.rank).backward()
+    if rank.rank == 1:
+        rank.await_mark("interrupted")
+        return False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    loss = loss_of(ddp, 2, rank.rank)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    rank.mark("interrupted")
+    return True
+
+
+def test_ctrl_c_ends_a_pass_that_waits(team: Team) -> None:
+    assert team(interrupted, ranks=2) == [True, False]

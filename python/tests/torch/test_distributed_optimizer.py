@@ -1,0 +1,551 @@
+"""`DistributedOptimizer` against DDP with gloo, and its rules."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from team import Died, Rank, Team
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import STEPS, Net, difference, loss_of, make, parameters_of
+
+TOLERANCE = 1e-6
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.002)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+
+
+def reference(rank: Rank, make_optimizer: Callable[..., torch.optim.Optimizer]) -> list[torch.Tensor]:
+    model = make()
+    ddp = DistributedDataParallel(model)
+    optimizer = make_optimizer(ddp.parameters())
+    scheduler = halving(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank.rank).backward()
+        optimizer.step()
+        scheduler.step()
+    return parameters_of(model)
+
+
+def distributed(
+    rank: Rank, make_optimizer: Callable[..., torch.optim.Optimizer], **options: Any
+) -> list[torch.Tensor]:
+    import paramhub.torch
+
+    model = make()
+    optimizer = make_optimizer(model.parameters())
+    optimizer = paramhub.torch.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), **options
+    )
+    scheduler = halving(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, rank.rank).backward()
+        optimizer.step()
+        scheduler.step()
+    return parameters_of(model)
+
+
+def compare(rank: Rank) -> list[float]:
+    dist.init_process_group("gloo")
+    return [
+        difference(distributed(rank, make_optimizer), reference(rank, make_optimizer))
+        for make_optimizer in (sgd, adamw)
+    ]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_it_steps_as_ddp_does(team: Team, transport: str) -> None:
+    for differences in team(compare, env={"PARAMHUB_TRANSPORT": transport}):
+        assert max(differences) < TOLERANCE, differences
+
+
+def reproduce(rank: Rank) -> list[bytes]:
+    import paramhub.torch
+
+    paramhub.torch.init(reproducible=True)
+    return [tensor.numpy().tobytes() for tensor in distributed(rank, sgd)]
+
+
+def test_reproducible_runs_are_bit_equal(team: Team) -> None:
+    first, second = team(reproduce), team(reproduce, env={"PARAMHUB_TRANSPORT": "tcp"})
+    assert all(rank == first[0] for rank in first + second)
+
+
+def compressed(rank: Rank) -> list[float]:
+    import paramhub.torch
+
+    paramhub.torch.init()
+    exact = distributed(rank, sgd)
+    compression = paramhub.torch.Compression
+    return [
+        difference(distributed(rank, sgd, compression=by), exact)
+        for by in (compression.none, compression.fp16, compression.bf16)
+    ]
+
+
+def test_compression_rounds_what_travels(team: Team) -> None:
+    for none, fp16, bf16 in team(compressed, ranks=2):
+        assert none < TOLERANCE < fp16 < bf16 < 0.1
+
+
+def sums(rank: Rank) -> list[float]:
+    import paramhub.torch
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = paramhub.torch.DistributedOptimizer(optimizer, op=paramhub.torch.Sum)
+    model(torch.full((1, 3), float(rank.rank + 1))).sum().backward()
+    optimizer.synchronize()
+    return model.weight.grad.flatten().tolist()
+
+
+def test_sum(team: Team) -> None:
+    assert team(sums, ranks=3) == [[6.0] * 6] * 3
+
+
+def accumulates(rank: Rank) -> list[float]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def run(ours: bool) -> list[torch.Tensor]:
+        model = make()
+        ddp = model if ours else DistributedDataParallel(model)
+        optimizer = sgd(model.parameters())
+        if ours:
+            optimizer = paramhub.torch.DistributedOptimizer(
+                optimizer, model.named_parameters(), backward_passes_per_step=3
+            )
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(3):
+                if ours or part == 2:
+                    loss_of(ddp, 3 * step + part, rank.rank).backward()
+                else:
+                    with ddp.no_sync():
+                        loss_of(ddp, 3 * step + part, rank.rank).backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    apart = difference(run(True), run(False))
+    # Fewer passes than were announced: what is there is exchanged.
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = paramhub.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=2
+    )
+    model(torch.full((1, 1), float(rank.rank))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    model(torch.full((1, 1), float(rank.rank))).sum().backward()
+    optimizer.step()
+    return [apart, model.weight.item()]
+
+
+def test_backward_passes_add_up(team: Team) -> None:
+    for apart, weight in team(accumulates, ranks=2):
+        assert apart < TOLERANCE
+        assert weight == -1.0
+
+
+def clipped(rank: Rank) -> float:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def run(ours: bool, skips: bool = True) -> list[torch.Tensor]:
+        model = make()
+        ddp = model if ours else DistributedDataParallel(model)
+        optimizer = sgd(model.parameters())
+        if ours:
+            optimizer = paramhub.torch.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank.rank).backward()
+            if ours:
+                optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            if ours and skips:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return parameters_of(model)
+
+    expected = run(False)
+    return max(difference(run(True), expected), difference(run(True, skips=False), expected))
+
+
+def test_clipping_between_synchronize_and_step(team: Team) -> None:
+    assert max(team(clipped, ranks=2)) < TOLERANCE
+
+
+def scaled(rank: Rank) -> tuple[float, list[float]]:
+    """A GradScaler around the exchange; at step 3 rank 1's gradient overflows, and no rank may step."""
+    import paramhub.torch
+
+    def run(by: float) -> list[torch.Tensor]:
+        model = make()
+        optimizer = paramhub.torch.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=by, enabled=by != 1.0, growth_interval=100)
+        for step in range(6):
+            optimizer.zero_grad()
+            if step == 3:
+                if by == 1.0:
+                    continue
+                loss = loss_of(model, step, rank.rank) * (float("inf") if rank.rank == 1 else 1.0)
+            else:
+                loss = loss_of(model, step, rank.rank)
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+        return parameters_of(model)
+
+    scales: list[float] = []
+    apart = difference(run(1024.0), run(1.0))
+    return apart, scales
+
+
+def test_a_grad_scaler_steps_on_all_ranks_or_none(team: Team) -> None:
+    for apart, scales in team(scaled, ranks=2):
+        assert apart < TOLERANCE
+        assert scales == [512.0, 1.0]
+
+
+def unused(rank: Rank) -> list[Any]:
+    """Each rank uses another head, and one parameter is used by nobody."""
+    import paramhub.torch
+
+    model = make(Net)
+    nobody = nn.Parameter(torch.ones(5))
+    named = [*model.named_parameters(), ("nobody", nobody)]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    optimizer = paramhub.torch.DistributedOptimizer(optimizer, named)
+    loss_of(model, 0, rank.rank, rank.rank % 2).backward()
+    assert model.heads[1 - rank.rank % 2].weight.grad is None
+    optimizer.synchronize()
+    own = make(Net)
+    loss_of(own, 0, 0, 0).backward()
+    return [
+        difference([model.heads[0].weight.grad], [own.heads[0].weight.grad / 2]),
+        nobody.grad.tolist(),
+    ]
+
+
+def test_an_unused_parameter_contributes_zeros(team: Team) -> None:
+    for apart, nobody in team(unused, ranks=2):
+        assert apart < TOLERANCE
+        assert nobody == [0.0] * 5
+
+
+def layouts(rank: Rank) -> dict[str, Any]:
+    """Gradients that do not lie as their parameters do, on one rank only."""
+    import paramhub.torch
+
+    results: dict[str, Any] = {}
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    gapped = nn.Parameter(torch.zeros(4, 6)[:, ::2])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    named = [
+        ("convolution", convolution.weight),
+        ("gapped", gapped),
+        ("embedding", embedding.weight),
+        ("half", half),
+    ]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    optimizer = paramhub.torch.DistributedOptimizer(optimizer, named, sparse_as_dense=True)
+    factor = torch.arange(convolution.weight.numel(), dtype=torch.float32).view(4, 3, 3, 3)
+    if rank.rank == 1:
+        # Backward adds to the gradient that is there, in its layout.
+        convolution.weight.grad = torch.zeros(4, 3, 3, 3)
+    (convolution.weight * factor).sum().backward()
+    (gapped * torch.arange(12.0).view(4, 3)).sum().backward()
+    embedding(torch.tensor([rank.rank])).sum().backward()
+    (half * torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)).sum().backward()
+    optimizer.synchronize()
+    results["convolution"] = torch.equal(convolution.weight.grad, factor)
+    results["gapped"] = gapped.grad.flatten().tolist()
+    results["embedding"] = embedding.weight.grad.tolist()
+    results["half"] = half.grad.float().tolist()
+    return results
+
+
+def test_any_layout_and_type_of_gradient(team: Team) -> None:
+    for results in team(layouts, ranks=2):
+        assert results["convolution"] is True
+        assert results["gapped"] == [float(number) for number in range(12)]
+        assert results["embedding"] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+        assert results["half"] == [1.0, 2.0, 3.0]
+
+
+def stays_itself(rank: Rank) -> None:
+    """Class, state, groups, schedulers, hooks, closures."""
+    import paramhub.torch
+
+    model = make()
+    groups = [
+        {"params": list(model.convolution.parameters()), "lr": 0.1},
+        {"params": [p for n, p in model.named_parameters() if not n.startswith("convolution")]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    momentum = optimizer.state[model.first.weight]["momentum_buffer"].clone()
+    optimizer.zero_grad()
+    same = optimizer
+    optimizer = paramhub.torch.DistributedOptimizer(optimizer, model.named_parameters())
+    assert optimizer is same and isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
+    assert torch.equal(optimizer.state[model.first.weight]["momentum_buffer"], momentum)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    loss_of(model, 1, rank.rank).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        early.step()
+        late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.zero_grad()
+        optimizer.step()
+        late.step()
+    assert calls == ["before", "after"] * 2
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.0125]
+    # What is saved is what the optimizer alone would save, and can be loaded in turn.
+    saved = optimizer.state_dict()
+    alone = torch.optim.SGD([{**group, "params": list(group["params"])} for group in optimizer.param_groups])
+    alone.load_state_dict(saved)
+    optimizer.load_state_dict(alone.state_dict())
+    optimizer.zero_grad()
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model, 2, rank.rank)
+        loss.backward()
+        return loss
+
+    calls.clear()
+    before = model.first.weight.detach().clone()
+    loss = optimizer.step(closure)
+    assert loss.item() > 0 and not torch.equal(model.first.weight, before)
+    assert calls == ["before", "after"]
+    apart = paramhub.torch._world.world().exchange_text("sum", repr(model.first.weight.sum().item()))
+    assert len(set(apart)) == 1
+
+
+def test_the_optimizer_stays_what_it_is(team: Team) -> None:
+    team(stays_itself, ranks=2)
+
+
+def misused(rank: Rank) -> dict[str, str]:
+    import paramhub
+    import paramhub.torch
+
+    wrap = paramhub.torch.DistributedOptimizer
+    messages: dict[str, str] = {}
+
+    def refused(name: str, action: Callable[[], Any]) -> None:
+        with pytest.raises(paramhub.MisuseError) as error:
+            action()
+        messages[name] = str(error.value)
+
+    def disagrees() -> None:
+        # The manager says so, which is an answer to a call over the network.
+        other = nn.Linear(2 + rank.rank, 1)
+        with pytest.raises(paramhub.ParamhubError, match="disagree on key 0"):
+            wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+
+    def fresh(**options: Any) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        return model, wrap(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+    inputs = torch.ones(1, 2)
+    model, optimizer = fresh()
+    model(inputs).sum().backward()
+    refused("zero_grad", optimizer.zero_grad)
+    refused("twice", lambda: model(inputs).sum().backward())
+
+    model, optimizer = fresh()
+    model(inputs).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    refused("clipped", optimizer.step)
+
+    model, optimizer = fresh()
+    model(inputs).sum().backward()
+    model.zero_grad()
+    refused("cleared", optimizer.step)
+
+    model, optimizer = fresh()
+    model(inputs).sum().backward()
+
+    def skip() -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    refused("skipped", skip)
+    optimizer.step()
+    refused("wrapped again", lambda: wrap(optimizer))
+    refused("group", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
+    refused("shared", lambda: wrap(torch.optim.Adam(model.parameters()), model.named_parameters()))
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model[0].bias.requires_grad_(True)
+    model(inputs).sum().backward()
+    refused("thawed", optimizer.step)
+
+    plain = nn.Linear(2, 2)
+    named = list(plain.named_parameters())
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    refused("unnamed", lambda: wrap(sgd, named[:1]))
+    refused("duplicate", lambda: wrap(sgd, [("w", named[0][1]), ("w", named[1][1])]))
+    refused("no pairs", lambda: wrap(sgd, plain.parameters()))
+    refused("passes", lambda: wrap(sgd, named, backward_passes_per_step=0))
+    refused("op", lambda: wrap(sgd, named, op=paramhub.torch.Max))
+    refused("compression", lambda: wrap(sgd, named, compression=object()))
+    refused("lbfgs", lambda: wrap(torch.optim.LBFGS(plain.parameters()), named))
+    double = nn.Linear(1, 1).double()
+    refused("double", lambda: wrap(torch.optim.SGD(double.parameters(), lr=0.1), double.named_parameters()))
+    embedding = nn.Embedding(3, 2, sparse=True)
+    optimizer = wrap(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    refused("sparse", lambda: embedding(torch.tensor([0])).sum().backward())
+    disagrees()
+    return messages
+
+
+def test_misuse_is_refused_with_a_reason(team: Team) -> None:
+    for messages in team(misused, ranks=2):
+        expected = {
+            "zero_grad": "gradients are being exchanged",
+            "twice": "more than 1 backward passes since the last step",
+            "clipped": "'0.weight', '0.bias', '1.weight', '1.bias': changed after the gradient had left",
+            "cleared": "optimizer.synchronize() after backward",
+            "skipped": "call optimizer.synchronize() first",
+            "wrapped again": "DistributedOptimizer already",
+            "group": "add groups before",
+            "shared": "another DistributedOptimizer",
+            "thawed": "'0.bias': did not require a gradient when",
+            "unnamed": "lacks 1 of the optimizer's 2 parameters: [2] at 1 of group 0",
+            "duplicate": "more than once: 'w'",
+            "no pairs": "pass model.named_parameters()",
+            "passes": "a number from 1, not 0",
+            "op": "not by paramhub.torch.Max",
+            "compression": "none, fp16 and bf16",
+            "lbfgs": "LBFGS decides by the loss",
+            "double": "'weight' has elements of torch.float64",
+            "sparse": "'allreduce.noname.0.0' is sparse",
+        }
+        assert messages.keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in messages[name], (name, messages[name])
+
+
+def several(rank: Rank) -> list[float]:
+    """Two optimizers for two parts of a model, one after another for the same part, and frozen parameters."""
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+
+    def run(ours: bool) -> list[torch.Tensor]:
+        model = make()
+        model.convolution.bias.requires_grad_(False)
+        ddp = model if ours else DistributedDataParallel(model)
+        front = [(n, p) for n, p in model.named_parameters() if n.startswith(("scale", "convolution"))]
+        back = [(n, p) for n, p in model.named_parameters() if not n.startswith(("scale", "convolution"))]
+        for round_ in range(2):
+            optimizers = [
+                torch.optim.SGD([p for _, p in front], lr=0.05),
+                torch.optim.Adam([p for _, p in back], lr=0.001),
+            ]
+            if ours:
+                optimizers = [
+                    paramhub.torch.DistributedOptimizer(optimizer, named)
+                    for optimizer, named in zip(optimizers, (front, back), strict=True)
+                ]
+            for step in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss_of(ddp, 3 * round_ + step, rank.rank).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            del optimizer, optimizers
+            gc.collect()
+        return parameters_of(model)
+
+    return [difference(run(True), run(False))]
+
+
+def test_several_optimizers_side_by_side_and_in_turn(team: Team) -> None:
+    assert max(apart for (apart,) in team(several, ranks=2)) < TOLERANCE
+
+
+def dying(rank: Rank, where: str) -> str:
+    import paramhub
+    import paramhub.torch
+
+    model = make()
+    optimizer = paramhub.torch.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    try:
+        for step in range(100):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, rank.rank)
+            if rank.rank == 1 and step == 3 and where == "backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            if rank.rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+    except paramhub.JobFailedError as error:
+        assert error.culprit == 1
+        return str(error)
+    raise AssertionError("nothing was noticed")
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_dying_rank_fails_the_others(team: Team, where: str) -> None:
+    results = team(dying, where, ranks=3, dies=[1])
+    assert isinstance(results[1], Died)
+    for message in (results[0], results[2]):
+        assert "because of rank 1" in message and "rank 1 was lost: " in message
+        assert "connection" in message.split("rank 1 was lost: ")[1]
+
+
+def alone(rank: Rank) -> float:
+    model = make()
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+        if step % 5 == 4:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    return difference(distributed(rank, sgd), parameters_of(model))
+
+
+def test_one_rank_steps_as_the_optimizer_alone(team: Team) -> None:
+    assert team(alone, ranks=1) == [0.0]
