@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -278,13 +279,22 @@ class HubOptimizer(torch.optim.Optimizer):
         """Goes on from a saved state, of a HubOptimizer or of torch.optim's optimizer of this kind, and from the parameters
         that the model has now: load the model's first. Collective; what rank 0 loads holds for all."""
         self._refuse_within_step("load_state_dict()")
-        super().load_state_dict({**state_dict, "state": {}})
+        for group, saved in zip_longest(
+            self.param_groups, state_dict["param_groups"], fillvalue={"params": ()}
+        ):
+            if len(group["params"]) != len(saved["params"]):
+                raise MisuseError(
+                    f"a saved group has {len(saved['params'])} parameters, and its counterpart here {len(group['params'])}: the "
+                    "state is another model's, or was grouped otherwise"
+                )
+            _numbers.of_group(saved, self._names)
         of = {id(exchange.parameter): exchange for exchange in self._exchanges}
         states = [_optimizer_state.State(0, []) for _ in self._exchanges]
-        for index, (_, parameter) in enumerate(self._with_groups()):
+        for index, parameter in enumerate(self._all()):
             entry, exchange = state_dict["state"].get(index), of.get(id(parameter))
             if entry and exchange is not None:
                 states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange)
+        super().load_state_dict({**state_dict, "state": {}})
         self._reopen_job(states)
 
     def broadcast_parameters(self) -> None:

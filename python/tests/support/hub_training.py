@@ -81,6 +81,10 @@ def largest_difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
         )
 
 
+def made(kind: Any, options: dict[str, Any]) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
+    return lambda model: kind(model.parameters(), **options)
+
+
 def compare(
     rank: Rank,
     model: torch.nn.Module,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hub_training import Net, Reference, all_parameters, begin, compare, loss_of
+from hub_training import Net, Reference, all_parameters, begin, compare, loss_of, made
 from team import Rank, Team
 
 import paramhub
@@ -31,10 +31,6 @@ SAME: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
         {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6},
     ),
 ]
-
-
-def made(kind: Any, options: dict[str, Any]) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
-    return lambda model: kind(model.parameters(), **options)
 
 
 def every_optimizer(rank: Rank, overlap_forward: bool) -> list[bytes]:
