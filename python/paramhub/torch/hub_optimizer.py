@@ -290,8 +290,9 @@ class HubOptimizer(torch.optim.Optimizer):
             _numbers.of_group(saved, self._names)
         of = {id(exchange.parameter): exchange for exchange in self._exchanges}
         states = [_optimizer_state.State(0, []) for _ in self._exchanges]
-        for index, parameter in enumerate(self._all()):
-            entry, exchange = state_dict["state"].get(index), of.get(id(parameter))
+        ids = [at for group in state_dict["param_groups"] for at in group["params"]]
+        for at, parameter in zip(ids, self._all(), strict=True):
+            entry, exchange = state_dict["state"].get(at), of.get(id(parameter))
             if entry and exchange is not None:
                 states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange)
         super().load_state_dict({**state_dict, "state": {}})
