@@ -14,6 +14,11 @@ _exchanged: dict[int, Exchange] = {}
 """Whoever exchanges a parameter, by the parameter's id."""
 
 
+def is_exchanged(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that some optimizer of this process exchanges."""
+    return id(tensor) in _exchanged
+
+
 def check_free(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Refuses parameters that another optimizer exchanges."""
     for name, parameter in named:

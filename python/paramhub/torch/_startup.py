@@ -8,6 +8,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paramhub.errors import MisuseError
 from paramhub.torch import _memory
+from paramhub.torch._attachment import is_exchanged
 from paramhub.torch._world import World
 
 
@@ -24,16 +25,23 @@ def check(name: str, parameter: torch.nn.Parameter) -> None:
     """Refuses what cannot be exchanged."""
     if isinstance(parameter, UninitializedParameter):
         raise MisuseError(f"{name!r} has no shape yet: run the lazy modules once before HubOptimizer is made")
+    if parameter.is_meta:
+        raise MisuseError(
+            f"{name!r} has no values yet: bring the model from the meta device to another one first"
+        )
     if type(parameter.data) is not torch.Tensor:
         raise MisuseError(f"{name!r} is a {type(parameter.data).__name__}: HubOptimizer takes plain tensors")
 
 
 def broadcast_rest(world: World, model: torch.nn.Module, exchanged: set[int]) -> None:
-    """Rank 0's buffers, and parameters that are not ``exchanged`` (by id), become everybody's."""
+    """Rank 0's buffers, and parameters that are not ``exchanged`` (by id) by this or another optimizer, become everybody's."""
     tensors = [
         tensor
         for tensor in (*model.parameters(), *model.buffers())
-        if id(tensor) not in exchanged and tensor.numel() > 0 and type(tensor.data) is torch.Tensor
+        if id(tensor) not in exchanged
+        and not is_exchanged(tensor)
+        and tensor.numel() > 0
+        and type(tensor.data) is torch.Tensor
     ]
     count = _memory.flat_bytes(tensors)
     if count == 0 or world.size == 1:

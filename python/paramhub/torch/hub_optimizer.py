@@ -227,8 +227,7 @@ class HubOptimizer(torch.optim.Optimizer):
         if self._step.left > 0:
             raise MisuseError(
                 "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
-                "whose gradients are not meant for this optimizer runs in `with optimizer.no_sync():`; GradScaler, which "
-                "leaves steps out, cannot be used: bf16 needs none"
+                "whose gradients are not meant for this optimizer runs in `with optimizer.no_sync():`"
             )
         if not set_to_none:
             self.synchronize()
@@ -342,6 +341,14 @@ class HubOptimizer(torch.optim.Optimizer):
                 "a HubOptimizer's parameters are agreed on when it is made: close() it and make another one"
             )
         super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks this before it unscales, which leaves no trace in the gradients' versions.
+        raise MisuseError(
+            "GradScaler cannot be used with HubOptimizer: scaled gradients have left when it unscales them, and it leaves steps "
+            "out. bf16 needs none"
+        )
 
     def _all(self) -> Iterator[torch.nn.Parameter]:
         return (parameter for _, parameter in self._with_groups())

@@ -55,7 +55,7 @@ def saved_whole(model: torch.nn.Module) -> torch.nn.Module:
 
 WAYS: dict[str, Callable[[torch.nn.Module], list[torch.Tensor]]] = {
     "parameters": values,
-    "state_dict": lambda model: list(model.state_dict().values()),
+    "state_dict": lambda model: [value.clone() for value in model.state_dict().values()],
     "deepcopy": lambda model: values(copy.deepcopy(model)),
     "torch.save": lambda model: values(saved_whole(model)),
     "vector": lambda model: list(torch.nn.utils.parameters_to_vector(model.parameters()).detach().split(7)),

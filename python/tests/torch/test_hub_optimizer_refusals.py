@@ -42,7 +42,7 @@ def construction(rank: Rank) -> None:
     )
     refuses("no shape yet: run the lazy", lambda: make(torch.nn.LazyLinear(3)))
     refuses("float64, which hubs do not sum", lambda: make(Linear(2, 2, dtype=torch.float64)))
-    refuses("'weight' is on meta, others are on cpu|are on meta", lambda: make(Linear(2, 2, device="meta")))
+    refuses("'weight' has no values", lambda: make(Linear(2, 2, device="meta")))
     refuses("number from 1, not 0", lambda: make(backward_passes_per_step=0))
     refuses("is none of the model's", lambda: make(Linear(2, 2), params=Linear(2, 2).parameters()))
     refuses("no tensor to exchange", lambda: make(Linear(2, 2).requires_grad_(False)))
@@ -103,7 +103,7 @@ def a_step(rank: Rank) -> None:
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    refuses("modified.*GradScaler", lambda: scaler.step(optimizer))
+    refuses("leaves steps out.*bf16 needs none", lambda: scaler.step(optimizer))
 
     model, optimizer = make()
     graph = model(torch.ones(2, 4)).sum()
@@ -117,7 +117,7 @@ def a_step(rank: Rank) -> None:
 def changes(rank: Rank) -> None:
     model, optimizer = make()
     model.load_state_dict(copy.deepcopy(model.state_dict()))
-    refuses("'1.weight' was modified.*broadcast_parameters.*load_state_dict", lambda: backward(model))
+    refuses("'1.bias' was modified.*broadcast_parameters.*load_state_dict", lambda: backward(model))
     optimizer.broadcast_parameters()
     backward(model)
     optimizer.step()
@@ -145,12 +145,11 @@ def changes(rank: Rank) -> None:
 
 
 def kinds_of_gradients(rank: Rank) -> None:
-    sparse = torch.nn.EmbeddingBag(5, 3, sparse=True)
-    make(sparse)
+    sparse, optimizer = make(torch.nn.EmbeddingBag(5, 3, sparse=True))
     refuses("sparse.*sparse=False", lambda: sparse(torch.tensor([[1, 2]])).sum().backward())
 
     # An embedding with max_norm changes its weights in the forward pass.
-    bounded, _ = make(torch.nn.Embedding(5, 3, max_norm=0.1))
+    bounded, optimizer = make(torch.nn.Embedding(5, 3, max_norm=0.1))
     refuses("was modified.*max_norm", lambda: bounded(torch.tensor([1])).sum().backward())
 
     # Reentrant checkpointing of two parts with one layer: its gradient comes in two graphs.
