@@ -10,6 +10,7 @@ use crate::fork::{is_forked_child, refuse_in_child};
 use crate::handle::{Counter, Handle};
 use crate::memory::Borrowed;
 use crate::tensor::Tensor;
+use crate::waiting::interruptible;
 
 /// A worker's part in a running job. Memory is named by address and bytes, and an object that keeps it: the callers in the
 /// package have looked at it, and nothing here can.
@@ -170,13 +171,75 @@ impl Job {
         })
     }
 
-    /// Hyperparameters in JSON that hold from `first_step` on.
-    fn set_hyperparameters(&self, py: Python<'_>, first_step: u32, hyperparameters: &str) -> PyResult<()> {
+    /// Hyperparameters in JSON that hold from `first_step` on, for the keys of one group.
+    #[pyo3(signature = (first_step, hyperparameters, group = 0))]
+    fn set_hyperparameters(
+        &self,
+        py: Python<'_>,
+        first_step: u32,
+        hyperparameters: &str,
+        group: u16,
+    ) -> PyResult<()> {
         let next: Hyperparameters = serde_json::from_str(hyperparameters)
             .map_err(|error| errors::misuse(py, &format!("hyperparameters cannot be used: {error}")))?;
         let job = self.job(py)?;
-        let set = py.detach(|| job.set_hyperparameters(first_step, &next));
+        let set = py.detach(|| job.set_group_hyperparameters(group, first_step, &next));
         set.map_err(|error| errors::worker(py, &error))
+    }
+
+    /// Values of state that the job's optimizer keeps a parameter; its slots are counted from 0.
+    #[getter]
+    fn state_slots(&self, py: Python<'_>) -> PyResult<u8> {
+        Ok(self.job(py)?.state_slots())
+    }
+
+    /// Receives a slot of the keys' optimizer state, f32 values, into `receives`, and tells of each key how many updates it
+    /// has had.
+    fn pull_state(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        slot: u8,
+        receives: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Vec<u64>> {
+        check_lengths(py, &keys, &[receives.len()])?;
+        let job = self.job(py)?;
+        let mut handles = Vec::with_capacity(keys.len());
+        for (&key, &receive) in keys.iter().zip(&receives) {
+            // SAFETY: as in `pull`. A wait that a signal ends leaves the range to the request, which keeps `owner`.
+            let region = unsafe { borrow(py, &owner, receive) }.into_receive();
+            let handle = job.submit(key, Errand::PullState(region, slot));
+            handles.push(handle.map_err(|error| errors::worker(py, &error))?);
+        }
+        let ended = interruptible(py, move || {
+            handles.into_iter().map(paramhub_worker::Handle::finish).collect::<Vec<_>>()
+        })?;
+        let updates = ended.into_iter().map(|request| request.outcome.map(|()| request.updates));
+        updates.collect::<Result<_, _>>().map_err(|error| errors::worker(py, &error))
+    }
+
+    /// Rank 0: sends a slot of the keys' optimizer state to start from, f32 values, and the updates each key has had.
+    fn initialise_state(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        slot: u8,
+        sends: Vec<Range>,
+        updates: Vec<u64>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        check_lengths(py, &keys, &[sends.len(), updates.len()])?;
+        self.submit_all(py, &keys, |index| {
+            // SAFETY: as in `push`.
+            let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
+            Errand::InitialiseState(send, slot, updates[index])
+        })
+    }
+
+    /// The newest step of a job in two phases whose mean gradient's norm is known, and the norm.
+    fn last_gradient_norm(&self, py: Python<'_>) -> PyResult<Option<(u32, f64)>> {
+        Ok(self.job(py)?.last_gradient_norm())
     }
 
     /// [`Job::push_pull`] into the parameters that this host's workers share.
@@ -257,7 +320,7 @@ impl Job {
         let Some(job) = self.job.lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
         // A call on another thread may still have it, and then ends it when it returns.
         let Some(job) = std::sync::Arc::into_inner(job) else { return Ok(()) };
-        crate::waiting::interruptible(py, move || job.leave())?.map_err(|error| errors::worker(py, &error))
+        interruptible(py, move || job.leave())?.map_err(|error| errors::worker(py, &error))
     }
 }
 

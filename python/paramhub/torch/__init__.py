@@ -24,6 +24,7 @@ from paramhub.torch.functions import (
     poll,
     synchronize,
 )
+from paramhub.torch.hub_optimizer import HubOptimizer
 from paramhub.torch.states import (
     allgather_object,
     broadcast_object,
@@ -35,6 +36,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HubOptimizer",
     "HubState",
     "Max",
     "Min",

@@ -108,6 +108,11 @@ class Stage:
         thread.start()
         self._close = weakref.finalize(self, self._copied.put, None)
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Where parameters are received on the host, by key."""
+        return self._parameters
+
     def push_pull(
         self, keys: list[int], gradients: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> StagedHandle:

@@ -225,6 +225,11 @@ class World:
         else:
             job.leave()
 
+    def forget_job(self, job: _native.Job) -> None:
+        """Leaves a job as soon as nobody else has it."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+
     def _read(self, key: str, problem: str) -> str:
         if await_keys(self._store, [key], self.options.timeout):
             raise ConnectError(

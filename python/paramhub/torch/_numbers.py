@@ -1,0 +1,116 @@
+"""An optimizer's numbers: torch's names in parameter groups, the hub's in its settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paramhub.errors import MisuseError
+from paramhub.optimizers import SGD, Adam, AdamW, Optimizer, settings_of
+
+if TYPE_CHECKING:
+    from paramhub import _native
+    from paramhub.torch._exchange import Exchange
+
+TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
+"""torch's names of the hub's numbers, where they differ. Adam's ``beta1`` and ``beta2`` are ``betas``."""
+HUB_NAMES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
+"""Options of torch.optim that hubs do not have."""
+
+
+def defaults(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's numbers by torch's names, as torch.optim.Optimizer.defaults has them."""
+    if optimizer.name in ("mean", "sum"):
+        raise MisuseError(
+            f"HubOptimizer needs an optimizer that the hub runs, such as paramhub.SGD(lr=0.1), not {optimizer!r}: to have "
+            "the optimizer on each rank use paramhub.torch.DistributedOptimizer"
+        )
+    known = {"sgd": SGD, "adam": Adam, "adamw": AdamW}.get(optimizer.name)
+    numbers: dict[str, Any] = dict(known().hyperparameters) if known else {"learning_rate": 1e-3}
+    if known and optimizer.hyperparameters:
+        # As at the hub: where some are given, what is left out is the same for all optimizers.
+        numbers["weight_decay"] = 0.0
+    numbers.update(optimizer.hyperparameters)
+    named = {TORCH_NAMES.get(name, name): value for name, value in numbers.items()}
+    if "beta1" in named and "beta2" in named:
+        named["betas"] = (named.pop("beta1"), named.pop("beta2"))
+    return named
+
+
+def of_group(group: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, float | bool]:
+    """A parameter group's numbers by the hub's names. ``names`` are those that count: `defaults`'s."""
+    for option in UNSUPPORTED:
+        if group.get(option):
+            raise MisuseError(f"a parameter group asks for {option}, which hubs do not have")
+    numbers: dict[str, float | bool] = {}
+    for name in names:
+        if name not in group:
+            raise MisuseError(f"a parameter group lacks {name!r}: it has {', '.join(map(repr, group))}")
+        value = group[name]
+        if name == "betas":
+            numbers["beta1"], numbers["beta2"] = float(value[0]), float(value[1])
+        elif name == "nesterov":
+            numbers[name] = bool(value)
+        else:
+            numbers[HUB_NAMES.get(name, name)] = float(value)
+    return numbers
+
+
+def as_json(numbers: dict[str, float | bool]) -> str:
+    """Numbers as the hub reads them."""
+    return json.dumps(settings_of(numbers))
+
+
+class Tuning:
+    """Keeps the hub's numbers those of the parameter groups: group by group, from a step on."""
+
+    def __init__(
+        self,
+        job: _native.Job,
+        groups: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+        members: Sequence[Sequence[Exchange]],
+        may_lag: bool,
+    ) -> None:
+        """``members`` are each group's parameters. Where they ``may_lag``, some have made fewer steps than others."""
+        self._job = job
+        self._groups = groups
+        self._names = names
+        self._members = members
+        self._may_lag = may_lag
+        self._sent = [of_group(group, names) for group in groups]
+
+    def begin_step(self) -> None:
+        """Before a step's first gradient leaves: what the groups say now holds from this step on. Rank 0 tells."""
+        for number, group in enumerate(self._groups):
+            numbers = of_group(group, self._names)
+            if numbers == self._sent[number] or not self._members[number]:
+                continue
+            self._sent[number] = numbers
+            if self._job.rank == 0:
+                self._job.set_hyperparameters(self._first_step(number), as_json(numbers), number)
+
+    def _first_step(self, number: int) -> int:
+        """From which of the group's steps on new numbers hold.
+
+        A parameter that was left out of steps has made fewer, and the hub counts its own. New numbers hold from the smallest
+        count on, so that nobody meets older ones. Those of steps under way must not change, so they are waited for.
+        """
+        members = self._members[number]
+        if not self._may_lag:
+            return self._job.next_step(members[0].number)
+        steps = [self._job.next_step(exchange.number) for exchange in members]
+        if min(steps) < max(steps):
+            for exchange in members:
+                exchange.wait()
+        return min(steps)
+
+    def changed(self) -> list[str]:
+        """torch's names of numbers that are not what this step's gradients were sent with."""
+        found = []
+        for group, sent in zip(self._groups, self._sent, strict=True):
+            numbers = of_group(group, self._names)
+            found += [TORCH_NAMES.get(name, name) for name, value in numbers.items() if value != sent[name]]
+        return found

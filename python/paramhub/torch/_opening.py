@@ -1,0 +1,66 @@
+"""The job of an optimizer: what ranks agree on, where parameters lie, and what training starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paramhub import _native
+from paramhub.torch import _memory, _optimizer_state, _tensors
+from paramhub.torch._exchange import Exchange, StepUnderWay
+from paramhub.torch._staging import Stage
+from paramhub.torch._world import World
+
+
+def open_job(
+    world: World,
+    exchanges: Sequence[Exchange],
+    groups: Sequence[int],
+    settings: dict[str, Any],
+    states: Sequence[_optimizer_state.State] | None,
+) -> None:
+    """Opens the job of these parameters, which are in ``groups``, and has them start from rank 0's values, with the optimizer
+    state in ``states``. Collective. Where the parameters share memory with the hub they lie there from now on."""
+    step = exchanges[0].step
+    keys = []
+    for exchange, group in zip(exchanges, groups, strict=True):
+        key = _tensors.key(exchange.name, exchange.parameter, group=group)
+        keys.append({**key, "shape": _memory.memory_shape(exchange.parameter)})
+    job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys})
+    held = _place(job, step, exchanges)
+    numbers = [exchange.number for exchange in exchanges]
+    ranges = [_tensors.memory_range(tensor) for tensor in held]
+    if world.rank == 0:
+        if states is not None:
+            _optimizer_state.restore(job, exchanges, states)
+        job.initialise(numbers, ranges, held, 0).wait()
+    else:
+        job.pull(numbers, ranges, held).wait()
+    if step.stage is not None:
+        for exchange, tensor in zip(exchanges, held, strict=True):
+            exchange.flat.copy_(tensor)
+
+
+def _place(job: _native.Job, step: StepUnderWay, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+    """Where parameters are initialised and received: where they lie, or in host memory on their way to a device."""
+    step.job = job
+    device = exchanges[0].parameter.device
+    if device.type != "cpu":
+        shapes = [torch.Size([exchange.parameter.numel()]) for exchange in exchanges]
+        step.stage = Stage(job, device, shapes, [exchange.parameter.dtype for exchange in exchanges])
+        for exchange in exchanges:
+            exchange.settle(exchange.parameter.data)
+        held = step.stage.parameters
+        for exchange, tensor in zip(exchanges, held, strict=True):
+            tensor.copy_(exchange.flat)
+        return held
+    step.stage = None
+    for exchange in exchanges:
+        parameter = exchange.parameter
+        if job.shares_memory:
+            exchange.settle(_memory.move_into(parameter, job.parameter_tensor(exchange.number)))
+        else:
+            exchange.settle(parameter.data)
+    return [exchange.memory for exchange in exchanges]

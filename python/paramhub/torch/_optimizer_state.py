@@ -1,0 +1,98 @@
+"""The optimizer's state that the hub keeps, under torch.optim's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paramhub import _native
+from paramhub.errors import MisuseError
+from paramhub.torch._exchange import Exchange
+from paramhub.torch._tensors import memory_range
+
+NAMES = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+"""torch.optim's names of the hub's state, slot by slot."""
+
+
+@dataclass
+class State:
+    """One parameter's: how many updates it has had, and by slot an f32 tensor that lies in memory as the parameter does."""
+
+    updates: int
+    slots: list[torch.Tensor]
+
+
+def pull(job: _native.Job, exchanges: Sequence[Exchange]) -> list[State]:
+    """The state of all parameters, after this rank's last step."""
+    for exchange in exchanges:
+        exchange.wait()
+    numbers = [exchange.number for exchange in exchanges]
+    states = [State(0, []) for _ in exchanges]
+    for slot in range(job.state_slots):
+        tensors = [_empty(exchange) for exchange in exchanges]
+        updates = job.pull_state(numbers, slot, [memory_range(tensor) for tensor in tensors], tensors)
+        for state, tensor, count in zip(states, tensors, updates, strict=True):
+            state.slots.append(tensor)
+            state.updates = count
+    return states
+
+
+def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[State]) -> None:
+    """Rank 0 gives the hub the state to start from, before the parameters."""
+    numbers = [exchange.number for exchange in exchanges]
+    updates = [state.updates for state in states]
+    for slot in range(job.state_slots):
+        tensors = [
+            state.slots[slot] if slot < len(state.slots) else _empty(exchange).zero_()
+            for exchange, state in zip(exchanges, states, strict=True)
+        ]
+        ranges = [memory_range(tensor) for tensor in tensors]
+        job.initialise_state(numbers, slot, ranges, updates, tensors).wait()
+
+
+def as_torch_has_it(optimizer: str, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's entry in ``state_dict()["state"]``; empty before the first update, as in torch."""
+    if state.updates == 0 or not state.slots or (optimizer == "sgd" and group["momentum"] == 0):
+        return {}
+    entry: dict[str, Any] = dict(zip(_names(optimizer, len(state.slots)), state.slots, strict=True))
+    return entry if optimizer == "sgd" else {"step": torch.tensor(float(state.updates)), **entry}
+
+
+def from_torch(optimizer: str, entry: Mapping[str, Any], exchange: Exchange) -> State:
+    """A parameter's state from its entry in ``state_dict()["state"]``, of HubOptimizer or of torch.optim's optimizer."""
+    values = {name: value for name, value in entry.items() if value is not None and name != "step"}
+    if not values:
+        return State(0, [])
+    names = _names(optimizer, len(values))
+    if set(values) != set(names):
+        raise MisuseError(
+            f"the state of {exchange.name!r} has {', '.join(map(repr, values))}, but optimizer {optimizer!r} of the hub keeps "
+            f"{', '.join(map(repr, names))}: it was saved by another optimizer, or with options that hubs do not have"
+        )
+    slots = []
+    for name in names:
+        if values[name].shape != exchange.parameter.shape:
+            raise MisuseError(
+                f"{name!r} of {exchange.name!r} has shape {list(values[name].shape)}, the parameter has "
+                f"{list(exchange.parameter.shape)}: the state is another model's, or its parameters are in another order"
+            )
+        slots.append(_empty(exchange).copy_(values[name]))
+    # SGD only asks whether there was an update, and torch does not count its.
+    return State(int(entry.get("step", 1)), slots)
+
+
+def _names(optimizer: str, slots: int) -> Iterable[str]:
+    known = NAMES.get(optimizer)
+    return known if known is not None else [f"state_{slot}" for slot in range(slots)]
+
+
+def _empty(exchange: Exchange) -> torch.Tensor:
+    parameter = exchange.parameter
+    return torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32)

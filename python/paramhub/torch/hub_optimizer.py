@@ -1,0 +1,374 @@
+"""The full path: gradients leave during backward, the hub runs the optimizer, parameters come back in place."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from paramhub.errors import MisuseError
+from paramhub.optimizers import Optimizer
+from paramhub.torch import _memory, _numbers, _optimizer_state, _startup, _tensors, trace
+from paramhub.torch._attachment import Attachment, check_free
+from paramhub.torch._exchange import Exchange, StepUnderWay
+from paramhub.torch._opening import open_job
+from paramhub.torch._unused import Agreement
+from paramhub.torch._world import World, world
+
+NAMED_MAX = 5
+"""Parameters an error names."""
+
+
+class HubOptimizer(torch.optim.Optimizer):
+    """An optimizer that the hub runs for all ranks, and that exchanges while the model computes.
+
+    Every rank makes it, with equal arguments; rank 0's parameters become everybody's. From then on a training loop is as with
+    any optimizer::
+
+        optimizer = paramhub.torch.HubOptimizer(model, paramhub.Nesterov(lr=0.1, momentum=0.9))
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    Each gradient leaves as soon as backward has completed it. The hub takes the mean of all ranks' and updates the parameter,
+    whose new value arrives in place, perhaps while backward still goes on (see `Exchange` for why that is right). `step`
+    only checks that everything left; the next forward pass waits for one module's parameters at a time. So a parameter is
+    read through its module, which waits: ``model.fc.weight``, ``model.parameters()``, ``model.state_dict()``. Before anything
+    reads one that it holds by itself, call `synchronize`.
+
+    ``optimizer`` is one of `paramhub.SGD`, `Nesterov`, `Adam`, `AdamW`, or one registered at the hub. ``params`` are the
+    parameters or groups of them, as for torch.optim, by default all of the model's. What ``param_groups`` say before backward
+    holds in that step, as rank 0 has them, so that learning-rate schedulers work as usual. Frozen parameters are left out.
+
+    - ``codec`` (``bf16``, ``f16``) is how gradients travel, by default as they lie in memory.
+    - ``backward_passes_per_step``: the gradients of so many passes are added up before they leave; see also `no_sync`.
+    - ``max_grad_norm``: gradients are clipped to this norm, of all parameters' mean gradient together, as
+      ``torch.nn.utils.clip_grad_norm_`` does it. No parameter is updated before the last gradient of all ranks has arrived.
+    - ``find_unused_parameters``: ranks agree in each step on which parameters nobody has a gradient for, and leave those as
+      they are; a rank without a gradient that others have contributes zeros. Without it all need a gradient in each step.
+    - ``overlap_forward``: if False, `step` waits for all parameters.
+    - ``broadcast_buffers``: rank 0's buffers and frozen parameters become everybody's, once, now.
+    - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
+
+    Raises MisuseError for what cannot work, and if ranks disagree on any of it; ConnectError where a rank does not arrive.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        *,
+        params: Iterable[Any] | None = None,
+        codec: str | None = None,
+        backward_passes_per_step: int = 1,
+        max_grad_norm: float | None = None,
+        find_unused_parameters: bool = False,
+        overlap_forward: bool = True,
+        broadcast_buffers: bool = True,
+        chunk_bytes: int | None = None,
+        reproducible: bool | None = None,
+        reject_non_finite: bool = False,
+    ) -> None:
+        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+            raise MisuseError(
+                f"backward_passes_per_step is to be a number from 1, not {backward_passes_per_step!r}"
+            )
+        names = _startup.names(model)
+        self._kind = optimizer.name
+        self._names = _numbers.defaults(optimizer)
+        self._is_complete = False
+        super().__init__(model.parameters() if params is None else params, dict(self._names))
+        self._is_complete = True
+        self._overlaps_forward = overlap_forward
+        self._clips = max_grad_norm is not None
+        self._settings: dict[str, Any] = {"codec": codec, "reject_non_finite": reject_non_finite}
+        for name, value in (
+            ("clip_norm", max_grad_norm),
+            ("chunk_bytes", chunk_bytes),
+            ("reproducible", reproducible),
+        ):
+            if value is not None:
+                self._settings[name] = value
+        self._world = world()
+        self._step = StepUnderWay(backward_passes_per_step)
+        self._step.needs_all = self._clips or find_unused_parameters
+        self._exchanges = self._make_exchanges(names)
+        self._frozen = [
+            (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
+        ]
+        if broadcast_buffers:
+            _startup.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
+        self._agreement = Agreement(self._world, self._exchanges) if find_unused_parameters else None
+        self._open_job(None)
+        self._attachment = Attachment(model, self._exchanges)
+        self._step.watch = trace.watch(model)
+        self._released = weakref.finalize(self, _release, self._world, self._step, self._attachment)
+        # At the end of the process the world leaves all jobs in the right order.
+        self._released.atexit = False
+
+    def _make_exchanges(self, names: dict[int, str]) -> list[Exchange]:
+        given = {id(parameter): parameter for parameter in self._all()}
+        strangers = [index for index, at in enumerate(given) if at not in names]
+        if strangers:
+            raise MisuseError(
+                f"parameter {strangers[0]} of those given is none of the model's: all must be, so that whoever reads them "
+                "through the model waits"
+            )
+        # Forward order, as far as the model's definition tells: what is needed first is most urgent.
+        named = [(name, given[at]) for at, name in names.items() if at in given and given[at].requires_grad]
+        for name, parameter in named:
+            _startup.check(name, parameter)
+        named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
+        _tensors.check_same_device(named)
+        check_free(named)
+        for _, parameter in named:
+            _memory.make_dense(parameter)
+        _memory.check_apart(named)
+        self._step.total = len(named)
+        return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
+
+    def _open_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
+        """All ranks agree on parameters and numbers, and start from what rank 0 has."""
+        group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
+        groups = [group_of[id(exchange.parameter)] for exchange in self._exchanges]
+        first, *others = [
+            _numbers.settings_of(_numbers.of_group(group, self._names)) for group in self.param_groups
+        ]
+        chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
+        settings = {**self._settings, "optimizer": chosen}
+        open_job(self._world, self._exchanges, groups, settings, states)
+        members: list[list[Exchange]] = [[] for _ in self.param_groups]
+        for exchange, group in zip(self._exchanges, groups, strict=True):
+            members[group].append(exchange)
+        self._tuning = _numbers.Tuning(
+            self._step.job, self.param_groups, self._names, members, may_lag=self._agreement is not None
+        )
+        self._step.begin = self._tuning.begin_step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends a step: checks that every gradient has left, and lets those leave that no hook has.
+
+        It does not wait for the new values (unless ``overlap_forward`` is off); whoever reads them does. ``closure`` is called
+        first, and its result returned.
+
+        Raises MisuseError where a parameter has no gradient, or where gradients or numbers of ``param_groups`` were changed
+        after they had left, and JobFailedError if the job has failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with trace.span("step"):
+            self._let_the_rest_leave()
+            self._check_unchanged()
+            for exchange in self._exchanges:
+                exchange.finish_step()
+            self._step.left = 0
+            self._step.has_begun = False
+            if self._overlaps_forward:
+                for number in self._attachment.guards.compiled:
+                    self._exchanges[number].wait()
+            else:
+                self.synchronize()
+        return loss
+
+    def _let_the_rest_leave(self) -> None:
+        """Gradients of passes without exchange, or put there by the user; and what no rank has one for is left out."""
+        used = None
+        if self._agreement is not None:
+            used = self._agreement.used_somewhere()
+            unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
+            if unused and self._clips:
+                raise MisuseError(
+                    f"no rank has a gradient for {_some(unused)}: gradients are clipped by the norm of all, so all must be "
+                    "there. Freeze what takes no part before HubOptimizer is made"
+                )
+        if self._step.left == self._step.total:
+            return
+        missing = [exchange for exchange in self._exchanges if not exchange.has_left]
+        without = [exchange.name for exchange in missing if exchange.parameter.grad is None]
+        if without and used is None:
+            raise MisuseError(
+                f"{len(without)} of {self._step.total} parameters have no gradient in step(): {_some(without)}. Was "
+                "backward() called? If parameters take no part, freeze them (requires_grad_(False)) before HubOptimizer is "
+                "made, or give it find_unused_parameters=True if they do in some steps or on some ranks"
+            )
+        for exchange in missing:
+            gradient = exchange.parameter.grad
+            if gradient is not None:
+                exchange.wait()
+                exchange.leave(gradient)
+            elif self._agreement is not None and used is not None and used[exchange.number]:
+                exchange.wait()
+                exchange.leave(self._agreement.zeros_for(exchange))
+                exchange.gradient = None
+
+    def _check_unchanged(self) -> None:
+        changed = self._tuning.changed() if self._step.has_begun else None
+        if changed:
+            raise MisuseError(
+                f"param_groups' {', '.join(changed)} changed between backward and step(), when gradients had left: change "
+                "them, or step a scheduler, after step() and before backward"
+            )
+        thawed = [name for name, parameter in self._frozen if parameter.grad is not None]
+        if thawed:
+            raise MisuseError(
+                f"{_some(thawed)}: frozen when HubOptimizer was made, and has a gradient now. close() it and make a new one "
+                "after unfreezing parameters"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's. Gradients that are to be zeroed in place are exchanged first."""
+        if self._step.left > 0:
+            raise MisuseError(
+                "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
+                "whose gradients are not meant for this optimizer runs in `with optimizer.no_sync():`"
+            )
+        if not set_to_none:
+            self.synchronize()
+        super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context add their gradients up, and none leaves. The first pass outside, or `step`, lets
+        the sum leave."""
+        before, self._step.is_paused = self._step.is_paused, True
+        try:
+            yield
+        finally:
+            self._step.is_paused = before
+
+    def synchronize(self) -> None:
+        """Waits until all parameters have their newest values.
+
+        Needed only before code that reads a parameter it holds by itself, not through its module.
+        """
+        for exchange in self._exchanges:
+            exchange.wait()
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """With ``max_grad_norm``, the norm that the mean gradient had in the last step, before it was clipped."""
+        if not self._clips:
+            return None
+        self.synchronize()
+        last = self._step.job.last_gradient_norm()
+        return last[1] if last is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch.optim's optimizer of this kind, which can load it: the hub's state, after this rank's last step, under
+        torch's names. Any rank may ask, between steps."""
+        self._refuse_within_step("state_dict()")
+        states = _optimizer_state.pull(self._step.job, self._exchanges)
+        state_of = {id(e.parameter): state for e, state in zip(self._exchanges, states, strict=True)}
+        saved = super().state_dict()
+        for index, (group, parameter) in enumerate(self._with_groups()):
+            if id(parameter) in state_of:
+                entry = _optimizer_state.as_torch_has_it(self._kind, state_of[id(parameter)], group)
+                if entry:
+                    saved["state"][index] = entry
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a saved state, of a HubOptimizer or of torch.optim's optimizer of this kind, and from the parameters
+        that the model has now: load the model's first. Collective; what rank 0 loads holds for all."""
+        self._refuse_within_step("load_state_dict()")
+        for group, saved in zip_longest(
+            self.param_groups, state_dict["param_groups"], fillvalue={"params": ()}
+        ):
+            if len(group["params"]) != len(saved["params"]):
+                raise MisuseError(
+                    f"a saved group has {len(saved['params'])} parameters, and its counterpart here {len(group['params'])}: the "
+                    "state is another model's, or was grouped otherwise"
+                )
+            _numbers.of_group(saved, self._names)
+        of = {id(exchange.parameter): exchange for exchange in self._exchanges}
+        states = [_optimizer_state.State(0, []) for _ in self._exchanges]
+        ids = [at for group in state_dict["param_groups"] for at in group["params"]]
+        for at, parameter in zip(ids, self._all(), strict=True):
+            entry, exchange = state_dict["state"].get(at), of.get(id(parameter))
+            if entry and exchange is not None:
+                states[exchange.number] = _optimizer_state.from_torch(self._kind, entry, exchange)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._reopen_job(states)
+
+    def broadcast_parameters(self) -> None:
+        """Rank 0's parameters become everybody's again, and the hub's; the optimizer's state stays. Collective. For after
+        they were changed here: by ``model.load_state_dict()``, a new initialisation, and the like."""
+        self._refuse_within_step("broadcast_parameters()")
+        states = None
+        if self._world.rank == 0:
+            states = _optimizer_state.pull(self._step.job, self._exchanges)
+        self._reopen_job(states)
+
+    def _reopen_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
+        """What training starts from is given to a job at its beginning, so this is another job."""
+        self.synchronize()
+        stage = self._step.stage
+        self._world.close_job(self._step.job)
+        if stage is not None:
+            stage.close()
+        self._open_job(states)
+
+    def _refuse_within_step(self, what: str) -> None:
+        if self._step.left > 0:
+            raise MisuseError(
+                f"{what} came between backward and step(), when gradients had left: call it after step()"
+            )
+
+    def close(self) -> None:
+        """Waits for all parameters and leaves the job, as every rank does. The model is free again."""
+        self._refuse_within_step("close()")
+        self.synchronize()
+        self._released.detach()
+        self._attachment.remove()
+        if self._step.watch is not None:
+            self._step.watch.remove()
+        if self._agreement is not None:
+            self._agreement.close()
+        if self._step.stage is not None:
+            self._step.stage.close()
+        self._world.close_job(self._step.job)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_complete:
+            raise MisuseError(
+                "a HubOptimizer's parameters are agreed on when it is made: close() it and make another one"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks this before it unscales, which leaves no trace in the gradients' versions.
+        raise MisuseError(
+            "GradScaler cannot be used with HubOptimizer: scaled gradients have left when it unscales them, and it leaves steps "
+            "out. bf16 needs none"
+        )
+
+    def _all(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for _, parameter in self._with_groups())
+
+    def _with_groups(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
+        """All parameters, frozen ones too, in the order in which torch.optim counts them."""
+        return ((group, parameter) for group in self.param_groups for parameter in group["params"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise MisuseError("a HubOptimizer cannot be copied or pickled: save optimizer.state_dict()")
+
+
+def _release(world: World, step: StepUnderWay, attachment: Attachment) -> None:
+    """Nobody has the optimizer any more. Its job ends when nobody has that either."""
+    attachment.remove()
+    if step.watch is not None:
+        step.watch.remove()
+    world.forget_job(step.job)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_MAX
+    return ", ".join(map(repr, names[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")

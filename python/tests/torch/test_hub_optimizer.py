@@ -1,0 +1,215 @@
+"""HubOptimizer against torch.optim on the same mean gradient, with real ranks and a real hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hub_training import Net, Reference, all_parameters, begin, compare, loss_of, made
+from team import Rank, Team
+
+import paramhub
+from paramhub.torch import HubOptimizer
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+MOMENTUM = {"lr": 0.05, "momentum": 0.9}
+SAME: list[tuple[paramhub.Optimizer, Any, dict[str, Any]]] = [
+    (paramhub.SGD(lr=0.1), SGD, {"lr": 0.1}),
+    (paramhub.SGD(**MOMENTUM, dampening=0.1), SGD, {**MOMENTUM, "dampening": 0.1}),
+    (
+        paramhub.Nesterov(**MOMENTUM, weight_decay=1e-2),
+        SGD,
+        {**MOMENTUM, "nesterov": True, "weight_decay": 1e-2},
+    ),
+    (paramhub.Adam(lr=3e-3, weight_decay=1e-2), ADAM, {"lr": 3e-3, "weight_decay": 1e-2}),
+    (
+        paramhub.AdamW(lr=3e-3, betas=(0.8, 0.99), eps=1e-6),
+        ADAMW,
+        {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6},
+    ),
+]
+
+
+def every_optimizer(rank: Rank, overlap_forward: bool) -> list[bytes]:
+    ends = []
+    for mine, theirs, options in SAME:
+        model = begin(rank)
+        optimizer = HubOptimizer(model, mine, overlap_forward=overlap_forward)
+        compare(rank, model, optimizer, made(theirs, options))
+        ends += all_parameters(model)
+        optimizer.close()
+    return ends
+
+
+@pytest.mark.parametrize(("transport", "overlap_forward"), [("shm", True), ("tcp", True), ("shm", False)])
+def test_every_optimizer_is_torchs(team: Team, transport: str, overlap_forward: bool) -> None:
+    ends = team(every_optimizer, overlap_forward, env={"PARAMHUB_TRANSPORT": transport})
+    assert ends[0] == ends[1] == ends[2] == ends[3]
+    assert len(ends[0]) == len(SAME) * len(list(Net().parameters()))
+
+
+Make = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def schedules() -> list[tuple[paramhub.Optimizer, Any, dict[str, Any], Make]]:
+    at = torch.optim.lr_scheduler
+
+    def warmup(optimizer: torch.optim.Optimizer) -> Any:
+        return at.SequentialLR(
+            optimizer, [at.LinearLR(optimizer, 0.1, total_iters=5), at.CosineAnnealingLR(optimizer, 15)], [5]
+        )
+
+    return [
+        (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.StepLR(o, 4, gamma=0.3)),
+        (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.LambdaLR(o, lambda step: 1 / (1 + step))),
+        # Cycles the momentum, too.
+        (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.OneCycleLR(o, 0.1, total_steps=21)),
+        (paramhub.Adam(lr=1e-3), ADAM, {"lr": 1e-3}, lambda o: at.OneCycleLR(o, 0.01, total_steps=21)),
+        (paramhub.AdamW(lr=1e-2), ADAMW, {"lr": 1e-2}, warmup),
+    ]
+
+
+def every_schedule(rank: Rank) -> None:
+    for mine, theirs, options, make in schedules():
+        model = begin(rank)
+        optimizer = HubOptimizer(model, mine)
+        scheduler = make(optimizer)
+        if rank.rank > 0:
+            # Only rank 0's numbers count.
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.9)
+        compare(
+            rank,
+            model,
+            optimizer,
+            made(theirs, options),
+            scheduler,
+            make,
+        )
+        optimizer.close()
+
+
+def test_schedules_are_torchs(team: Team) -> None:
+    team(every_schedule)
+
+
+def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [
+        {"params": decayed, "weight_decay": 0.1, "momentum": 0.5, "mine": "kept"},
+        {"params": others, "lr": 0.02},
+    ]
+
+
+def every_group(rank: Rank) -> None:
+    model = begin(rank)
+    optimizer = HubOptimizer(model, paramhub.SGD(**MOMENTUM), params=grouped(model))
+    assert optimizer.param_groups[0]["mine"] == "kept"
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1.0])
+
+    compare(rank, model, optimizer, lambda m: SGD(grouped(m), **MOMENTUM), schedule(optimizer), schedule)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_groups_have_numbers_of_their_own(team: Team, transport: str) -> None:
+    team(every_group, env={"PARAMHUB_TRANSPORT": transport})
+
+
+PASSES = 3
+
+
+def accumulated(rank: Rank, way: str) -> None:
+    model = begin(rank)
+    optimizer = HubOptimizer(
+        model, paramhub.Nesterov(**MOMENTUM), backward_passes_per_step=PASSES if way == "counted" else 1
+    )
+    reference = Reference(model, rank.size, made(SGD, {**MOMENTUM, "nesterov": True}))
+
+    def backward(batches: Iterable[int]) -> None:
+        for batch in batches:
+            loss_of(model, rank.rank, batch).backward()
+
+    for step in range(12):
+        # Fewer than counted: step() lets them leave.
+        passes = PASSES - 1 if way == "counted" and step % 2 else PASSES
+        batches = range(PASSES * step, PASSES * step + passes)
+        optimizer.zero_grad(set_to_none=way != "closure")
+        if way == "counted":
+            backward(batches)
+        elif way == "last":
+            with optimizer.no_sync():
+                backward(batches[:-1])
+            backward(batches[-1:])
+        elif way == "none":
+            # Gradients of one's own making, and of passes that nobody has seen.
+            with optimizer.no_sync():
+                backward(batches)
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.clone()
+        if way == "closure":
+            evaluate = partial(unsynchronised, optimizer, partial(backward, batches))
+            assert optimizer.step(evaluate) == "loss"
+        else:
+            assert optimizer.step() is None
+        if rank.rank == 0:
+            reference.optimizer.zero_grad()
+            for batch in batches:
+                reference.backward(batch)
+            reference.optimizer.step()
+            reference.check(model)
+    optimizer.close()
+
+
+def unsynchronised(optimizer: HubOptimizer, backward: Callable[[], None]) -> str:
+    with optimizer.no_sync():
+        backward()
+    return "loss"
+
+
+def every_accumulation(rank: Rank) -> None:
+    for way in ("counted", "last", "none", "closure"):
+        accumulated(rank, way)
+
+
+def test_passes_add_up(team: Team) -> None:
+    team(every_accumulation, ranks=2)
+
+
+def half(rank: Rank) -> list[bytes]:
+    ends = []
+    # bf16 gradients of f32 parameters: near the reference, and not the same.
+    model = begin(rank)
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05), codec="bf16")
+    compare(rank, model, optimizer, lambda m: SGD(m.parameters(), lr=0.05), tolerance=2e-2)
+    ends += all_parameters(model)
+    # bf16 parameters: the hub keeps f32 ones, which rates too small for bf16 move all the same.
+    torch.manual_seed(3)
+    model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=2**-12))
+    before = model.weight.detach().float().clone()
+    for _ in range(64):
+        optimizer.zero_grad()
+        model(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    moved = (before - model.weight.detach().float()).mean()
+    assert abs(moved - 64 * 2**-12) < 1e-3, moved
+    ends += [model.weight.detach().float().numpy().tobytes()]
+    # Autocast needs no scaler.
+    model = begin(rank)
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, rank.rank, 0)
+    loss.backward()
+    optimizer.step()
+    return ends + list(all_parameters(model))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_half_precision(team: Team, transport: str) -> None:
+    ends = team(half, ranks=2, env={"PARAMHUB_TRANSPORT": transport})
+    assert ends[0] == ends[1]
