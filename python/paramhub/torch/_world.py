@@ -30,6 +30,8 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
+FAREWELL_TIMEOUT_FAILED = 1.0
+"""The same once something has failed: then some rank may be gone, and the others have been told."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,10 @@ class World:
 
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
-        for group in list(self._groups):
+        groups, jobs, self._jobs = list(self._groups), self._jobs, []
+        has_failed = any(each.failure() is not None for each in [*groups, *jobs])
+        for group in groups:
             group.leave(abandon=abandon)
-        jobs, self._jobs = self._jobs, []
         for job in reversed(jobs):
             if abandon:
                 job.abandon()
@@ -238,11 +241,11 @@ class World:
                 self._store.add("left", 1)
             return
         if not abandon:
-            self._await_farewells()
+            self._await_farewells(FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT)
         self._hub.stop()
 
-    def _await_farewells(self) -> None:
-        deadline = time.monotonic() + FAREWELL_TIMEOUT
+    def _await_farewells(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         with contextlib.suppress(Exception):
             while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
