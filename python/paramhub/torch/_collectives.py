@@ -102,7 +102,10 @@ class Group:
         """Reduces all ranks' tensors, at every rank."""
         host, finish = staged(_real(tensor, op))
         if self._sums.takes(host, op):
-            self._connected()
+            failure = self.failure()
+            if failure is not None:
+                # The hub may not have heard of it.
+                raise failure
             handle = self._sums.exchange(host, op)
         else:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
@@ -280,6 +283,10 @@ class Group:
     def awaited_ranks(self, work: Work) -> list[int]:
         """Ranks that have not called what ``work`` stands for, as far as is known."""
         return self._watch.culprits(self._watch.number, work.handles)
+
+    def failure(self) -> BaseException | None:
+        """Why nothing can be done here any more, if so."""
+        return self._failure or self._mesh.failure()
 
     def leave(self, *, abandon: bool = False) -> None:
         """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""

@@ -33,8 +33,8 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
-FAREWELL_TIMEOUT_AFTER_FAILURE = 1.0
-"""The same once a job has failed: whom it has lost says no farewell, and the others know."""
+FAREWELL_TIMEOUT_FAILED = 1.0
+"""The same once something has failed: then some rank may be gone, and the others have been told."""
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,10 @@ class World:
 
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
-        farewell_timeout = FAREWELL_TIMEOUT
-        for group in list(self._groups):
+        groups, jobs, self._jobs = list(self._groups), self._jobs, []
+        has_failed = any(each.failure() is not None for each in [*groups, *jobs])
+        for group in groups:
             group.leave(abandon=abandon)
-        jobs, self._jobs = self._jobs, []
         for job in reversed(jobs):
             if abandon:
                 job.abandon()
@@ -261,14 +261,14 @@ class World:
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 _say(f"rank {self.rank}: {error}")
-                farewell_timeout = FAREWELL_TIMEOUT_AFTER_FAILURE
+                has_failed = True
         trace._finish()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)
             return
         if not abandon:
-            self._await_farewells(farewell_timeout)
+            self._await_farewells(FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT)
         self._hub.stop()
 
     def _await_farewells(self, timeout: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +49,12 @@ def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def check_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Sums in another order differ in the last bits: no tensor by more than a millionth of its length."""
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.linalg.vector_norm(own - other) <= 1e-6 * torch.linalg.vector_norm(other)
+
+
 def train_on_both(rank: Rank, reproducible: bool) -> list[torch.Tensor]:
     paramhub.torch.init(reproducible=reproducible)
     dist.init_process_group("paramhub")
@@ -57,8 +62,7 @@ def train_on_both(rank: Rank, reproducible: bool) -> list[torch.Tensor]:
     # Several buckets a step, of which some are rebuilt after the first one.
     ours = train(DistributedDataParallel(network(), bucket_cap_mb=1), rank.rank)
     theirs = train(DistributedDataParallel(network(), bucket_cap_mb=1, process_group=gloo), rank.rank)
-    for own, other in zip(ours, theirs, strict=True):
-        assert_close(own, other, rtol=1e-6, atol=1e-7)
+    check_same(ours, theirs)
     dist.destroy_process_group()
     return ours
 
@@ -105,8 +109,8 @@ def train_with_unused_parameters(rank: Rank) -> None:
             F.cross_entropy(model(inputs, (step + rank.rank) % 2), labels).backward()
             optimizer.step()
         results.append([parameter.detach().clone() for parameter in model.parameters()])
-    for own, other in zip(*results, strict=True):
-        assert_close(own, other, rtol=1e-6, atol=1e-7)
+    check_same(*results)
+    dist.destroy_process_group()
 
 
 def test_ddp_with_unused_parameters(team: Team) -> None:
@@ -135,7 +139,7 @@ def sharded(mesh: dist.DeviceMesh) -> nn.Module:
 
 def shard(rank: Rank, shape: tuple[int, ...]) -> None:
     dist.init_process_group("paramhub")
-    reference, model = Plain(), sharded(init_device_mesh("cpu", shape))
+    reference, model = Plain(), sharded(init_device_mesh("cpu", shape, mesh_dim_names=("replicated", "sharded")[-len(shape) :]))
     ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
     single = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -177,7 +181,7 @@ def save_and_load(rank: Rank) -> None:
     step()
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(state, checkpoint_id=rank.folder / "checkpoint")
-    saved = copy.deepcopy([parameter.full_tensor() for parameter in model.parameters()])
+    saved = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
     step()
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.load(state, checkpoint_id=rank.folder / "checkpoint")
