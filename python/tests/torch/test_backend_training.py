@@ -139,7 +139,10 @@ def sharded(mesh: dist.DeviceMesh) -> nn.Module:
 
 def shard(rank: Rank, shape: tuple[int, ...]) -> None:
     dist.init_process_group("paramhub")
-    reference, model = Plain(), sharded(init_device_mesh("cpu", shape, mesh_dim_names=("replicated", "sharded")[-len(shape) :]))
+    reference, model = (
+        Plain(),
+        sharded(init_device_mesh("cpu", shape, mesh_dim_names=("replicated", "sharded")[-len(shape) :])),
+    )
     ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
     single = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     for step in range(STEPS):
