@@ -29,8 +29,9 @@ class HubState:
     how f32 gradients travel; they are summed in f32 all the same. ``ddp`` tells the model this state is for, which it finds
     by itself otherwise.
 
-    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. A hook around this one that changes
-    the result of its future in place needs ``in_place=True``: the mean is then written into the bucket.
+    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. Where `hub_hook` is not registered
+    itself but called by a hook around it, which may change the result of its future, and with ``in_place=True``, the mean is
+    written into the bucket instead.
 
     `paramhub.torch.init` is called by the first pass if it was not before. Where a model has several DDP instances,
     all ranks must run their first backward passes in the same order, as DDP asks for anyway.
@@ -76,7 +77,11 @@ class HubState:
             raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
         here = world()
         ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
-        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place)
+        # Whoever wraps the hook may change its result in place; DDP itself only reads it.
+        is_wrapped = not any(
+            held is self and hook is hub_hook for hook, held in getattr(ddp, "_comm_hooks", ())
+        )
+        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place or is_wrapped)
         return self._buckets
 
 
