@@ -50,7 +50,9 @@ def main() -> None:
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
-        accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, test accuracy {accuracy(accelerator, model, test):.3f}")
+        accelerator.print(
+            f"epoch {epoch}: loss {loss.item():.3f}, test accuracy {accuracy(accelerator, model, test):.3f}"
+        )
     accelerator.end_training()
 
 
@@ -85,7 +87,9 @@ def read(part: str) -> TensorDataset:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=16, help="images of each rank a step")
     parser.add_argument("--seed", type=int, default=1)

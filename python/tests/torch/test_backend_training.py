@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,7 +197,6 @@ def test_distributed_checkpoints(team: Team) -> None:
     team(save_and_load)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_the_accelerate_example(launch: Callable[..., Ended]) -> None:
     script = ROOT / "examples" / "pytorch" / "accelerate_digits.py"
     code, output = launch(*TORCHRUN, "--nproc-per-node=2", str(script), "--epochs", "2")
