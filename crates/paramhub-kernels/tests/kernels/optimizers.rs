@@ -138,7 +138,8 @@ proptest! {
 
 #[test]
 fn a_factor_scales_the_gradient_before_anything_is_made_of_it() {
-    for case in &cases() {
+    // `sum` hands out what it got: steps that are scaled have an optimizer.
+    for case in cases().iter().filter(|case| case.name != "sum") {
         let optimizer = (case.optimizer)(Isa::best());
         let mut random = Random(5);
         let mut scaled = random.numbers(1000);
