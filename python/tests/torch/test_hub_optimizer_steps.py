@@ -66,8 +66,7 @@ def unused(rank: Rank) -> list[bytes]:
             optimizer.step()
             scheduler.step()
             if rank.rank == 0:
-                reference.optimizer.zero_grad()
-                reference.backward(step, loss_of_branches)
+                reference.backward(step, loss=loss_of_branches)
                 reference.optimizer.step()
                 theirs.step()
                 reference.check(model)
