@@ -131,9 +131,7 @@ class GlooStep(Gloo):
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=True
-        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=True)
 
     def run(self) -> None:
         super().run()
@@ -186,7 +184,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     paramhub.torch.init()
     rank, size = dist.get_rank(), dist.get_world_size()
-    shapes = [tensor["shape"] for tensor in json.loads((MODELS / f"{arguments.model}.json").read_text())["tensors"]]
+    shapes = [
+        tensor["shape"] for tensor in json.loads((MODELS / f"{arguments.model}.json").read_text())["tensors"]
+    ]
     if arguments.scale > 1:
         shapes = [[-(-torch.Size(shape).numel() // arguments.scale)] for shape in shapes]
     gradients = [torch.full(shape, float(rank + 1)) for shape in shapes]
@@ -224,15 +224,24 @@ def report(arguments: argparse.Namespace, shapes: list, size: int, times: dict) 
     for name, taken in times.items():
         baseline = times.get(BASELINE.get(name, "gloo"))
         ratio = statistics.median(b / t for b, t in zip(baseline, taken, strict=True)) if baseline else None
-        results[name] = {"median_s": statistics.median(taken), "min_s": min(taken), "ratio": ratio, "rounds_s": taken}
+        results[name] = {
+            "median_s": statistics.median(taken),
+            "min_s": min(taken),
+            "ratio": ratio,
+            "rounds_s": taken,
+        }
         against = f"{ratio:5.2f} x {BASELINE.get(name, 'gloo')}" if ratio else ""
         print(f"  {ROWS[name].__doc__:34} {1e3 * statistics.median(taken):8.1f} ms   {against}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"model": arguments.model, "ranks": size, "rows": results}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"model": arguments.model, "ranks": size, "rows": results}, indent=1)
+        )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet50", help="a list in models/")
     parser.add_argument("--scale", type=int, default=1, help="divides every tensor's elements")
     parser.add_argument("--rounds", type=int, default=15)

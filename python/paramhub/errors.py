@@ -22,3 +22,8 @@ class JobFailedError(ParamhubError):
     """
 
     culprit: int | None = None
+
+
+class LateError(ParamhubError, TimeoutError):
+    """Something has not ended in the time it was given, and goes on. The message names the ranks that are awaited, as far as
+    they are known."""

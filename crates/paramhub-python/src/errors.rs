@@ -1,5 +1,8 @@
 //! Rust's errors as the exceptions of `paramhub.errors`.
 
+use std::sync::Arc;
+
+use paramhub_collective::MeshError;
 use paramhub_worker::WorkerError;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -25,6 +28,43 @@ pub(crate) fn connect(py: Python<'_>, message: &str) -> PyErr {
     raise(py, Kind::Connect, message, None)
 }
 
+/// What a request failed with.
+#[derive(Clone, Debug)]
+pub(crate) enum Failure {
+    /// In the job, or of the job.
+    Worker(WorkerError),
+    /// In the mesh, or of the mesh.
+    Mesh(MeshError),
+    /// Whoever waited for it has stopped.
+    GivenUp { message: Arc<str>, culprit: Option<u32> },
+}
+
+impl Failure {
+    pub(crate) fn given_up(message: &str) -> Self {
+        Failure::GivenUp { message: message.into(), culprit: None }
+    }
+
+    pub(crate) fn raise(&self, py: Python<'_>) -> PyErr {
+        match self {
+            Failure::Worker(error) => worker(py, error),
+            Failure::Mesh(error) => mesh(py, error),
+            Failure::GivenUp { message, culprit } => raise(py, Kind::JobFailed, message, *culprit),
+        }
+    }
+}
+
+impl From<&WorkerError> for Failure {
+    fn from(error: &WorkerError) -> Self {
+        Failure::Worker(error.clone())
+    }
+}
+
+impl From<&MeshError> for Failure {
+    fn from(error: &MeshError) -> Self {
+        Failure::Mesh(error.clone())
+    }
+}
+
 /// A worker's error with its own message.
 pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
     let kind = match error {
@@ -43,6 +83,22 @@ pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
         _ => Kind::JobFailed,
     };
     raise(py, kind, &error.to_string(), error.culprit())
+}
+
+/// A mesh's error with its own message.
+pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
+    let kind = match error {
+        MeshError::Configuration { .. }
+        | MeshError::Misplaced { .. }
+        | MeshError::Congested { .. }
+        | MeshError::Left { .. } => Kind::Misuse,
+        MeshError::System { .. }
+        | MeshError::Join { .. }
+        | MeshError::Refused { .. }
+        | MeshError::Interrupted { .. } => Kind::Connect,
+        _ => Kind::JobFailed,
+    };
+    raise(py, kind, &error.to_string(), error.rank())
 }
 
 fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyErr {

@@ -5,11 +5,10 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use paramhub_worker::WorkerError;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
-use crate::errors;
+use crate::errors::Failure;
 use crate::waiting::{SIGNAL_INTERVAL, now_ns, seconds};
 
 /// One request or several that end together.
@@ -23,6 +22,8 @@ struct Shared {
     left: AtomicUsize,
     submitted_ns: u64,
     finished_ns: AtomicU64,
+    /// The mesh's operation that it stands for, if it does.
+    operation: OnceLock<paramhub_collective::Handle>,
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -31,7 +32,7 @@ struct Shared {
 struct State {
     is_done: bool,
     /// Of several failures the first.
-    failure: Option<WorkerError>,
+    failure: Option<Failure>,
     callbacks: Vec<Py<PyAny>>,
 }
 
@@ -54,16 +55,26 @@ impl Shared {
         true
     }
 
-    /// One request has ended; the last one ends the handle. Runs on the job's I/O thread: it takes no GIL.
-    fn count(self: &Arc<Self>, outcome: &Result<(), WorkerError>) {
-        if let Err(error) = outcome {
-            self.lock().failure.get_or_insert_with(|| error.clone());
+    /// One request has ended; the last one ends the handle. Runs on an I/O thread: it takes no GIL.
+    fn count(self: &Arc<Self>, failure: Option<Failure>) {
+        if let Some(failure) = failure {
+            self.lock().failure.get_or_insert(failure);
         }
-        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.end(None);
+        }
+    }
+
+    /// Ends the handle if it has not ended.
+    fn end(self: &Arc<Self>, failure: Option<Failure>) {
+        let mut state = self.lock();
+        if state.is_done {
             return;
         }
+        if let Some(failure) = failure {
+            state.failure.get_or_insert(failure);
+        }
         self.finished_ns.store(now_ns(), Ordering::Relaxed);
-        let mut state = self.lock();
         state.is_done = true;
         let has_callbacks = !state.callbacks.is_empty();
         drop(state);
@@ -75,6 +86,7 @@ impl Shared {
 }
 
 /// What requests report their end to.
+#[derive(Clone)]
 pub(crate) struct Counter {
     shared: Arc<Shared>,
 }
@@ -86,6 +98,7 @@ impl Counter {
             left: AtomicUsize::new(requests),
             submitted_ns: now_ns(),
             finished_ns: AtomicU64::new(0),
+            operation: OnceLock::new(),
             state: Mutex::default(),
             ended: Condvar::new(),
         });
@@ -98,15 +111,28 @@ impl Counter {
 
     /// Counts a request that was handed in.
     pub(crate) fn follow(&self, request: &paramhub_worker::Handle<(), ()>) {
-        let shared = Arc::clone(&self.shared);
-        request.on_complete(move |outcome| shared.count(outcome));
+        let counter = self.clone();
+        request.on_complete(move |outcome| counter.count(outcome.as_ref().err().map(Failure::from)));
+    }
+
+    /// Counts an operation of a mesh, the handle's only one.
+    pub(crate) fn follow_mesh(&self, operation: paramhub_collective::Handle) {
+        let counter = self.clone();
+        operation.on_complete(move |outcome| counter.count(outcome.as_ref().err().map(Failure::from)));
+        // Set once: the counter was made for this operation.
+        let _ = self.shared.operation.set(operation);
     }
 
     /// Counts requests that could not be handed in.
-    pub(crate) fn refuse(&self, requests: usize, error: &WorkerError) {
+    pub(crate) fn refuse(&self, requests: usize, failure: &Failure) {
         for _ in 0..requests {
-            self.shared.count(&Err(error.clone()));
+            self.count(Some(failure.clone()));
         }
+    }
+
+    /// Counts a request that has ended.
+    pub(crate) fn count(&self, failure: Option<Failure>) {
+        self.shared.count(failure);
     }
 }
 
@@ -146,7 +172,13 @@ impl Handle {
     /// The exception it ended with, or None if it ended well or has not ended.
     fn exception(&self, py: Python<'_>) -> Option<PyErr> {
         let failure = self.shared.lock().failure.clone();
-        failure.map(|error| errors::worker(py, &error))
+        failure.map(|failure| failure.raise(py))
+    }
+
+    /// Fails it with JobFailedError if it has not ended. Its requests go on, and their memory is kept until they end.
+    #[pyo3(signature = (message, culprit = None))]
+    fn fail(&self, message: String, culprit: Option<u32>) {
+        self.shared.end(Some(Failure::GivenUp { message: message.into(), culprit }));
     }
 
     /// Calls `callback(handle)` once it has ended: on a thread of the library's, or here if it has ended already. An
@@ -159,6 +191,21 @@ impl Handle {
         }
         drop(state);
         callback.call1(slf.py(), (slf,)).map(drop)
+    }
+
+    /// The ranks that it is waiting for, as far as a mesh knows; none once it has ended.
+    fn awaited_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        crate::fork::refuse_in_child(py)?;
+        let awaited = || {
+            self.shared.operation.get().map(paramhub_collective::Handle::awaited_ranks).unwrap_or_default()
+        };
+        Ok(py.detach(awaited))
+    }
+
+    /// The rank that a receive got its bytes from, once it has.
+    #[getter]
+    fn source(&self) -> Option<u32> {
+        self.shared.operation.get()?.source()
     }
 
     /// When the request was handed in, in nanoseconds of the monotonic clock.
@@ -183,7 +230,7 @@ impl Handle {
     fn outcome(&self, py: Python<'_>) -> PyResult<()> {
         match &self.shared.lock().failure {
             None => Ok(()),
-            Some(error) => Err(errors::worker(py, error)),
+            Some(failure) => Err(failure.raise(py)),
         }
     }
 }

@@ -5,7 +5,7 @@ use paramhub_worker::Errand;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors;
+use crate::errors::{self, Failure};
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::handle::{Counter, Handle};
 use crate::memory::Borrowed;
@@ -45,7 +45,7 @@ impl Job {
         }
     }
 
-    fn job(&self, py: Python<'_>) -> PyResult<std::sync::Arc<paramhub::Job>> {
+    pub(crate) fn job(&self, py: Python<'_>) -> PyResult<std::sync::Arc<paramhub::Job>> {
         refuse_in_child(py)?;
         let job = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone();
         job.ok_or_else(|| {
@@ -68,7 +68,7 @@ impl Job {
                 Ok(request) => counter.follow(&request),
                 Err(error) if index == 0 => return Err(errors::worker(py, &error)),
                 Err(error) => {
-                    counter.refuse(keys.len() - index, &error);
+                    counter.refuse(keys.len() - index, &Failure::Worker(error));
                     break;
                 }
             }

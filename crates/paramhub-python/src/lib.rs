@@ -12,6 +12,8 @@ mod hub;
 mod job;
 mod member;
 mod memory;
+mod mesh;
+mod slots;
 mod tensor;
 mod waiting;
 
@@ -33,6 +35,10 @@ mod _native {
     use crate::member::{Member, connect};
     #[pymodule_export]
     use crate::memory::Memory;
+    #[pymodule_export]
+    use crate::mesh::{Mesh, MeshListener};
+    #[pymodule_export]
+    use crate::slots::Slots;
     #[pymodule_export]
     use crate::tensor::Tensor;
     #[pymodule_export]

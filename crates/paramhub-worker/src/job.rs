@@ -186,7 +186,8 @@ impl Job {
     ///
     /// Each chunk of it is as the chunk's last complete update left it. To have all of one step, wait for this worker's
     /// pushes first: a synchronous step needs everybody's, and so none is under way then. Where chunks have had different
-    /// numbers of updates, as in an asynchronous job, the smallest is told.
+    /// numbers of updates, as in an asynchronous job, the smallest is told. Like [`pull`](Self::pull) it waits for rank 0's
+    /// parameters, at rank 0 too.
     pub fn pull_state<P: StableBytes>(
         &self,
         key: u32,

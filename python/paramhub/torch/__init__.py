@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from paramhub.torch import trace
+from paramhub.torch import backend, trace
 from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
 from paramhub.torch._world import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch.ddp import HubState, hub_hook
 from paramhub.torch.distributed_optimizer import DistributedOptimizer
+from paramhub.torch.functions import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    mpi_threads_supported,
+    nccl_built,
+    poll,
+    synchronize,
+)
 from paramhub.torch.hub_optimizer import HubOptimizer
+from paramhub.torch.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 __all__ = [
     "Average",
@@ -19,13 +42,34 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "hub_hook",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
     "shutdown",
     "size",
+    "synchronize",
     "trace",
 ]
+
+backend.register()

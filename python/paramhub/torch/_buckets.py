@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
-from paramhub.torch._tensors import check_same_device, is_dense, key
+from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
 from paramhub.torch._world import World
 
 LAYOUTS_MAX = 4096
@@ -34,6 +35,7 @@ class _Layout(NamedTuple):
     address: int
     keys: list[int]
     ranges: list[tuple[int, int]]
+    parts: list[torch.Tensor]
     shared: torch.Tensor | None
     name: str
 
@@ -52,18 +54,15 @@ class Buckets:
         self._here = here
         self._ranks = ranks
         self._codec = codec
-        self._in_place = in_place
         exchanged = {id(parameter) for parameter in ddp._module_parameters if parameter.requires_grad}
         self._parameters = {
             name: parameter
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in exchanged and parameter.numel() > 0
         }
-        device = check_same_device(self._parameters.items())
-        if device.type != "cpu":
-            raise MisuseError(
-                f"hub_hook: the model is on {device}, and only gradients in host memory are exchanged as yet"
-            )
+        self.device = check_same_device(self._parameters.items())
+        # What comes back from a device's stage is written where it was.
+        self._in_place = in_place or needs_stage(self.device)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._pass: list[str] = []
@@ -73,19 +72,22 @@ class Buckets:
         self._job = self._open(list(self._parameters))
         self.watch = trace.watch(ddp)
 
-    def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle, torch.Tensor, str]:
+    def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle | StagedHandle, torch.Tensor, str]:
         """Hands in a bucket's gradients. Their mean is in the tensor, of the bucket's shape, when the handle has ended."""
         if self._next_order is not None:
             self._reopen()
         buffer = bucket.buffer()
         layout = self._layout(bucket, buffer)
-        if layout.shared is None:
+        handle: _native.Handle | StagedHandle
+        if self._stage is not None:
+            handle = self._stage.push_pull(layout.keys, layout.parts, layout.parts)
+        elif layout.shared is None:
             handle = self._job.push_pull_in_place(layout.keys, layout.ranges, buffer)
         else:
             handle = self._job.push_pull_shared(layout.keys, layout.ranges, buffer)
         if trace.active:
             trace.request(layout.name, handle)
-        if self._reorderings < REORDERINGS_MAX:
+        if self._reorderings < REORDERINGS_MAX and not self._in_place:
             self._note(bucket, layout)
         return handle, buffer if layout.shared is None else layout.shared, layout.name
 
@@ -103,6 +105,11 @@ class Buckets:
             self._ranks,
             shared_parameters="never" if self._in_place else "where possible",
         )
+        self._stage: Stage | None = None
+        if needs_stage(self.device):
+            members = [self._parameters[name] for name in order]
+            sizes = [torch.Size([parameter.numel()]) for parameter in members]
+            self._stage = Stage(job, self.device, sizes, [parameter.dtype for parameter in members])
         self._numbers = {name: number for number, name in enumerate(order)}
         self._layouts.clear()
         return job
@@ -117,7 +124,7 @@ class Buckets:
         ]
         self._is_apart = self._is_apart or not _are_neighbours(layout.keys)
         if bucket.is_last():
-            if self._is_apart and not self._in_place:
+            if self._is_apart:
                 left_out = self._parameters.keys() - set(self._pass)
                 self._next_order = self._pass + [name for name in self._parameters if name in left_out]
             self._pass, self._is_apart = [], False
@@ -151,6 +158,7 @@ class Buckets:
         keys: list[int] = []
         ranges: list[tuple[int, int]] = []
         names: list[str] = []
+        parts: list[torch.Tensor] = []
         begin = buffer.data_ptr()
         filled = 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -173,6 +181,8 @@ class Buckets:
                     f"hub_hook: the gradient of {name!r} does not lie in its bucket behind the one before it. Please "
                     "report this"
                 )
+            first = filled // gradient.element_size()
+            parts.append(buffer[first : first + gradient.numel()])
             filled += nbytes
             names.append(name)
             keys.append(self._numbers[name])
@@ -189,7 +199,7 @@ class Buckets:
             if names
             else "nothing"
         )
-        return _Layout(begin, keys, ranges, shared, name)
+        return _Layout(begin, keys, ranges, parts, shared, name)
 
 
 def _are_neighbours(keys: list[int]) -> bool:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paramhub.errors import ConnectError
+from paramhub.torch._meeting import await_keys
 
 PINGS = 9
 """Round trips a host is measured by."""
@@ -41,35 +42,38 @@ def offset_to_rank_0(
     Raises ConnectError if a rank does not arrive within ``timeout`` seconds.
     """
     identity = identity or clock_identity()
-    limit = timedelta(seconds=timeout)
     if rank == 0:
         store.set("clock/0", identity)
         for other in range(1, size):
-            if _read(store, f"clock/{other}", other, limit) != identity:
+            if _read(store, f"clock/{other}", other, timeout) != identity:
                 for ping in range(PINGS):
-                    _read(store, f"clock/{other}/ping/{ping}", other, limit)
+                    _read(store, f"clock/{other}/ping/{ping}", other, timeout, at_once=True)
                     store.set(f"clock/{other}/pong/{ping}", str(now_ns()))
         return 0
     store.set(f"clock/{rank}", identity)
-    if _read(store, "clock/0", 0, limit) == identity:
+    if _read(store, "clock/0", 0, timeout) == identity:
         return 0
     trips: list[tuple[int, int]] = []
     for ping in range(PINGS):
         begin = now_ns()
         store.set(f"clock/{rank}/ping/{ping}", "")
-        told = int(_read(store, f"clock/{rank}/pong/{ping}", 0, limit))
+        told = int(_read(store, f"clock/{rank}/pong/{ping}", 0, timeout, at_once=True))
         end = now_ns()
         # The first one waits until rank 0 has done with the ranks before: it takes long, and does not win.
         trips.append((end - begin, told - (begin + end) // 2))
     return min(trips)[1]
 
 
-def _read(store: dist.Store, key: str, rank: int, limit: timedelta) -> str:
+def _read(store: dist.Store, key: str, rank: int, timeout: float, *, at_once: bool = False) -> str:
+    """``at_once`` is for what takes part in a measurement: it answers no Ctrl-C, and loses no time."""
     try:
-        store.wait([key], limit)
+        if at_once:
+            store.wait([key], timedelta(seconds=timeout))
+        elif await_keys(store, [key], timeout):
+            raise TimeoutError
         return store.get(key).decode()
     except Exception as error:
         raise ConnectError(
-            f"rank {rank} has not compared its clock for the trace within {limit.total_seconds():g} s: "
+            f"rank {rank} has not compared its clock for the trace within {timeout:g} s: "
             f"did it start? ({type(error).__name__})"
         ) from None

@@ -11,7 +11,8 @@ import torch
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
-from paramhub.torch._tensors import check_same_device, is_dense, key
+from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
 from paramhub.torch._world import world
 
 NAMED_MAX = 5
@@ -41,6 +42,7 @@ class GradientExchange:
         self._sent: list[_Gradient] = []
         self._is_in_backward = False
         self._backward_ns = 0
+        self._stage: Stage | None = None
         here = world()
         self._frozen = [pair for pair in parameters if not pair[1].requires_grad]
         trained = [pair for pair in parameters if pair[1].requires_grad and pair[1].numel() > 0]
@@ -53,11 +55,6 @@ class GradientExchange:
         if here.size == 1 or not trained:
             return
         device = check_same_device(trained)
-        if device.type != "cpu":
-            raise MisuseError(
-                f"DistributedOptimizer: the parameters are on {device}, and only gradients in host memory are "
-                "exchanged as yet"
-            )
         self._job = here.open_job(
             here.label("optimizer"),
             {
@@ -66,6 +63,9 @@ class GradientExchange:
                 "codec": codec,
             },
         )
+        if needs_stage(device):
+            sizes = [torch.Size([parameter.numel()]) for _, parameter in trained]
+            self._stage = Stage(self._job, device, sizes, [parameter.dtype for _, parameter in trained])
         this = weakref.ref(self)
         hooks = []
         for number, (name, parameter) in enumerate(trained):
@@ -97,27 +97,14 @@ class GradientExchange:
                 "call optimizer.step() after each, or give DistributedOptimizer backward_passes_per_step as many as "
                 "are to be added up"
             )
-        memory = self._prepare(gradient)
-        handle = self._job.push_pull_in_place([gradient.key], [(memory.data_ptr(), gradient.nbytes)], memory)
-        self._note(gradient, memory, handle)
-        if trace.active:
-            trace.request(gradient.name, handle)
+        self._send([gradient])
 
     def synchronize(self) -> None:
         """Waits until every gradient is there. What has not left yet leaves now, as zeros where there is none: the other
         ranks may have one."""
         missing = [gradient for gradient in self._gradients if gradient.handle is None]
         if missing:
-            memories = [self._prepare(gradient) for gradient in missing]
-            ranges = [
-                (memory.data_ptr(), gradient.nbytes)
-                for gradient, memory in zip(missing, memories, strict=True)
-            ]
-            handle = self._job.push_pull_in_place([gradient.key for gradient in missing], ranges, memories)
-            for gradient, memory in zip(missing, memories, strict=True):
-                self._note(gradient, memory, handle)
-                if trace.active:
-                    trace.request(gradient.name, handle)
+            self._send(missing)
         for gradient in self._sent:
             assert gradient.handle is not None
             if trace.active and not gradient.handle.done():
@@ -156,12 +143,37 @@ class GradientExchange:
         for gradient in self._gradients:
             gradient.passes_left = passes
 
+    def _send(self, gradients: Sequence[_Gradient]) -> None:
+        """Hands in one request for all of them."""
+        memories = [self._prepare(gradient) for gradient in gradients]
+        keys = [gradient.key for gradient in gradients]
+        # The stage writes the result by an operation of torch's, which counts.
+        versions = [memory._version + (self._stage is not None) for memory in memories]
+        handle: _native.Handle | StagedHandle
+        if self._stage is None:
+            ranges = [
+                (memory.data_ptr(), gradient.nbytes)
+                for gradient, memory in zip(gradients, memories, strict=True)
+            ]
+            handle = self._job.push_pull_in_place(keys, ranges, memories)
+        else:
+            parts = [memory.as_strided((memory.numel(),), (1,)) for memory in memories]
+            handle = self._stage.push_pull(keys, parts, parts)
+        for gradient, memory, version in zip(gradients, memories, versions, strict=True):
+            gradient.memory = memory
+            gradient.version = version
+            gradient.handle = handle
+            if trace.active:
+                trace.request(gradient.name, handle)
+        self._sent += gradients
+        self.is_synchronized = False
+
     def _prepare(self, gradient: _Gradient) -> torch.Tensor:
         """The memory a gradient is exchanged in, laid out as on all ranks."""
         parameter = gradient.parameter
         memory = parameter.grad
         if memory is None:
-            memory = torch.empty_strided(parameter.shape, gradient.strides, dtype=gradient.dtype).zero_()
+            memory = gradient.empty().zero_()
             if parameter.requires_grad:
                 parameter.grad = memory
             # What was frozen meanwhile contributes zeros and gets no gradient, or the optimizer would go on with it.
@@ -173,22 +185,15 @@ class GradientExchange:
                     "DistributedOptimizer sparse_as_dense=True"
                 )
             memory = parameter.grad = memory.to_dense()
-        if memory.dtype is not gradient.dtype or not memory.is_cpu:
+        if memory.dtype is not gradient.dtype or memory.device != gradient.device:
             raise MisuseError(
-                f"the gradient of {gradient.name!r} is {memory.dtype} on {memory.device}, but {gradient.dtype} on the "
-                "CPU was agreed on: construct DistributedOptimizer after the model has got its type and device"
+                f"the gradient of {gradient.name!r} is {memory.dtype} on {memory.device}, but {gradient.dtype} on "
+                f"{gradient.device} was agreed on: construct DistributedOptimizer after the model has got its type and "
+                "device"
             )
         if memory.stride() != gradient.strides and not gradient.takes_order_of(memory):
-            ordered = torch.empty_strided(parameter.shape, gradient.strides, dtype=gradient.dtype)
-            memory = parameter.grad = ordered.copy_(memory)
+            memory = parameter.grad = gradient.empty().copy_(memory)
         return memory
-
-    def _note(self, gradient: _Gradient, memory: torch.Tensor, handle: _native.Handle) -> None:
-        gradient.memory = memory
-        gradient.version = memory._version
-        gradient.handle = handle
-        self._sent.append(gradient)
-        self.is_synchronized = False
 
     def _on_backward_end(self) -> None:
         self._is_in_backward = False
@@ -199,6 +204,7 @@ class _Gradient:
     """One parameter's gradient in one step."""
 
     __slots__ = (
+        "device",
         "dtype",
         "handle",
         "key",
@@ -216,14 +222,19 @@ class _Gradient:
         self.parameter = parameter
         self.key = key
         self.dtype = parameter.dtype
+        self.device = parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
         # autograd lays a gradient out as its parameter, or row by row where that has gaps.
         laid_out = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
         self.strides = laid_out.stride()
         self.passes_left = passes
-        self.handle: _native.Handle | None = None
+        self.handle: _native.Handle | StagedHandle | None = None
         self.memory: torch.Tensor | None = None
         self.version = 0
+
+    def empty(self) -> torch.Tensor:
+        """Memory for it, laid out as on all ranks."""
+        return torch.empty_strided(self.parameter.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def takes_order_of(self, memory: torch.Tensor) -> bool:
         """Whether elements lie in the agreed order all the same: a dimension of extent 1 may have any stride."""

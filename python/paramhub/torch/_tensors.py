@@ -47,6 +47,11 @@ def _fills(tensor: torch.Tensor) -> bool:
     return True
 
 
+def needs_stage(device: torch.device) -> bool:
+    """Whether its tensors are exchanged by way of host memory."""
+    return device.type != "cpu"
+
+
 def check_same_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
     """The one device all tensors are on."""
     found: torch.device | None = None

@@ -10,10 +10,13 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paramhub import _native
 from paramhub.errors import MisuseError
+
+if TYPE_CHECKING:
+    from paramhub.torch._staging import StagedHandle
 
 COMPUTATION, WAITS, EXCHANGE = "computation", "waits", "exchange"
 """Tracks. Spans of the first two follow or enclose one another; exchanges overlap, and have a row for each
@@ -27,7 +30,7 @@ class Event(NamedTuple):
     track: str
     begin_ns: int
     end_ns: int
-    handle: _native.Handle | None = None
+    handle: _native.Handle | StagedHandle | None = None
     """Of an exchange, whose end it knows."""
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,14 +23,18 @@ from paramhub.errors import ConnectError, JobFailedError, MisuseError
 from paramhub.torch import trace
 from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._launched import Launched, launched
+from paramhub.torch._meeting import await_keys
 from paramhub.torch._trace_files import Origin
+
+if TYPE_CHECKING:
+    from paramhub.torch._collectives import Group
 
 TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
-FAREWELL_TIMEOUT_AFTER_FAILURE = 1.0
-"""The same once a job has failed: whom it has lost says no farewell, and the others know."""
+FAREWELL_TIMEOUT_FAILED = 1.0
+"""The same once something has failed: then some rank may be gone, and the others have been told."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class World:
         self.options = options
         self._store = store
         self._hub: Hub | None = None
+        self.is_on_one_host = place.is_on_one_host
+        self._place = place
         self._jobs: list[_native.Job] = []
+        self._groups: list[Group] = []
+        self._group: Group | None = None
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
         self.hub, traced = self._meet_hub(url, place)
@@ -118,6 +126,28 @@ class World:
             f"timeout {self.options.timeout:g} s" + (f"; trace {trace}" if trace else "")
         )
 
+    def own_address(self) -> str:
+        """An IP address of this rank's host under which the other ranks reach it."""
+        return "127.0.0.1" if self.is_on_one_host else _reachable_address(self._place)
+
+    def group(self) -> Group:
+        """All ranks, for collectives. Made when it is first asked for, by all ranks together."""
+        if self._group is None:
+            from paramhub.torch._collectives import Group
+
+            store = dist.PrefixStore("group", self._store)
+            self._group = Group("world", self, store, timeout=self.options.timeout)
+        return self._group
+
+    def add_group(self, group: Group) -> None:
+        """Lets `leave` leave a group too."""
+        self._groups.append(group)
+
+    def remove_group(self, group: Group) -> None:
+        """A group was left by itself."""
+        if group in self._groups:
+            self._groups.remove(group)
+
     def label(self, kind: str) -> str:
         """A name for something that every rank makes in the same order: ``kind``, numbered."""
         number = self._labels.get(kind, 0)
@@ -131,16 +161,19 @@ class World:
         ranks: Sequence[int] | None = None,
         *,
         shared_parameters: str = "never",
+        inherits: bool = True,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
 
         The first of them creates it and tells the others through the store. Settings are those of InitService, in the
-        hub's names; ``reproducible`` is added from this world's options where it is left out. ``shared_parameters`` says whether
-        results are read from one copy for all ranks of the host: ``never``, ``where possible`` or ``always``.
+        hub's names; ``reproducible`` is added from this world's options where it is left out. The job that ``paramhub run`` has
+        created goes to the first that ``inherits``: a job that is opened at any time, on any thread, must not.
+        ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
+        ``where possible`` or ``always``.
         """
         members = list(range(self.size)) if ranks is None else list(ranks)
         rank = members.index(self.rank)
-        url, namespace, secret = self._ticket(label, members, rank)
+        url, namespace, secret = self._ticket(label, members, rank, inherits)
         member = _native.connect(
             url,
             namespace,
@@ -155,8 +188,8 @@ class World:
         self._jobs.append(job)
         return job
 
-    def _ticket(self, label: str, members: list[int], rank: int) -> tuple[str, str, str]:
-        if self._inherited is not None and len(members) == self.size:
+    def _ticket(self, label: str, members: list[int], rank: int, inherits: bool) -> tuple[str, str, str]:
+        if self._inherited is not None and inherits and len(members) == self.size:
             # What `paramhub run` has created for this run is for whoever comes first.
             ticket, self._inherited = self._inherited, None
             return ticket
@@ -183,11 +216,14 @@ class World:
         self._store.set(f"job/{label}", json.dumps(ticket))
         return ticket
 
-    def close_job(self, job: _native.Job) -> None:
-        """Leaves a job before the end of the run."""
+    def close_job(self, job: _native.Job, *, abandon: bool = False) -> None:
+        """Leaves a job before the end of the run, or forgets it: then the end of this process tells the hub."""
         if job in self._jobs:
             self._jobs.remove(job)
-        job.leave()
+        if abandon:
+            job.abandon()
+        else:
+            job.leave()
 
     def forget_job(self, job: _native.Job) -> None:
         """Leaves a job as soon as nobody else has it."""
@@ -195,15 +231,11 @@ class World:
             self._jobs.remove(job)
 
     def _read(self, key: str, problem: str) -> str:
-        try:
-            # The store's own timeout is torch's; ours is what the user was told.
-            self._store.wait([key], timedelta(seconds=self.options.timeout))
-            return self._store.get(key).decode()
-        except Exception as error:
+        if await_keys(self._store, [key], self.options.timeout):
             raise ConnectError(
-                f"rank {self.rank}: {problem} within {self.options.timeout:g} s: did it start, and can its host be reached? "
-                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-            ) from None
+                f"rank {self.rank}: {problem} within {self.options.timeout:g} s: did it start, and can its host be reached?"
+            )
+        return self._store.get(key).decode()
 
     def exchange_text(self, label: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
         """Every rank's text, by rank; each of ``ranks`` calls it with the same label, once."""
@@ -216,8 +248,10 @@ class World:
 
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
-        farewell_timeout = FAREWELL_TIMEOUT
-        jobs, self._jobs = self._jobs, []
+        groups, jobs, self._jobs = list(self._groups), self._jobs, []
+        has_failed = any(each.failure() is not None for each in [*groups, *jobs])
+        for group in groups:
+            group.leave(abandon=abandon)
         for job in reversed(jobs):
             if abandon:
                 job.abandon()
@@ -227,14 +261,14 @@ class World:
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 _say(f"rank {self.rank}: {error}")
-                farewell_timeout = FAREWELL_TIMEOUT_AFTER_FAILURE
+                has_failed = True
         trace._finish()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)
             return
         if not abandon:
-            self._await_farewells(farewell_timeout)
+            self._await_farewells(FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT)
         self._hub.stop()
 
     def _await_farewells(self, timeout: float) -> None:
@@ -286,15 +320,26 @@ def init(
     how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
     noticed at once.
     """
-    global _world
     if _world is not None:
         return
     place = launched(rank, size, local_rank, local_size)
     options = Options(transport, reproducible, hub_cores, timeout, dead_after)
     if store is None:
         store = _meeting_place(place, timeout)
+    establish(place, store, url, options)
+
+
+def establish(place: Launched, store: dist.Store, url: str | None, options: Options) -> World:
+    """`init` once it is known who this rank is and where it meets the others."""
+    global _world
     _world = World(place, dist.PrefixStore(_prefix(), store), url, options)
     atexit.register(_at_exit)
+    return _world
+
+
+def current() -> World | None:
+    """The ranks of this run, if `init` was called."""
+    return _world
 
 
 def is_initialized() -> bool:

@@ -15,6 +15,7 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._buckets import Buckets
+from paramhub.torch._staging import StagedHandle
 from paramhub.torch._world import World, world
 
 
@@ -28,8 +29,9 @@ class HubState:
     how f32 gradients travel; they are summed in f32 all the same. ``ddp`` tells the model this state is for, which it finds
     by itself otherwise.
 
-    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. A hook around this one that changes
-    the result of its future in place needs ``in_place=True``: the mean is then written into the bucket.
+    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. Where `hub_hook` is not registered
+    itself but called by a hook around it, which may change the result of its future, and with ``in_place=True``, the mean is
+    written into the bucket instead.
 
     `paramhub.torch.init` is called by the first pass if it was not before. Where a model has several DDP instances,
     all ranks must run their first backward passes in the same order, as DDP asks for anyway.
@@ -75,7 +77,11 @@ class HubState:
             raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
         here = world()
         ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
-        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place)
+        # Whoever wraps the hook may change its result in place; DDP itself only reads it.
+        is_wrapped = not any(
+            held is self and hook is hub_hook for hook, held in getattr(ddp, "_comm_hooks", ())
+        )
+        self._buckets = Buckets(here, ddp, ranks, self.codec, self.in_place or is_wrapped)
         return self._buckets
 
 
@@ -88,7 +94,7 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     """
     buckets = state._buckets or state._open()
     handle, result, name = buckets.exchange(bucket)
-    return _Exchange(handle, result, name, buckets.watch).future
+    return _Exchange(handle, result, name, buckets).future
 
 
 class _Exchange:
@@ -100,15 +106,18 @@ class _Exchange:
     """
 
     def __init__(
-        self, handle: _native.Handle, result: torch.Tensor, name: str, watch: trace.Watch | None
+        self, handle: _native.Handle | StagedHandle, result: torch.Tensor, name: str, buckets: Buckets
     ) -> None:
         self._handle = handle
         self._name = name
-        self._watch = watch
-        self._uncompleted: list[torch.futures.Future[torch.Tensor]] = [torch.futures.Future()]
+        self._watch = buckets.watch
+        # On a device it has to know the stream on which the result becomes right.
+        devices = [] if buckets.device.type == "cpu" else [buckets.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._uncompleted = [future]
         # Not set_exception: the object it sets in the result's place is no tensor, and DDP would complain of
         # that.
-        self.future = self._uncompleted[0].then(self._outcome)
+        self.future = future.then(self._outcome)
         self._result = result
         with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
@@ -121,7 +130,7 @@ class _Exchange:
             self._handle.wait()
         self._complete(self._handle)
 
-    def _complete(self, handle: _native.Handle) -> None:
+    def _complete(self, handle: _native.Handle | StagedHandle) -> None:
         try:
             future = self._uncompleted.pop()
         except IndexError:

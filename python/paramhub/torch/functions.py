@@ -220,7 +220,10 @@ def _row_counts(group: Group, rows: torch.Tensor) -> list[int]:
     told = torch.empty(group.size * 2, dtype=own.dtype)
     group.allgather_single(told, own).wait()
     pairs = told.view(-1, 2).tolist()
-    sizes = {size: rank for rank, (_, size) in reversed(list(enumerate(pairs))) if size >= 0}
+    sizes: dict[int, int] = {}
+    for rank, (_, size) in enumerate(pairs):
+        if size >= 0:
+            sizes.setdefault(size, rank)
     if len(sizes) > 1:
         (one, its), (other, others) = list(sizes.items())[:2]
         raise MisuseError(

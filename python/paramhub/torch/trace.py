@@ -21,12 +21,15 @@ import contextlib
 import sys
 from collections import deque
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paramhub import _native
 from paramhub.torch._trace_files import COMPUTATION, EXCHANGE, WAITS, Event, Origin, merge, write
+
+if TYPE_CHECKING:
+    from paramhub.torch._staging import StagedHandle
 
 __all__ = ["COMPUTATION", "EVENTS_MAX", "WAITS", "merge", "record", "request", "span", "wait", "watch"]
 
@@ -57,10 +60,11 @@ def record(name: str, track: str, begin_ns: int, end_ns: int) -> None:
         _recorder.add(Event(name, track, begin_ns, end_ns))
 
 
-def request(name: str, handle: _native.Handle) -> None:
+def request(name: str, handle: _native.Handle | StagedHandle) -> None:
     """An exchange of tensor ``name``, which lasts as long as ``handle`` is under way."""
     if _recorder is not None:
-        _recorder.add(Event(name, EXCHANGE, handle.submitted_ns, 0, handle))
+        # What is staged is submitted later, when it has come from its device.
+        _recorder.add(Event(name, EXCHANGE, handle.submitted_ns or _native.now_ns(), 0, handle))
 
 
 class Watch:

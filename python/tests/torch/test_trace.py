@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launching import PYTHON
 from team import Rank, Team
 from torch.nn.parallel import DistributedDataParallel
 from training import loss_of, make
 
 import paramhub
 from paramhub import _native
-from paramhub.torch import trace
+from paramhub.torch import merge_traces, trace
 from paramhub.torch._clocks import clock_identity, offset_to_rank_0
-from paramhub.torch._trace_files import COMPUTATION, Event, Origin, merge, write
+from paramhub.torch._trace_files import COMPUTATION, Event, Origin, write
 
 STEPS = 3
 
@@ -193,7 +191,9 @@ def test_an_earlier_runs_files_are_passed_over(tmp_path: Path) -> None:
     assert timeline.spans.keys() == {(0, "new"), (1, "new")}
 
 
-def test_files_of_several_hosts_are_merged_by_hand(tmp_path: Path) -> None:
+def test_files_of_several_hosts_are_merged_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank in range(2):
         # Rank 1's host merges nothing: it has not all ranks' files, nor rank 0's.
         write(str(tmp_path / f"host-{rank}"), origin(rank, 2), [Event("span", COMPUTATION, 0, 1)], 0, 0)
@@ -203,15 +203,12 @@ def test_files_of_several_hosts_are_merged_by_hand(tmp_path: Path) -> None:
     for rank in range(2):
         name = f"rank-{rank}.json"
         (together / name).write_bytes((tmp_path / f"host-{rank}" / name).read_bytes())
-    command = [PYTHON, "-m", "paramhub.torch.merge_traces"]
-    done = subprocess.run([*command, str(together)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(together / "trace.json")
+    assert merge_traces.main([str(together)]) == 0
+    assert capsys.readouterr().out.strip() == str(together / "trace.json")
     assert Timeline(together / "trace.json").names.keys() == {0, 1}
-    with pytest.raises(paramhub.MisuseError, match=r"has no rank-N\.json"):
-        merge(str(tmp_path))
-    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert "has no rank-N.json" in failed.stderr
+    assert merge_traces.main([str(tmp_path)]) == 1
+    assert "has no rank-N.json" in capsys.readouterr().err
+    assert merge_traces.main([]) == 2
 
 
 def test_another_hosts_clock_is_compared_with_rank_0s() -> None:

@@ -15,6 +15,9 @@ use environment::Environment;
 /// wheel is built without an environment of its own, whose changing path would make cargo build everything again.
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
+const OUR_PYTHON: [&str; 4] = ["python", "examples/pytorch", "bench/pytorch", "xtask"];
+/// One of the examples is written for it.
+const ACCELERATE: &str = "accelerate==1.15.0";
 
 const WHEELS: &str = "target/python/wheels";
 /// What a user waits for when installing.
@@ -43,8 +46,8 @@ pub(crate) fn check(options: &TestOptions) -> Result<(), Failure> {
 }
 
 fn lint(tools: &Environment) -> Result<(), Failure> {
-    tools.program("ruff").args(["check", "python", "xtask"]).run()?;
-    tools.program("ruff").args(["format", "--check", "python", "xtask"]).run()?;
+    tools.program("ruff").args(["check"]).args(OUR_PYTHON).run()?;
+    tools.program("ruff").args(["format", "--check"]).args(OUR_PYTHON).run()?;
     tools.program("mypy").run()
 }
 
@@ -82,7 +85,7 @@ fn run_tests(tools: &Environment, wheel: &str, torch: Option<&str>) -> Result<()
     let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
-    tests.install(tools, &[&torch, "numpy", PYTEST])?;
+    tests.install(tools, &[&torch, "numpy", ACCELERATE, PYTEST])?;
     // Its version is the same every time, and its content is not.
     let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
     tests.python().args(["-m", "pip", "install"]).args(again).run()?;

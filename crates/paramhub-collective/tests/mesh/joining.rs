@@ -18,7 +18,7 @@ fn join_all(ranks: Vec<(MeshListener, MeshConfig)>) -> Vec<Result<Mesh, MeshErro
 }
 
 fn soon(config: MeshConfig) -> MeshConfig {
-    MeshConfig { join_timeout: Duration::from_millis(700), ..config }
+    MeshConfig { join_timeout: Duration::from_secs(2), ..config }
 }
 
 /// A mesh works: all ranks pass a barrier and leave.

@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
 use paramhub_core::codec::Dtype;
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::PyException;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -80,11 +80,7 @@ impl Import {
     pub(super) fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         let py = object.py();
         let Some(method) = object.getattr_opt("__dlpack__")? else { return Ok(None) };
-        let capsule = method.call0().map_err(|error| match error.is_instance_of::<PyBufferError>(py) {
-            // As of a tensor that takes part in a gradient's computation, or of one without elements in memory.
-            true => errors::misuse(py, &format!("the tensor lends no memory: {}", error.value(py))),
-            false => error,
-        })?;
+        let capsule = method.call0().map_err(|error| refused(py, error))?;
         // SAFETY: the object is alive and the GIL is held; a wrong type or name answers null and raises.
         let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), FRESH.as_ptr()) };
         let Some(managed) = NonNull::new(pointer.cast::<ManagedTensor>()) else {
@@ -102,6 +98,17 @@ impl Import {
         described.map_err(|reason| errors::misuse(py, &reason))?;
         Ok(Some(import))
     }
+}
+
+/// Why a library does not lend a tensor, as of one that takes part in a gradient's computation: each version of each has an
+/// exception of its own for it.
+fn refused(py: Python<'_>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyException>(py) {
+        return error;
+    }
+    let raised = errors::misuse(py, &format!("the tensor lends no memory: {}", error.value(py)));
+    raised.set_cause(py, Some(error));
+    raised
 }
 
 fn describe(tensor: &DlTensor) -> Result<Description, String> {

@@ -1,0 +1,345 @@
+"""torch.distributed's collectives, in its names and argument forms, on a `Group`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paramhub.errors import ConnectError, LateError, MisuseError
+from paramhub.torch._collectives import Group
+from paramhub.torch._host_memory import together
+from paramhub.torch._meeting import await_keys, ranks
+from paramhub.torch._work import Work
+
+_RedOpType = dist.ReduceOp.RedOpType
+OPERATIONS = {
+    _RedOpType.SUM: "sum",
+    _RedOpType.AVG: "average",
+    _RedOpType.PRODUCT: "product",
+    _RedOpType.MIN: "min",
+    _RedOpType.MAX: "max",
+    _RedOpType.BAND: "band",
+    _RedOpType.BOR: "bor",
+    _RedOpType.BXOR: "bxor",
+}
+
+made = threading.local()
+"""``work``: what the last collective on this thread gave out."""
+
+
+class C10dWork(dist.Work):
+    """torch's view of an operation under way."""
+
+    def __init__(self, group: Group, work: Work, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._group = group
+        self._work = work
+        self._outputs = outputs
+        self._future: torch.futures.Future | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the end, or raises what it failed with. A timeout of zero is none: then the group's holds."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        if seconds <= 0.0:
+            self._work.wait()
+            return True
+        try:
+            self._work.wait(seconds)
+        except TimeoutError:
+            awaited = self._group.awaited_ranks(self._work)
+            raise LateError(
+                f"group `{self._group.name}`, rank {self._group.rank}: what was waited for has not ended within {seconds:g} s"
+                + (f": it waits for {ranks(awaited)}" if awaited else "")
+            ) from None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.done()
+
+    def is_success(self) -> bool:
+        return self._work.done() and self._work.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        source = self._work.source
+        if source is None:
+            raise MisuseError("only a receive that has ended has a source rank")
+        return source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """Completed with the output tensors, on a thread of the library's."""
+        if self._future is None:
+            self._future = future = torch.futures.Future()
+            outputs = self._outputs
+
+            def complete(work: Work) -> None:
+                failure = work.exception()
+                if failure is None:
+                    future.set_result(outputs)
+                else:
+                    future.set_exception(failure)
+
+            self._work.add_done_callback(complete)
+        return self._future
+
+
+class Collectives:
+    """The methods c10d calls, under their old names and their new ones. Each returns a `C10dWork`."""
+
+    _group: Group
+    _store: dist.Store
+
+    def _init_collectives(self, group: Group, store: dist.Store) -> None:
+        self._group = group
+        self._store = store
+        self._monitored = 0
+        self._coalescing: list[Work] | None = None
+
+    def getBackendName(self) -> str:
+        return "paramhub"
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> C10dWork:
+        return self._allreduce_all(_listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> C10dWork:
+        return self._allreduce_all(list(tensors), opts)
+
+    def _allreduce_all(self, tensors: list[torch.Tensor], opts: Any) -> C10dWork:
+        op, factor = _reduction(opts)
+        if factor is not None:
+            for tensor in tensors:
+                tensor.mul_(factor)
+        works = [self._group.allreduce(tensor, op, timeout=_limit(opts)) for tensor in tensors]
+        return self._made(works, tensors)
+
+    def reduce(self, tensors: Any, opts: Any) -> C10dWork:
+        tensors = _listed(tensors)
+        op, factor = _reduction(opts)
+        works = []
+        for tensor in tensors:
+            if factor is not None:
+                tensor.mul_(factor)
+            works.append(self._group.reduce(tensor, opts.rootRank, op, timeout=_limit(opts)))
+        return self._made(works, tensors)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> C10dWork:
+        outputs = _listed(outputs)
+        lists = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+        op, factor = _reduction(opts)
+        works = [
+            self._group.reduce_scatter(
+                output, [_scaled(each, factor) for each in parts], op, timeout=_limit(opts)
+            )
+            for output, parts in zip(outputs, lists, strict=True)
+        ]
+        return self._made(works, outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> C10dWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> C10dWork:
+        op, factor = _reduction(opts)
+        works = [
+            self._group.reduce_scatter_single(output, _scaled(input, factor), op, timeout=_limit(opts))
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._made(works, list(outputs))
+
+    # Moves
+
+    def broadcast(self, tensors: Any, opts: Any) -> C10dWork:
+        tensors = _listed(tensors)
+        works = [self._group.broadcast(each, opts.rootRank, timeout=_limit(opts)) for each in tensors]
+        return self._made(works, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> C10dWork:
+        inputs = _listed(inputs)
+        lists = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        works = [
+            self._group.allgather(parts, input, timeout=_limit(opts))
+            for parts, input in zip(lists, inputs, strict=True)
+        ]
+        return self._made(works, [each for parts in lists for each in parts])
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> C10dWork:
+        # One list for each rank here, where allgather has one for each input.
+        by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
+        return self.allgather(by_input, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> C10dWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> C10dWork:
+        works = [
+            self._group.allgather_single(output, input, timeout=_limit(opts))
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._made(works, list(outputs))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> C10dWork:
+        (input,) = _listed(inputs)
+        parts = list(outputs[0]) if outputs else None
+        work = self._group.gather(parts, input, opts.rootRank, timeout=_limit(opts))
+        return self._made([work], parts or [])
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> C10dWork:
+        (output,) = _listed(outputs)
+        parts = list(inputs[0]) if inputs else None
+        work = self._group.scatter(output, parts, opts.rootRank, timeout=_limit(opts))
+        return self._made([work], [output])
+
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> C10dWork:
+        work = self._group.all_to_all(outputs, inputs, timeout=_limit(opts))
+        return self._made([work], list(outputs))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_rows: Sequence[int],
+        input_rows: Sequence[int],
+        opts: Any = None,
+    ) -> C10dWork:
+        work = self._group.all_to_all_single(output, input, output_rows, input_rows, timeout=_limit(opts))
+        return self._made([work], [output])
+
+    # The names of torch 2.13 and before.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # From one to another
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> C10dWork:
+        (tensor,) = _listed(tensors)
+        return self._made([self._group.send(tensor, to, tag)], [tensor])
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> C10dWork:
+        (tensor,) = _listed(tensors)
+        return self._made([self._group.receive(tensor, source, tag)], [tensor])
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> C10dWork:
+        (tensor,) = _listed(tensors)
+        return self._made([self._group.receive(tensor, None, tag)], [tensor])
+
+    # Order
+
+    def barrier(self, opts: Any = None) -> C10dWork:
+        return self._made([self._group.barrier(timeout=_limit(opts))], [])
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that tells on every rank which ranks did not come. It is slow, and breaks nothing if it fails."""
+        limit = _limit(opts)
+        limit = self._group.timeout if limit is None else limit
+        self._monitored += 1
+        own, size = self._group.rank, self._group.size
+        key = f"monitored/{self._monitored}/"
+        verdict = f"{key}missing"
+        if own == 0:
+            came = [f"{key}{rank}" for rank in range(1, size)]
+            missing = [came.index(each) + 1 for each in await_keys(self._store, came, limit)] if came else []
+            self._store.set(verdict, ",".join(map(str, missing)))
+        else:
+            self._store.set(f"{key}{own}", "")
+            # Rank 0 may have come later than this one, and waits as long.
+            if await_keys(self._store, [verdict], 2 * limit):
+                missing = [0]
+            else:
+                missing = [int(rank) for rank in self._store.get(verdict).decode().split(",") if rank]
+        if missing:
+            raise ConnectError(
+                f"group `{self._group.name}`, rank {own}: {ranks(missing)} did not come to the monitored barrier within "
+                f"{limit:g} s"
+            )
+
+    def start_coalescing(self) -> None:
+        self._coalescing = []
+
+    def end_coalescing(self) -> C10dWork:
+        works, self._coalescing = self._coalescing or [], None
+        return self._made(works, [])
+
+    def _start_coalescing(self, _device: torch.device | None = None) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, _device: torch.device | None = None) -> C10dWork:
+        return self.end_coalescing()
+
+    # The group itself
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._group.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.collectives()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start from 0 on every rank."""
+
+    def _made(self, works: list[Work], outputs: list[torch.Tensor]) -> C10dWork:
+        work = works[0] if len(works) == 1 else _joined(works)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        made.work = result = C10dWork(self._group, work, outputs)
+        return result
+
+
+def _joined(works: list[Work]) -> Work:
+    handles = tuple(handle for work in works for handle in work.handles)
+    # Each finishes its own tensors before the whole is over.
+    return Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _limit(opts: Any) -> float | None:
+    """A collective's own timeout in seconds, if it has one."""
+    timeout = getattr(opts, "timeout", None)
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+
+
+def _reduction(opts: Any) -> tuple[Any, Any]:
+    """The operation's name, and what inputs are multiplied by first, if they are."""
+    given = getattr(opts, "reduceOp", opts)
+    kind = getattr(given, "op", given)
+    if kind is None:
+        return "sum", None
+    if kind == _RedOpType.PREMUL_SUM:
+        return "sum", given.__getstate__()[1]
+    try:
+        return OPERATIONS[kind], None
+    except KeyError:
+        raise MisuseError(f"ranks cannot be reduced by {kind}") from None
+
+
+def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
+    return tensor if factor is None else tensor * factor

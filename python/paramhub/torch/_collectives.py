@@ -1,0 +1,378 @@
+"""Collectives among some of the ranks: what does not change parameters, but is needed to train.
+
+Two ways lead from rank to rank. Sums and means of gradients, which are large, go through the hub, where each byte is summed once
+while it is in cache; everything else goes over a mesh of connections between the ranks, which has less to set up and to
+wait for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from paramhub import _native
+from paramhub.errors import JobFailedError, MisuseError
+from paramhub.torch._host_memory import overlap, staged, together
+from paramhub.torch._hub_sums import HubSums
+from paramhub.torch._meeting import exchange_text
+from paramhub.torch._tensors import memory_range
+from paramhub.torch._watch import Watch
+from paramhub.torch._work import Work
+
+if TYPE_CHECKING:
+    from paramhub.torch._world import World
+
+Op = Literal["sum", "average", "product", "min", "max", "band", "bor", "bxor"]
+
+ELEMENTS = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
+"""What a mesh computes with, by torch's names."""
+
+LEAVE_TIMEOUT = 10.0
+"""Seconds for which a rank that leaves waits for what is under way."""
+
+
+class Group:
+    """Some of the world's ranks, numbered from 0, and the collectives among them.
+
+    All of them make it together, under the same name, and then call the same collectives in the same order. Every operation
+    is asynchronous and works in place; tensors must be left alone until it has ended. Elements may be of any type where they
+    are only moved; those of `ELEMENTS` can be reduced. A tensor that is not contiguous is copied on the way.
+
+    Operations that do not end within ``timeout`` seconds fail, and the group with them; the error names the ranks that did
+    not call them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        store: dist.Store,
+        *,
+        members: Sequence[int] | None = None,
+        timeout: float,
+    ) -> None:
+        """``members`` are the world's ranks that take part, by their rank here; by default all. ``store`` is where they meet:
+        the keys in it are the group's alone."""
+        self.name = name
+        self.members = list(range(world.size)) if members is None else list(members)
+        self.rank = self.members.index(world.rank)
+        self.size = len(self.members)
+        self.timeout = timeout
+        self._world = world
+        self._mesh = self._connect(store)
+        self._sums = HubSums(name, world, self.members)
+        self._failure: JobFailedError | None = None
+        self._watch = Watch(name, self.rank, self.size, store, self._mesh.failure, self._give_up)
+        world.add_group(self)
+
+    def _connect(self, store: dist.Store) -> _native.Mesh:
+        listener = _native.MeshListener(self._world.own_address())
+        own = {"address": listener.address}
+        if self.rank == 0:
+            own["secret"] = secrets.token_hex(32)
+        told = exchange_text(store, "mesh", own, self.rank, self.size, self.timeout)
+        return listener.join(
+            self.name,
+            self.rank,
+            [each["address"] for each in told],
+            told[0]["secret"],
+            timeout=self.timeout,
+            dead_after=self._world.options.dead_after,
+        )
+
+    # Reductions
+
+    def allreduce(self, tensor: torch.Tensor, op: Op = "sum", *, timeout: float | None = None) -> Work:
+        """Reduces all ranks' tensors, at every rank."""
+        host, finish = staged(_real(tensor, op))
+        if self._sums.takes(host, op):
+            failure = self.failure()
+            if failure is not None:
+                # The hub may not have heard of it.
+                raise failure
+            handle = self._sums.exchange(host, op)
+        else:
+            handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
+        return self._issued("allreduce", host, Work((handle,), finish), timeout)
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None
+    ) -> Work:
+        """Reduces all ranks' tensors into the root's."""
+        host, finish = staged(_real(tensor, op), writes=self.rank == root)
+        if self.rank != root and finish is None and host.data_ptr() == tensor.data_ptr():
+            # Partial sums pass through it, and nobody but the root expects a change.
+            host = host.detach().clone()
+        handle = self._connected().reduce(memory_range(host), root, _element(host, "reduce"), op, host)
+        return self._issued("reduce", host, Work((handle,), finish), timeout)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op = "sum",
+        *,
+        timeout: float | None = None,
+    ) -> Work:
+        """Reduces all ranks' ``inputs[i]`` into rank i's ``output``. Lengths may differ from rank to rank."""
+        sources = [staged(_real(each, op), writes=False)[0] for each in inputs]
+        target, finish = staged(_real(output, op), reads=False)
+        element = _same_element(target, sources, "reduce_scatter")
+        sends, receive = [memory_range(each) for each in sources], memory_range(target)
+        if any(overlap(send, receive) for send in sends):
+            target, finish = _apart(target, finish)
+            receive = memory_range(target)
+        owner = (target, sources)
+        handle = self._connected().reduce_scatter(sends, receive, element, op, owner)
+        return self._issued("reduce_scatter", target, Work((handle,), finish), timeout)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", *, timeout: float | None = None
+    ) -> Work:
+        """`reduce_scatter` of equal parts of ``input``, which has them in a row."""
+        return self.reduce_scatter(output, self._parts(input, "reduce_scatter"), op, timeout=timeout)
+
+    # Moves
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float | None = None) -> Work:
+        """Gives the root's tensor to every rank."""
+        is_root = self.rank == root
+        host, finish = staged(tensor, reads=is_root, writes=not is_root)
+        handle = self._connected().broadcast(memory_range(host), root, host)
+        return self._issued("broadcast", host, Work((handle,), finish), timeout)
+
+    def allgather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, timeout: float | None = None
+    ) -> Work:
+        """Gives every rank's ``tensor`` to every rank, into ``outputs`` by rank. Lengths may differ from rank to rank."""
+        source, _ = staged(tensor, writes=False)
+        targets, finishes = _staged_all(outputs)
+        send, receives = memory_range(source), [memory_range(each) for each in targets]
+        own = self.rank < len(receives) and receives[self.rank] == send
+        if not own and any(overlap(send, receive) for receive in receives):
+            source = source.detach().clone()
+            send = memory_range(source)
+        handle = self._connected().allgather(None if own else send, receives, (source, targets))
+        return self._issued("allgather", source, Work((handle,), together(finishes)), timeout)
+
+    def allgather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, *, timeout: float | None = None
+    ) -> Work:
+        """`allgather` into equal parts of ``output``, which has them in a row."""
+        target, finish = staged(output, reads=False)
+        work = self.allgather(self._parts(target, "allgather"), tensor, timeout=timeout)
+        # The parts are the contiguous tensor's, so that nothing else is left to do.
+        return work if finish is None else Work(work.handles, finish)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        root: int,
+        *,
+        timeout: float | None = None,
+    ) -> Work:
+        """Gives every rank's ``tensor`` to the root, into ``outputs`` by rank; elsewhere those are None."""
+        source, _ = staged(tensor, writes=False)
+        targets, finishes = _staged_all(outputs or ())
+        send, receives = memory_range(source), [memory_range(each) for each in targets]
+        if any(overlap(send, receive) for receive in receives):
+            source = source.detach().clone()
+            send = memory_range(source)
+        handle = self._connected().gather(send, receives, root, (source, targets))
+        return self._issued("gather", source, Work((handle,), together(finishes)), timeout)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        root: int,
+        *,
+        timeout: float | None = None,
+    ) -> Work:
+        """Gives the root's ``inputs[i]`` to rank i; elsewhere ``inputs`` is None."""
+        sources = [staged(each, writes=False)[0] for each in inputs or ()]
+        target, finish = staged(output, reads=False)
+        sends, receive = [memory_range(each) for each in sources], memory_range(target)
+        if any(overlap(send, receive) for send in sends):
+            target, finish = _apart(target, finish)
+            receive = memory_range(target)
+        handle = self._connected().scatter(sends, receive, root, (target, sources))
+        return self._issued("scatter", target, Work((handle,), finish), timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        timeout: float | None = None,
+    ) -> Work:
+        """Gives ``inputs[i]`` to rank i and gets ``outputs[i]`` from it. Any lengths, as long as both ends name the same."""
+        sources = [staged(each, writes=False)[0] for each in inputs]
+        targets, finishes = _staged_all(outputs)
+        sends, receives = [memory_range(each) for each in sources], [memory_range(each) for each in targets]
+        if any(overlap(send, receive) for send in sends for receive in receives):
+            sources = [each.detach().clone() for each in sources]
+            sends = [memory_range(each) for each in sources]
+        handle = self._connected().all_to_all(sends, receives, (sources, targets))
+        return self._issued("all_to_all", None, Work((handle,), together(finishes)), timeout)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_rows: Sequence[int] | None = None,
+        input_rows: Sequence[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Work:
+        """`all_to_all` of parts in a row: of so many rows each, or equal ones."""
+        target, finish = staged(output, reads=False)
+        source, _ = staged(input, writes=False)
+        outputs = self._parts(target, "all_to_all", output_rows)
+        inputs = self._parts(source, "all_to_all", input_rows)
+        work = self.all_to_all(outputs, inputs, timeout=timeout)
+        # The parts are the contiguous tensor's, so that nothing else is left to do.
+        return work if finish is None else Work(work.handles, finish)
+
+    def barrier(self, *, timeout: float | None = None) -> Work:
+        """Ends once every rank has called it."""
+        return self._issued("barrier", None, Work((self._connected().barrier(),)), timeout)
+
+    # From one to another
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0, *, timeout: float | None = None) -> Work:
+        """Sends to a rank, which receives as many bytes with the same tag. Ends when the tensor may change."""
+        host, _ = staged(tensor, writes=False)
+        work = Work((self._connected().send(to, tag, memory_range(host), host),))
+        self._watch.add_message(f"send to rank {to} with tag {tag}", work, self._limit(timeout))
+        return work
+
+    def receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int = 0, *, timeout: float | None = None
+    ) -> Work:
+        """Receives from a rank, or with None from whichever sends first: ``source`` of the result tells which."""
+        host, finish = staged(tensor, reads=False)
+        work = Work((self._connected().receive(source, tag, memory_range(host), host),), finish)
+        name = f"receive from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
+        self._watch.add_message(name, work, self._limit(timeout))
+        return work
+
+    # Ends
+
+    def collectives(self) -> int:
+        """How many collectives were called here so far."""
+        return self._watch.number
+
+    def awaited_ranks(self, work: Work) -> list[int]:
+        """Ranks that have not called what ``work`` stands for, as far as is known."""
+        return self._watch.culprits(self._watch.number, work.handles)
+
+    def failure(self) -> BaseException | None:
+        """Why nothing can be done here any more, if so."""
+        return self._failure or self._mesh.failure()
+
+    def leave(self, *, abandon: bool = False) -> None:
+        """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT
+        self._world.remove_group(self)
+        abandon = abandon or self._failure is not None
+        if not abandon:
+            self._watch.wait(LEAVE_TIMEOUT)
+        self._watch.close()
+        self._sums.close(abandon=abandon)
+        if abandon:
+            self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
+        elif self._mesh.failure() is None:
+            self._mesh.leave(max(1.0, deadline - time.monotonic()))
+
+    def _give_up(self, message: str, culprit: int | None) -> None:
+        """An operation has not ended in time: nothing that comes after it can be right."""
+        self._failure = JobFailedError(message)
+        self._failure.culprit = culprit
+        self._watch.fail(message, culprit)
+        self._sums.fail(message, culprit)
+        self._mesh.abort(message)
+
+    def _connected(self) -> _native.Mesh:
+        if self._failure is not None:
+            raise self._failure
+        return self._mesh
+
+    def _issued(self, name: str, tensor: torch.Tensor | None, work: Work, timeout: float | None) -> Work:
+        nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
+        self._watch.add_collective(name, nbytes, work, self._limit(timeout))
+        return work
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    def _parts(
+        self, tensor: torch.Tensor, name: str, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        if rows:
+            if len(rows) != self.size or tensor.dim() == 0 or sum(rows) != tensor.shape[0]:
+                raise MisuseError(
+                    f"{name} in `{self.name}`: a tensor of shape {list(tensor.shape)} has no parts of {list(rows)} rows "
+                    f"for {self.size} ranks"
+                )
+            return list(tensor.split(list(rows)))
+        flat = tensor.view(-1)
+        if flat.numel() % self.size:
+            raise MisuseError(
+                f"{name} in `{self.name}`: {flat.numel()} elements are not {self.size} equal parts, one for each rank"
+            )
+        return list(flat.split(flat.numel() // self.size)) if flat.numel() else [flat] * self.size
+
+
+def _real(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Complex numbers are added as their parts."""
+    if tensor.is_complex() and op in ("sum", "average"):
+        return torch.view_as_real(tensor)
+    return tensor
+
+
+def _element(tensor: torch.Tensor, name: str) -> str:
+    try:
+        return ELEMENTS[tensor.dtype]
+    except KeyError:
+        raise MisuseError(f"{name} cannot compute with elements of {tensor.dtype}") from None
+
+
+def _same_element(tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str) -> str:
+    for other in others:
+        if other.dtype != tensor.dtype:
+            raise MisuseError(f"{name} needs tensors of one type, not {tensor.dtype} and {other.dtype}")
+    return _element(tensor, name)
+
+
+def _staged_all(tensors: Sequence[torch.Tensor]):
+    pairs = [staged(each, reads=False) for each in tensors]
+    return [host for host, _ in pairs], [finish for _, finish in pairs]
+
+
+def _apart(tensor: torch.Tensor, finish):
+    """Memory of its own for what is received while overlapping memory is still sent."""
+    host = torch.empty_like(tensor)
+
+    def copy() -> None:
+        with torch.no_grad():
+            tensor.copy_(host)
+
+    return host, together([copy, finish])

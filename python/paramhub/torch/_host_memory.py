@@ -1,0 +1,63 @@
+"""Where a tensor's elements lie in host memory while they are exchanged: the one place that knows about devices and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paramhub.errors import MisuseError
+
+Finish = Callable[[], None]
+"""What is left to do once an exchange has ended well."""
+
+
+def staged(
+    tensor: torch.Tensor, *, reads: bool = True, writes: bool = True
+) -> tuple[torch.Tensor, Finish | None]:
+    """A contiguous host tensor to exchange in place of ``tensor``, which is itself where it can be.
+
+    ``reads`` says that the exchange starts from the elements, ``writes`` that it changes them. The second result is to be
+    called when it has ended well.
+    """
+    if tensor.layout is not torch.strided:
+        raise MisuseError(
+            f"a {tensor.layout} tensor cannot be exchanged: pass a dense one, for example tensor.to_dense()"
+        )
+    if tensor.device.type != "cpu":
+        raise MisuseError(
+            f"a tensor on {tensor.device} cannot be exchanged yet: move it to the host, or give its device another "
+            f'backend, for example init_process_group("cpu:paramhub,{tensor.device.type}:nccl")'
+        )
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor, None
+    host = _copied(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return host, (lambda: _copy(tensor, host)) if writes else None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
+    # Perhaps on a thread of the library's, where gradients are recorded by default.
+    with torch.no_grad():
+        tensor.copy_(host)
+
+
+def together(finishes: list[Finish | None]) -> Finish | None:
+    """One for several."""
+    given = [finish for finish in finishes if finish is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+
+    def finish() -> None:
+        for each in given:
+            each()
+
+    return finish
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two ranges of memory (address, bytes) share any."""
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1] and one[1] > 0 and other[1] > 0

@@ -1,0 +1,119 @@
+"""Operations under way, as `paramhub.torch._collectives.Group` gives them out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from paramhub._native import Handle
+from paramhub.torch._host_memory import Finish
+
+
+class Work:
+    """An operation under way. It goes on whether or not anyone waits."""
+
+    __slots__ = ("_concluded", "_finish", "_handles", "_lock", "_problem")
+
+    def __init__(self, handles: tuple[Handle, ...], finish: Finish | None = None) -> None:
+        self._handles = handles
+        self._finish = finish
+        if finish is not None:
+            self._lock = threading.Lock()
+            self._concluded = False
+            self._problem: Exception | None = None
+            # Tensors get what was exchanged in their place even if nobody asks.
+            self._after_handles(self.conclude)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and what it failed with if it failed."""
+        if timeout is None:
+            for handle in self._handles:
+                handle.wait()
+        else:
+            deadline = time.monotonic() + timeout
+            for handle in self._handles:
+                handle.wait(max(0.0, deadline - time.monotonic()))
+        if self._finish is not None:
+            self.conclude()
+            if self._problem is not None:
+                raise self._problem
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not all(handle.done() for handle in self._handles):
+            return False
+        if self._finish is not None:
+            self.conclude()
+        return True
+
+    def exception(self) -> BaseException | None:
+        """What it failed with; None if it ended well or has not ended."""
+        for handle in self._handles:
+            failure = handle.exception()
+            if failure is not None:
+                return failure
+        return self._problem if self._finish is not None and self.done() else None
+
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Calls ``callback(work)`` once it has ended: on a thread of the library's, or here if it has ended already."""
+
+        def tell() -> None:
+            if self._finish is not None:
+                self.conclude()
+            callback(self)
+
+        self._after_handles(tell)
+
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        """What it consists of."""
+        return self._handles
+
+    @property
+    def source(self) -> int | None:
+        """The rank that a receive got its elements from, once it has."""
+        return self._handles[0].source if self._handles else None
+
+    def awaited_ranks(self) -> list[int]:
+        """The ranks it is waiting for, as far as is known."""
+        return sorted({rank for handle in self._handles for rank in handle.awaited_ranks()})
+
+    def _after_handles(self, call: Callable[[], object]) -> None:
+        if len(self._handles) == 1:
+            self._handles[0].add_done_callback(lambda _: call())
+            return
+        if not self._handles:
+            call()
+            return
+        left = len(self._handles)
+        lock = threading.Lock()
+
+        def count(_: Handle) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                call()
+
+        for handle in self._handles:
+            handle.add_done_callback(count)
+
+    @property
+    def has_to_conclude(self) -> bool:
+        return self._finish is not None
+
+    def conclude(self) -> None:
+        """Does what is left once the handles have ended, once; whoever comes second waits for the first."""
+        with self._lock:
+            if self._concluded:
+                return
+            self._concluded = True
+            if any(handle.exception() is not None for handle in self._handles):
+                return
+            assert self._finish is not None
+            try:
+                self._finish()
+            except Exception as problem:
+                self._problem = problem

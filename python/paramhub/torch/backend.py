@@ -1,0 +1,247 @@
+"""``torch.distributed.init_process_group("paramhub")``.
+
+torch 2.14 and later find the backend by themselves, through the package's entry point; before, ``import paramhub.torch``
+registers it. The ranks of the default process group become those of `paramhub.torch.init`, if that was not called before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paramhub.errors import MisuseError
+from paramhub.torch import _world
+from paramhub.torch._c10d import Collectives, made
+from paramhub.torch._collectives import Group
+from paramhub.torch._launched import Launched, launched
+from paramhub.torch._meeting import exchange_text
+
+NAME = "paramhub"
+DEVICES = ["cpu", "cuda"]
+FIRST_WITH_BACKENDS = (2, 14)
+"""The first torch of which a Python class can be a `Backend`, and not only a process group."""
+
+HAS_BACKENDS = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= FIRST_WITH_BACKENDS
+
+_lock = threading.Lock()
+_made: dict[str, int] = {}
+"""How many groups of a name this process has made: a name comes again when torch.distributed is initialised again."""
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed. Again it does nothing."""
+    with _lock:
+        if NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
+
+
+def _create(options: Any, _backend_options: object) -> Any:
+    """What torch calls on every member of a new group, with ``torch.distributed``'s options."""
+    is_default = not options.global_ranks_in_group
+    rank, size = options.group_rank, options.group_size
+    timeout = options.timeout.total_seconds()
+    name = f"{_made_so_far(str(options.group_id))}"
+    store = dist.PrefixStore(f"paramhub/{name}", options.store)
+    members = None if is_default else list(options.global_ranks_in_group)
+    world = _world.current()
+    owns_world = world is None and (is_default or not _default_is_ours())
+    if owns_world:
+        place = _place(store, rank, size, timeout)
+        opts = _world.Options(timeout=timeout)
+        if is_default:
+            world = _world.establish(place, store, None, opts)
+        else:
+            # The default group is another backend's, and not all of its ranks are here.
+            world, members = _world.World(place, dist.PrefixStore("world", store), None, opts), None
+    assert world is not None
+    if is_default and (world.rank, world.size) != (rank, size):
+        raise MisuseError(
+            f"paramhub.torch.init() made this rank {world.rank} of {world.size}, but init_process_group makes it rank {rank} of "
+            f"{size}: they must be the same"
+        )
+    group = Group(f"group-{name}", world, store, members=members, timeout=timeout)
+    leave = _Leaving(group, world if owns_world else None)
+    if not HAS_BACKENDS:
+        return ProcessGroup(rank, size, group, store, leave)
+    backend = Backend(rank, size, group, store, leave)
+    if _serves_all_devices(inspect.currentframe()):
+        return FrontedProcessGroup(options, backend)
+    return backend
+
+
+class _Leaving:
+    """What is to be left with a process group."""
+
+    def __init__(self, group: Group, world: _world.World | None) -> None:
+        self._group = group
+        self._world = world
+
+    def __call__(self, *, abandon: bool = False) -> None:
+        self._group.leave(abandon=abandon)
+        world, self._world = self._world, None
+        if world is not None and world is _world.current():
+            _world.shutdown()
+        elif world is not None:
+            world.leave(abandon=abandon)
+
+
+class _Ends:
+    """How torch ends a group."""
+
+    _leave: _Leaving
+
+    def shutdown(self) -> None:
+        self._leave()
+
+    def abort(self) -> None:
+        self._leave(abandon=True)
+
+
+if HAS_BACKENDS:
+    _Base = torch._C._distributed_c10d.Backend
+
+    class Backend(_Ends, Collectives, _Base):
+        """The backend of one device or of all."""
+
+        def __init__(self, rank: int, size: int, group: Group, store: dist.Store, leave: _Leaving) -> None:
+            _Base.__init__(self, rank, size)
+            self._init_collectives(group, store)
+            self._leave = leave
+            self._options = _Base.Options(NAME, timedelta(seconds=group.timeout))
+
+        @property
+        def options(self) -> Any:
+            return self._options
+
+        @property
+        def supports_coalescing(self) -> bool:
+            # Operations are issued one by one anyway, and each then has a result of its own.
+            return False
+
+    class FrontedProcessGroup(dist.ProcessGroup):
+        """torch's process group with our backend behind it for all devices.
+
+        torch hands out a Python backend's results in a wrapper that says neither whether they are complete nor whom a
+        receive got its tensor from. Here the results themselves are handed out; everything else is torch's own.
+        """
+
+        def __init__(self, options: Any, backend: Backend) -> None:
+            given = options.process_group
+            super().__init__(given.get_group_store(), options.group_rank, options.group_size)
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            self._set_default_backend(kind)
+            for device in DEVICES:
+                self._register_backend(torch.device(device), kind, backend)
+            if given.bound_device_id is not None:
+                self.bound_device_id = given.bound_device_id
+
+    def _fronted(name: str) -> Callable[..., Any]:
+        of_torch = getattr(dist.ProcessGroup, name)
+
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            made.work = None
+            wrapped = of_torch(self, *arguments, **named)
+            work, made.work = made.work, None
+            return wrapped if work is None else work
+
+        # pybind11 tells a call of the overridden method by the caller's name.
+        method.__code__ = method.__code__.replace(co_name=name)
+        method.__name__ = name
+        return method
+
+    # The old names lead to these.
+    for _name in (
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "broadcast",
+        "allgather",
+        "allgather_coalesced",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "gather",
+        "scatter",
+        "alltoall",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "recv_anysource",
+        "barrier",
+        "_end_coalescing",
+    ):
+        setattr(FrontedProcessGroup, _name, _fronted(_name))
+
+else:
+
+    class ProcessGroup(_Ends, Collectives, dist.ProcessGroup):
+        """The process group, for all devices."""
+
+        def __init__(self, rank: int, size: int, group: Group, store: dist.Store, leave: _Leaving) -> None:
+            dist.ProcessGroup.__init__(self, rank, size)
+            self._init_collectives(group, store)
+            self._leave = leave
+
+
+def _serves_all_devices(frame: Any) -> bool:
+    """Whether torch makes a group of this backend alone, and not one of ``"cpu:gloo,cuda:paramhub"``. It does not say, but its
+    caller knows; where that is another one day, the wrapper that a Backend brings is the only loss."""
+    caller = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
+    config = caller.get("backend_config")
+    if not isinstance(config, dist.distributed_c10d.BackendConfig):
+        return False
+    devices = config.get_device_backend_map()
+    return set(devices.values()) == {NAME} and set(devices) == set(DEVICES)
+
+
+def _made_so_far(group_id: str) -> str:
+    """A name that no other group has, the same on all members."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", group_id)[:48] or "unnamed"
+    _made[name] = number = _made.get(name, -1) + 1
+    return f"{name}.{number}" if number else name
+
+
+def _default_is_ours() -> bool:
+    return dist.is_initialized() and dist.get_backend() == NAME
+
+
+def _place(store: dist.Store, rank: int, size: int, timeout: float) -> Launched:
+    """Which ranks share a host: from the launcher if it started these ranks, else they tell one another."""
+    environment = os.environ
+    if (environment.get("RANK"), environment.get("WORLD_SIZE")) == (str(rank), str(size)):
+        return launched()
+    hosts = exchange_text(store, "hosts", _host(), rank, size, timeout)
+    local = [each for each in range(size) if hosts[each] == hosts[rank]]
+    master = (environment["MASTER_ADDR"], 1) if "MASTER_ADDR" in environment else None
+    return Launched(
+        rank, size, local.index(rank), len(local), "torch.distributed", master or _address_of(store)
+    )
+
+
+def _host() -> str:
+    """What only processes that share a loopback interface have in common."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
+        try:
+            parts.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip())
+        except OSError:
+            continue
+    return " ".join(parts)
+
+
+def _address_of(store: dist.Store) -> tuple[str, int] | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
