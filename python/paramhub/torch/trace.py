@@ -75,7 +75,7 @@ class Watch:
         self._forward_ns = 0
         self._backward_ns = 0
         self._hooks = [
-            module.register_forward_pre_hook(self._forward_begins),
+            module.register_forward_pre_hook(self._forward_begins, prepend=True),
             module.register_forward_hook(self._forward_ended),
         ]
 

@@ -57,13 +57,22 @@ class Reference:
         self.ranks = ranks
         self.optimizer = make(self.model)
 
-    def backward(self, step: int, loss: Callable[..., torch.Tensor] = loss_of) -> None:
-        """Adds the mean of the gradients of a step's batches to what is there."""
+    def backward(self, *batches: int, loss: Callable[..., torch.Tensor] = loss_of) -> None:
+        """The mean of all ranks' gradients of these batches, summed in the order in which hub and ranks sum."""
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         for rank in range(self.ranks):
-            (loss(self.model, rank, step) / self.ranks).backward()
+            self.optimizer.zero_grad()
+            for number in batches:
+                loss(self.model, rank, number).backward()
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    before = sums.get(parameter)
+                    sums[parameter] = parameter.grad if before is None else before + parameter.grad
+        self.optimizer.zero_grad()
+        for parameter, total in sums.items():
+            parameter.grad = total * (1 / self.ranks)
 
     def step(self, step: int) -> None:
-        self.optimizer.zero_grad()
         self.backward(step)
         self.optimizer.step()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hub_training import Reference, all_parameters, batch, begin, compare, made
+from hub_training import Net, Reference, all_parameters, batch, begin, compare, made
 from team import Died, Rank, Team
 
 import paramhub
@@ -66,8 +66,7 @@ def unused(rank: Rank) -> list[bytes]:
             optimizer.step()
             scheduler.step()
             if rank.rank == 0:
-                reference.optimizer.zero_grad()
-                reference.backward(step, loss_of_branches)
+                reference.backward(step, loss=loss_of_branches)
                 reference.optimizer.step()
                 theirs.step()
                 reference.check(model)
@@ -202,10 +201,11 @@ def compiled(rank: Rank, backend: str, way: str) -> list[bytes]:
     for step in range(6):
         optimizer.zero_grad()
         inputs, targets = batch(rank.rank, step)
-        torch.nn.functional.cross_entropy(trained(inputs), targets).backward()
+        loss = torch.nn.functional.cross_entropy(trained(inputs), targets)
         if rank.rank == 1:
             # Late: the other rank's compiled code would meet old values.
             time.sleep(0.05)
+        loss.backward()
         optimizer.step()
         if rank.rank == 0:
             reference.step(step)
@@ -229,9 +229,10 @@ def traced(rank: Rank) -> None:
     for step in range(3):
         optimizer.zero_grad()
         inputs, targets = batch(rank.rank, step)
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
         if rank.rank == 1:
             time.sleep(0.05)
+        loss.backward()
         optimizer.step()
     paramhub.torch.shutdown()
 
@@ -239,10 +240,20 @@ def traced(rank: Rank) -> None:
 def test_a_timeline_shows_requests_in_backward_and_waits_in_forward(team: Team, tmp_path: Any) -> None:
     team(traced, ranks=2, env={"PARAMHUB_TRACE": str(tmp_path / "trace")})
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
-    backward = [span for span in spans if span["name"] == "backward"]
-    assert len(backward) == 3
-    assert len([span for span in spans if span["name"] == "forward"]) == 3
-    assert len([span for span in spans if span["name"] == "step"]) == 3
-    names = {span["name"] for span in spans}
-    assert {"conv.weight", "out.bias"} <= names
+    mine = [event for event in events if event["pid"] == 0]
+    spans = [event for event in mine if event["ph"] == "X"]
+    requests = [event for event in mine if event["ph"] == "b"]
+    named = {
+        name: [span for span in spans if span["name"] == name] for name in ("forward", "backward", "step")
+    }
+    assert [len(found) for found in named.values()] == [3, 3, 3]
+    names = {name for name, _ in Net().named_parameters()}
+    for backward, forward in zip(named["backward"], named["forward"][1:], strict=False):
+        assert {request["name"] for request in requests if within(request, backward)} == names
+        # Rank 1 is late, so the first layer is waited for.
+        waits = [span["name"] for span in spans if span["cat"] == "waits" and within(span, forward)]
+        assert waits[0] == "scale" and set(waits) <= names
+
+
+def within(event: dict[str, Any], span: dict[str, Any]) -> bool:
+    return span["ts"] <= event["ts"] <= span["ts"] + span["dur"]
