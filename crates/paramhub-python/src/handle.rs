@@ -196,8 +196,9 @@ impl Handle {
     /// The ranks that it is waiting for, as far as a mesh knows; none once it has ended.
     fn awaited_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         crate::fork::refuse_in_child(py)?;
-        let awaited =
-            || self.shared.operation.get().map(paramhub_collective::Handle::awaited_ranks).unwrap_or_default();
+        let awaited = || {
+            self.shared.operation.get().map(paramhub_collective::Handle::awaited_ranks).unwrap_or_default()
+        };
         Ok(py.detach(awaited))
     }
 

@@ -56,9 +56,7 @@ impl MeshListener {
             |what: &str, problem: String| errors::misuse(py, &format!("{what} cannot be read: {problem}"));
         let addresses = addresses
             .iter()
-            .map(|text| {
-                text.parse::<SocketAddr>().map_err(|problem| unreadable(text, problem.to_string()))
-            })
+            .map(|text| text.parse::<SocketAddr>().map_err(|problem| unreadable(text, problem.to_string())))
             .collect::<PyResult<Vec<_>>>()?;
         // The problem never repeats the value.
         let secret = secret.parse().map_err(|problem| unreadable("the mesh's secret", problem))?;
