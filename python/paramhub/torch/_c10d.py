@@ -323,7 +323,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _limit(opts: Any) -> float | None:
     """A collective's own timeout in seconds, if it has one."""
-    timeout = getattr(opts, "timeout", None)
+    timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 

@@ -347,13 +347,16 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def shutdown() -> None:
-    """Leaves all jobs. It happens by itself at the end of the process."""
+def shutdown(*, abandon: bool = False) -> None:
+    """Leaves all jobs. It happens by itself at the end of the process.
+
+    With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
+    """
     global _world
     world, _world = _world, None
     if world is not None:
         atexit.unregister(_at_exit)
-        world.leave()
+        world.leave(abandon=abandon)
 
 
 def world() -> World:

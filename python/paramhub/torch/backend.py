@@ -69,7 +69,12 @@ def _create(options: Any, _backend_options: object) -> Any:
             f"paramhub.torch.init() made this rank {world.rank} of {world.size}, but init_process_group makes it rank {rank} of "
             f"{size}: they must be the same"
         )
-    group = Group(f"group-{name}", world, store, members=members, timeout=timeout)
+    try:
+        group = Group(f"group-{name}", world, store, members=members, timeout=timeout)
+    except BaseException:
+        if owns_world:
+            _end_world(world, abandon=True)
+        raise
     leave = _Leaving(group, world if owns_world else None)
     if not HAS_BACKENDS:
         return ProcessGroup(rank, size, group, store, leave)
@@ -89,10 +94,15 @@ class _Leaving:
     def __call__(self, *, abandon: bool = False) -> None:
         self._group.leave(abandon=abandon)
         world, self._world = self._world, None
-        if world is not None and world is _world.current():
-            _world.shutdown()
-        elif world is not None:
-            world.leave(abandon=abandon)
+        if world is not None:
+            _end_world(world, abandon=abandon)
+
+
+def _end_world(world: _world.World, *, abandon: bool) -> None:
+    if world is _world.current():
+        _world.shutdown(abandon=abandon)
+    else:
+        world.leave(abandon=abandon)
 
 
 class _Ends:
@@ -193,6 +203,21 @@ else:
             dist.ProcessGroup.__init__(self, rank, size)
             self._init_collectives(group, store)
             self._leave = leave
+            self._name = self._description = ""
+
+        # torch keeps these in its own backends, of which there is none.
+
+        def setGroupName(self, name: str) -> None:
+            self._name = name
+
+        def getGroupName(self) -> str:
+            return self._name
+
+        def setGroupDesc(self, description: str) -> None:
+            self._description = description
+
+        def getGroupDesc(self) -> str:
+            return self._description
 
 
 def _serves_all_devices(frame: Any) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from team import Rank, Team
 from torch.testing import assert_close
 
-import paramhub.torch  # noqa: F401 - registers the backend before torch 2.14
+import paramhub.torch
 
 SIZES = [0, 1, 7, 1000, 300_001]
 """The last one is large enough for the hub and no multiple of anything."""
@@ -237,6 +237,43 @@ def work_in_the_background(rank: Rank) -> None:
 def test_results_can_be_waited_for_polled_and_chained(team: Team) -> None:
     team(work_in_the_background)
     team(work_in_the_background, env={"PARAMHUB_TRANSPORT": "tcp"})
+
+
+def choose_ways(rank: Rank) -> None:
+    dist.init_process_group("paramhub")
+    (group,) = paramhub.torch._world.world()._groups
+    for elements, dtype, operation, is_for_hub in [
+        (10, torch.float32, "sum", False),
+        (100_000, torch.float32, "sum", True),
+        (100_000, torch.bfloat16, "average", True),
+        (100_000, torch.float64, "sum", False),
+        (100_000, torch.float32, "max", False),
+    ]:
+        before = sum(job.statistics()["requests"] for job in group._sums._jobs)
+        tensor = torch.ones(elements, dtype=dtype)
+        group.allreduce(tensor, operation).wait()
+        assert tensor[-1].item() == (2.0 if operation == "sum" else 1.0)
+        requests = sum(job.statistics()["requests"] for job in group._sums._jobs) - before
+        assert (requests > 0) == is_for_hub, (elements, dtype, operation, requests)
+    # What a hub's slots hold bounds its memory: larger tensors pass through the same ones.
+    large = torch.full((20_000_001,), 3.0)
+    group.allreduce(large, "sum").wait()
+    assert bool((large == 6.0).all()) and len(group._sums._jobs) == 2
+    world = paramhub.torch._world.world().group()
+    text = torch.tensor([7, rank.rank], dtype=torch.uint8)
+    world.broadcast(text, 1).wait()
+    told: list[int] = []
+    work = world.allreduce(large, "average")
+    work.add_done_callback(lambda done: told.append(int(done.done())))
+    work.wait(60.0)
+    assert text.tolist() == [7, 1] and bool((large == 6.0).all())
+    while not told:
+        time.sleep(0.01)
+    assert told == [1]
+
+
+def test_large_sums_go_through_the_hub_and_all_else_does_not(team: Team) -> None:
+    team(choose_ways, ranks=2)
 
 
 def exchange_messages(rank: Rank) -> None:

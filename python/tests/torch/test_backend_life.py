@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +27,7 @@ def be_late(rank: Rank, elements: int) -> str:
     dist.init_process_group("paramhub", timeout=timedelta(seconds=60))
     tensor = torch.ones(elements)
     dist.all_reduce(tensor)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     if rank.rank == 2:
         rank.await_mark("0-failed")
         rank.await_mark("1-failed")
@@ -78,6 +79,27 @@ def wait_a_little(rank: Rank) -> None:
 
 def test_an_impatient_wait_ends_nothing(team: Team) -> None:
     team(wait_a_little, ranks=2)
+
+
+def interrupt(rank: Rank) -> None:
+    dist.init_process_group("paramhub")
+    for elements in (SMALL, LARGE):
+        tensor = torch.ones(elements)
+        if rank.rank == 1:
+            rank.await_mark(f"interrupted-{elements}")
+            dist.all_reduce(tensor)
+            continue
+        work = dist.all_reduce(tensor, async_op=True)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        rank.mark(f"interrupted-{elements}")
+        work.wait()
+        assert tensor[0].item() == 2.0
+
+
+def test_a_wait_answers_ctrl_c(team: Team) -> None:
+    team(interrupt, ranks=2)
 
 
 def monitor(rank: Rank) -> str:
