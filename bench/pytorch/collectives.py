@@ -1,6 +1,6 @@
 """Compares the ways of an allreduce under torch.distributed: through the hub, over the mesh, and gloo.
 
-    torchrun --nproc-per-node 4 bench/torch_collectives.py [--transport tcp] [--dtype bfloat16]
+    torchrun --nproc-per-node 4 bench/pytorch/collectives.py [--transport tcp] [--dtype bfloat16]
 
 Rounds of the three are interleaved, so that what disturbs one disturbs all; times are medians, of the slowest rank. The
 columns are those of nccl-tests: busbw is what a ring would move over each link in that time. From this comes
@@ -61,7 +61,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transport", choices=["auto", "tcp", "shm"], help="between ranks and hub")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
