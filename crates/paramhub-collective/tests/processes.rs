@@ -4,7 +4,9 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::panic::AssertUnwindSafe;
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use paramhub_collective::{
@@ -14,9 +16,12 @@ use paramhub_collective::{
 use rustix::process::{Pid, Signal, kill_process};
 
 const RANK: &str = "PARAMHUB_TEST_MESH_RANK";
+const DEAD_AFTER_S: &str = "PARAMHUB_TEST_MESH_DEAD_AFTER_S";
 const SIZE: u32 = 4;
-/// Long enough for a machine that is busy with other tests, short enough to test with.
-const DEAD_AFTER: Duration = Duration::from_secs(3);
+/// Long enough for a machine that is busy with other tests, short enough to wait for.
+const SHORT: Duration = Duration::from_secs(3);
+/// Where no silence is tested.
+const LONG: Duration = Duration::from_secs(60);
 /// Far more than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -27,10 +32,11 @@ struct Rank {
 }
 
 impl Rank {
-    fn start(rank: u32) -> Rank {
+    fn start(rank: u32, dead_after: Duration) -> Rank {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "rank", "--nocapture", "--test-threads=1"])
             .env(RANK, rank.to_string())
+            .env(DEAD_AFTER_S, dead_after.as_secs().to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -56,8 +62,8 @@ impl Rank {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_raw(self.child.id() as i32).unwrap(), signal).unwrap();
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id() as i32).unwrap()
     }
 }
 
@@ -69,8 +75,8 @@ impl Drop for Rank {
 }
 
 /// All ranks, joined.
-fn start() -> Vec<Rank> {
-    let mut ranks: Vec<Rank> = (0..SIZE).map(Rank::start).collect();
+fn start(dead_after: Duration) -> Vec<Rank> {
+    let mut ranks: Vec<Rank> = (0..SIZE).map(|rank| Rank::start(rank, dead_after)).collect();
     let addresses: Vec<String> = ranks.iter_mut().map(|rank| rank.hear("ADDRESS")).collect();
     for rank in &mut ranks {
         rank.tell(&addresses.join(" "));
@@ -86,12 +92,18 @@ fn start() -> Vec<Rank> {
 fn rank() {
     let Ok(rank) = std::env::var(RANK) else { return };
     let rank: u32 = rank.parse().unwrap();
+    // A rank that hangs ends, and fails the test that listens to it.
+    std::thread::spawn(|| {
+        std::thread::sleep(2 * PATIENCE);
+        std::process::exit(3);
+    });
     let listener = MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap();
     println!("\nADDRESS {}", listener.address());
     let mut lines = std::io::stdin().lines().map(Result::unwrap);
     let addresses: Vec<SocketAddr> =
         lines.next().unwrap().split(' ').map(|address| address.parse().unwrap()).collect();
-    let config = MeshConfig { dead_after: DEAD_AFTER, ..MeshConfig::new(rank, Nonce([5; 32]), addresses) };
+    let dead_after = Duration::from_secs(std::env::var(DEAD_AFTER_S).unwrap().parse().unwrap());
+    let config = MeshConfig { dead_after, ..MeshConfig::new(rank, Nonce([5; 32]), addresses) };
     let mesh = listener.join(config).unwrap();
     println!("JOINED");
     for command in lines {
@@ -136,7 +148,7 @@ fn wait_for_everything(mesh: &Mesh) {
 
 #[test]
 fn a_killed_rank_is_named_by_all_others() {
-    let mut ranks = start();
+    let mut ranks = start(LONG);
     for rank in [0, 1, 3] {
         ranks[rank].tell("wait");
     }
@@ -153,27 +165,40 @@ fn a_killed_rank_is_named_by_all_others() {
 
 #[test]
 fn a_silent_rank_is_named_once_something_waits() {
-    let mut ranks = start();
-    ranks[2].signal(Signal::STOP);
-    for rank in [0, 1, 3] {
-        ranks[rank].tell("wait");
-    }
-    for rank in [0, 1, 3] {
-        let outcome = ranks[rank].hear("OUTCOME");
-        assert!(outcome.starts_with("culprit Some(2)"), "rank {rank}: {outcome}");
-        assert!(outcome.contains("has not been heard"), "rank {rank}: {outcome}");
-    }
+    let mut ranks = start(SHORT);
+    let stopped = ranks[2].pid();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Again and again, in case somebody else on this machine continues what he finds stopped.
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Acquire) {
+                kill_process(stopped, Signal::STOP).unwrap();
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        });
+        for rank in [0, 1, 3] {
+            ranks[rank].tell("wait");
+        }
+        let outcomes =
+            [0, 1, 3].map(|rank| std::panic::catch_unwind(AssertUnwindSafe(|| ranks[rank].hear("OUTCOME"))));
+        is_over.store(true, Ordering::Release);
+        for outcome in outcomes {
+            let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            assert!(outcome.starts_with("culprit Some(2)"), "{outcome}");
+            assert!(outcome.contains("has not been heard"), "{outcome}");
+        }
+    });
 }
 
 #[test]
 fn everybody_may_be_stopped_for_longer_than_silence_is_borne() {
-    let mut ranks = start();
+    let mut ranks = start(SHORT);
     for rank in &ranks {
-        rank.signal(Signal::STOP);
+        kill_process(rank.pid(), Signal::STOP).unwrap();
     }
-    std::thread::sleep(DEAD_AFTER + Duration::from_millis(500));
+    std::thread::sleep(SHORT + Duration::from_millis(500));
     for rank in &ranks {
-        rank.signal(Signal::CONT);
+        kill_process(rank.pid(), Signal::CONT).unwrap();
     }
     for rank in &mut ranks {
         rank.tell("sum");

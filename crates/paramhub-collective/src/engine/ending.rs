@@ -20,6 +20,9 @@ impl Engine {
         let _ = self.poller.remove(&peer.socket);
         let mut needed: Vec<Key> =
             peer.matching.unmatched().chain(peer.outbound.transfers()).map(|id| id.operation).collect();
+        if (self.board.who.rank + 1) % self.board.size == rank {
+            self.board.sequence.next_left();
+        }
         let is_last = !self.has_peers();
         let orphans: Vec<Key> = self
             .board

@@ -207,6 +207,9 @@ impl Engine {
     /// Does all that can be done without waiting.
     fn work(&mut self) -> Result<(), MeshError> {
         loop {
+            if let Some(failure) = self.board.failure.take() {
+                return Err(failure);
+            }
             self.inbox.take(&mut self.commands);
             while let Some(command) = self.commands.pop_front() {
                 self.obey(command)?;
@@ -219,10 +222,7 @@ impl Engine {
             self.tell_neighbours()?;
             self.withdraw();
             self.flush()?;
-            if let Some(failure) = self.board.failure.take() {
-                return Err(failure);
-            }
-            if self.board.free.is_empty() && !self.may_begin() {
+            if self.board.free.is_empty() && !self.may_begin() && self.board.failure.is_none() {
                 return Ok(());
             }
         }

@@ -19,6 +19,8 @@ pub(crate) struct Sequence {
     compared: u64,
     /// Compared by the next rank, as far as it has told.
     acknowledged: u64,
+    /// It tells nothing any more.
+    next_has_left: bool,
     /// Begun and not compared.
     ours: VecDeque<Descriptor>,
     /// Begun by the previous rank and not compared.
@@ -41,7 +43,13 @@ impl Sequence {
 
     /// Whether the next collective may begin: the neighbours are not too far behind.
     pub(crate) fn may_begin(&self) -> bool {
-        self.begun - self.acknowledged < AHEAD_MAX && (self.ours.len() as u64) < AHEAD_MAX
+        let next_follows = self.next_has_left || self.begun - self.acknowledged < AHEAD_MAX;
+        next_follows && (self.ours.len() as u64) < AHEAD_MAX
+    }
+
+    /// The next rank has left, perhaps far ahead: what it has begun is begun here without its word.
+    pub(crate) fn next_left(&mut self) {
+        self.next_has_left = true;
     }
 
     /// This rank begins a collective; returns its number.
@@ -120,6 +128,13 @@ mod tests {
         assert!(!sequence.may_begin(), "the next rank has not compared any");
         assert!(sequence.acknowledge(TOLD_EVERY));
         assert!(sequence.may_begin());
+        let mut alone = Sequence::default();
+        alone.next_left();
+        for number in 0..2 * AHEAD_MAX {
+            assert!(alone.may_begin() && alone.hear(number, broadcast(0)));
+            alone.begin(broadcast(0));
+            alone.compare().unwrap();
+        }
         assert!(!sequence.acknowledge(AHEAD_MAX + 1) && !sequence.acknowledge(0), "impossible");
         assert!(!sequence.hear(TOLD_EVERY + 1, broadcast(0)), "one was left out");
     }

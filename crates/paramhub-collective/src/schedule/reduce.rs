@@ -29,11 +29,14 @@ fn tree(rank: u32, size: u32, root: u32, bytes: usize, is_average: bool) -> Sche
     let reach = reach(place, size);
     let (mut summed, mut distance) = (None, 1);
     while distance < reach && place + distance < size {
-        let scratch = schedule.scratch(bytes);
         let peer = at(place + distance);
-        let arrived = schedule.push(Work::Receive { peer, index: 0, into: scratch }, &[]);
-        let step = Work::Reduce { into: whole, from: scratch };
-        summed = Some(schedule.push(step, &[summed, Some(arrived)]));
+        summed = Some(if distance == 1 {
+            schedule.push(Work::ReceiveReduce { peer, index: 0, into: whole }, &[])
+        } else {
+            let scratch = schedule.scratch(bytes);
+            let arrived = schedule.push(Work::Receive { peer, index: 0, into: scratch }, &[]);
+            schedule.push(Work::Reduce { into: whole, from: scratch }, &[summed, Some(arrived)])
+        });
         distance *= 2;
     }
     if place != 0 {
@@ -121,7 +124,7 @@ fn accumulate(
     let others = size - 1;
     let peer = |turn: u32| (rank + 1 + (index % others + turn) % others) % size;
     let mut reduced = begun;
-    if own.bytes * others as usize <= SCRATCH_BYTES_MAX {
+    if others > 1 && own.bytes * others as usize <= SCRATCH_BYTES_MAX {
         let arrivals: Vec<(Span, Step)> = (0..others)
             .map(|turn| {
                 let scratch = schedule.scratch(own.bytes);

@@ -255,17 +255,18 @@ fn parts_of_a_cut_are_the_whole() {
 
 #[test]
 fn schedules_stay_bounded_however_long_the_buffer() {
-    const HUGE: usize = 1 << 40;
-    for size in [2, 3, 64, 1024] {
+    for (size, bytes) in [2, 3, 64, 1024].into_iter().flat_map(|size| [(size, 1 << 40), (size, 64 << 20)]) {
         let schedules = [
-            allreduce(1, size, HUGE, 4, false),
-            reduce(1, size, 0, HUGE, 4, false),
-            broadcast(0, size, 0, HUGE),
-            broadcast(1, size, 0, HUGE),
-            reduce_scatter(1, &vec![HUGE / size as usize; size as usize], 4, false, true),
+            allreduce(1, size, bytes, 4, false),
+            reduce(1, size, 0, bytes, 4, false),
+            broadcast(0, size, 0, bytes),
+            broadcast(1, size, 0, bytes),
+            reduce_scatter(1, &vec![bytes / size as usize; size as usize], 4, false, true),
         ];
         for schedule in schedules {
             assert!(schedule.work.len() <= 6 * STEPS_MAX, "{} steps for {size} ranks", schedule.work.len());
+            let scratch = schedule.scratch_bytes;
+            assert!(scratch <= 8 << 20, "{scratch} bytes of scratch for {size} ranks and {bytes} bytes");
         }
     }
 }
