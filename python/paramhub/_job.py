@@ -58,10 +58,9 @@ def _given(value: str | None, variable: str, what: str) -> str:
 
 
 def _number(text: str) -> int:
-    try:
+    if text.isascii() and text.isdigit() and int(text) < 2**32:
         return int(text)
-    except ValueError:
-        raise MisuseError(f"a rank is a number from 0, not {text!r}") from None
+    raise MisuseError(f"a rank is a number from 0, not {text!r}")
 
 
 class Job:
@@ -132,7 +131,8 @@ class Job:
             settings["chunk_bytes"] = chunk_bytes
         member, self._member = self._member, None
         self._native = member.init(json.dumps(settings))
-        self._optimizer = optimizer
+        # A copy: its numbers may change here, and the caller may use it for another job.
+        self._optimizer = Optimizer(optimizer.name, **optimizer.hyperparameters)
         self._keys = {
             name: _Key(number, view.dtype, view.nbytes)
             for number, ((name, _), view) in enumerate(zip(pairs, views, strict=True))
@@ -188,9 +188,9 @@ class Job:
 
         Called by any one rank before that rank's push of ``first_step``, it holds for that step of a synchronous job.
         """
-        self._optimizer.hyperparameters = {**self._optimizer.hyperparameters, **changed}
-        numbers = settings_of(self._optimizer.hyperparameters)
-        self._running().set_hyperparameters(first_step, json.dumps(numbers))
+        numbers = {**self._optimizer.hyperparameters, **changed}
+        self._running().set_hyperparameters(first_step, json.dumps(settings_of(numbers)))
+        self._optimizer.hyperparameters = numbers
 
     def next_step(self, name: str) -> int:
         """The step that the next push of a tensor contributes to; steps count from 0."""

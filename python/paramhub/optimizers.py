@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class Optimizer:
     """An optimizer by the name it has at the hub, and its numbers.
@@ -31,9 +33,9 @@ class Optimizer:
         return {"name": self.name, "hyperparameters": settings_of(self.hyperparameters) or None}
 
 
-def settings_of(hyperparameters: dict[str, float | bool]) -> dict[str, object]:
+def settings_of(hyperparameters: Mapping[str, float | bool]) -> dict[str, object]:
     """Numbers as the hub's settings have them: its own by name, an optimizer's further ones under ``extra``."""
-    known = {name: value for name, value in hyperparameters.items() if name in _HUB_NAMES}
+    known: dict[str, object] = {name: value for name, value in hyperparameters.items() if name in _HUB_NAMES}
     extra = {name: float(value) for name, value in hyperparameters.items() if name not in _HUB_NAMES}
     return {**known, "extra": extra} if extra else known
 

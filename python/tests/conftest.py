@@ -6,6 +6,7 @@ tests import by name: ``from team import Rank``.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -103,3 +104,8 @@ def hub() -> Iterator[paramhub.Hub]:
     """A hub on loopback in the tests' process."""
     with paramhub.Hub() as hub:
         yield hub
+
+
+def pytest_collection_finish() -> None:
+    # Several tests collect garbage; what torch has loaded is never any, and looking through it takes a fraction of a second.
+    gc.freeze()

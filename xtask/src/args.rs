@@ -19,6 +19,8 @@ pub(crate) struct TestOptions {
     /// In the order they run, whatever the order on the command line.
     pub(crate) stages: Vec<&'static Stage>,
     pub(crate) keep_going: bool,
+    /// The version of torch that the Python package is tested with, such as 2.7; by default the newest.
+    pub(crate) torch: Option<String>,
 }
 
 pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, String> {
@@ -33,11 +35,12 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, 
 
 pub(crate) fn usage() -> String {
     let mut text = "\
-Usage: cargo xtask test [--only STAGE[,STAGE...]] [--keep-going]
+Usage: cargo xtask test [--only STAGE[,STAGE...]] [--keep-going] [--torch VERSION]
        cargo xtask test --list
 
   --only STAGES   run these stages alone
   --keep-going    run the remaining stages after one fails
+  --torch VERSION test the Python package with this torch (2.7 is the oldest) instead of the newest
   --list          name the stages
   -h, --help      print this
 
@@ -53,6 +56,7 @@ Stages, in the order they run:
 fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
     let mut only: Option<Vec<String>> = None;
     let mut keep_going = false;
+    let mut torch = None;
     while let Some(argument) = arguments.next() {
         let (flag, attached) = match argument.split_once('=') {
             Some((flag, value)) if flag.starts_with("--") => (flag, Some(value.to_owned())),
@@ -63,13 +67,26 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
                 let names = attached.or_else(|| arguments.next()).ok_or("--only needs a stage")?;
                 only.get_or_insert_default().extend(names.split(',').map(str::to_owned));
             }
+            ("--torch", attached) => {
+                let version = attached.or_else(|| arguments.next()).ok_or("--torch needs a version")?;
+                torch = Some(checked_version(version)?);
+            }
             ("--keep-going", None) => keep_going = true,
             ("--list", None) => return Ok(Request::ListStages),
             ("--help" | "-h", None) => return Ok(Request::Help),
             _ => return Err(format!("unknown argument `{argument}`")),
         }
     }
-    Ok(Request::Test(TestOptions { stages: select(only.as_deref())?, keep_going }))
+    Ok(Request::Test(TestOptions { stages: select(only.as_deref())?, keep_going, torch }))
+}
+
+/// It becomes part of a folder's name and of `torch==VERSION.*`.
+fn checked_version(version: String) -> Result<String, String> {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    match version.split('.').count() {
+        2 | 3 if version.split('.').all(is_number) => Ok(version),
+        _ => Err(format!("`{version}` is no version of torch: give one such as 2.7")),
+    }
 }
 
 fn select(only: Option<&[String]>) -> Result<Vec<&'static Stage>, String> {
@@ -106,6 +123,15 @@ mod tests {
     }
 
     #[test]
+    fn torch_is_the_newest_unless_a_version_is_given() {
+        assert_eq!(test_options("test").torch, None);
+        for line in ["test --torch 2.7", "test --torch=2.7 --only python"] {
+            assert_eq!(test_options(line).torch.as_deref(), Some("2.7"), "{line}");
+        }
+        assert_eq!(test_options("test --torch 2.7.1").torch.as_deref(), Some("2.7.1"));
+    }
+
+    #[test]
     fn wrong_arguments_are_refused_and_named() {
         for (line, named) in [
             ("", "task is missing"),
@@ -116,6 +142,11 @@ mod tests {
             ("test --only", "needs a stage"),
             ("test --only fmt,lint", "`lint`"),
             ("test --only=", "``"),
+            ("test --torch", "needs a version"),
+            ("test --torch newest", "`newest`"),
+            ("test --torch 2", "`2`"),
+            ("test --torch 2..7", "`2..7`"),
+            ("test --torch=2.7/../../x", "`2.7/../../x`"),
         ] {
             let problem = parse_line(line).expect_err(line);
             assert!(problem.contains(named), "`{line}` was refused with: {problem}");

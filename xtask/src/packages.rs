@@ -3,16 +3,18 @@
 use crate::command::Invocation;
 use crate::stage::Failure;
 
-/// A program that comes with the system rather than with cargo.
+/// Something that comes with the system rather than with cargo.
 #[derive(Debug)]
 pub(crate) struct SystemProgram {
     pub(crate) name: &'static str,
+    /// A command that succeeds where it is installed.
+    pub(crate) probe: &'static [&'static str],
     /// What Debian and its descendants call the package.
     pub(crate) debian_package: &'static str,
 }
 
 impl SystemProgram {
-    /// Installs the program if it is missing and we may; otherwise says what to install.
+    /// Installs it if it is missing and we may; otherwise says what to install.
     pub(crate) fn ensure(&self) -> Result<(), Failure> {
         if self.is_present() {
             return Ok(());
@@ -39,7 +41,8 @@ impl SystemProgram {
     }
 
     fn is_present(&self) -> bool {
-        Invocation::new(self.name).args(["--version"]).succeeds()
+        let [program, arguments @ ..] = self.probe else { return false };
+        Invocation::new(*program).args(arguments.iter().copied()).succeeds()
     }
 }
 

@@ -10,7 +10,7 @@ use crate::args::TestOptions;
 pub(crate) struct Stage {
     pub(crate) name: &'static str,
     pub(crate) about: &'static str,
-    pub(crate) run: fn() -> Result<(), Failure>,
+    pub(crate) run: fn(&TestOptions) -> Result<(), Failure>,
 }
 
 /// Why a stage failed.
@@ -29,7 +29,7 @@ pub(crate) fn run_all(options: &TestOptions) -> ExitCode {
     for (index, stage) in options.stages.iter().enumerate() {
         println!("\n== {} ({}/{}): {}", stage.name, index + 1, options.stages.len(), stage.about);
         let stage_begin = Instant::now();
-        let result = (stage.run)();
+        let result = (stage.run)(options);
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         let line = format!("{:<8} {verdict:<7} {:>7.1} s", stage.name, stage_begin.elapsed().as_secs_f64());
         println!("== {line}");
@@ -54,7 +54,8 @@ pub(crate) fn run_all(options: &TestOptions) -> ExitCode {
         if let Some(command) = &failure.rerun {
             println!("  the command again:  {command}");
         }
-        println!("  the stage again:    cargo xtask test --only {}", stage.name);
+        let torch = options.torch.as_ref().map(|version| format!(" --torch {version}"));
+        println!("  the stage again:    cargo xtask test --only {}{}", stage.name, torch.unwrap_or_default());
     }
     if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -70,17 +71,17 @@ mod tests {
         static FAILING: Stage = Stage {
             name: "failing",
             about: "",
-            run: || Err(Failure { reason: "on purpose".to_owned(), rerun: None }),
+            run: |_| Err(Failure { reason: "on purpose".to_owned(), rerun: None }),
         };
         static LATER: Stage = Stage {
             name: "later",
             about: "",
-            run: || {
+            run: |_| {
                 RUNS_AFTER_FAILURE.fetch_add(1, Ordering::Relaxed);
                 Ok(())
             },
         };
-        let mut options = TestOptions { stages: vec![&FAILING, &LATER], keep_going: false };
+        let mut options = TestOptions { stages: vec![&FAILING, &LATER], keep_going: false, torch: None };
         assert_eq!(run_all(&options), ExitCode::FAILURE);
         assert_eq!(RUNS_AFTER_FAILURE.load(Ordering::Relaxed), 0);
 

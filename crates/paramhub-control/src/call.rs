@@ -78,9 +78,12 @@ impl Call<'_> {
     fn explain(&self, failure: ureq::Error, url: &str) -> ControlError {
         let url = url.to_string();
         match failure {
+            ureq::Error::Timeout(ureq::Timeout::Connect | ureq::Timeout::Resolve) => {
+                ControlError::Unreachable { url, cause: "the connection was not answered".into() }
+            }
             ureq::Error::Timeout(_) => {
-                let cause = format!("no answer to {} within {} s", self.path, self.timeout.as_secs_f64());
-                ControlError::Unreachable { url, cause }
+                let (path, seconds) = (self.path.to_owned(), self.timeout.as_secs_f64());
+                ControlError::Silent { url, path, seconds }
             }
             ureq::Error::Io(cause) => ControlError::Unreachable { url, cause: cause.to_string() },
             ureq::Error::HostNotFound => {

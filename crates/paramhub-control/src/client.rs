@@ -17,7 +17,7 @@ use crate::error::ControlError;
 
 /// How long a call may take that waits for nobody; a stop waits for the hubs within it.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
-/// Added to a rendezvous: the manager's own timeout should come first, because it names who is missing.
+/// Added to InitService's rendezvous: the manager's own timeout should come first, because it names who is missing.
 const RENDEZVOUS_MARGIN: Duration = Duration::from_secs(30);
 /// Added to a poll's wait.
 const POLL_MARGIN: Duration = Duration::from_secs(10);
@@ -65,16 +65,15 @@ impl ManagerClient {
         self.answer(call)
     }
 
-    /// ConnectService: joins the job and waits until every rank has, at most for the job's rendezvous timeout, which
-    /// the caller passes so that the manager, who knows who is missing, gives up first.
+    /// ConnectService: joins the job and waits until every rank has, at most for `timeout`. With one that is longer than
+    /// the job's rendezvous timeout the manager, who knows who is missing, gives up first.
     pub fn connect_service(
         &self,
         namespace: Namespace,
         request: &ConnectService,
-        rendezvous_timeout: Duration,
+        timeout: Duration,
     ) -> Result<ServiceConnected, ControlError> {
         let path = format!("/v1/jobs/{namespace}/connect");
-        let timeout = rendezvous_timeout.saturating_add(RENDEZVOUS_MARGIN);
         self.answer(Call { timeout, ..self.post(&path, request)? })
     }
 

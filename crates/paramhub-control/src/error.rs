@@ -16,6 +16,19 @@ pub enum ControlError {
         /// What the operating system or the HTTP library says.
         cause: String,
     },
+    /// The manager takes longer than the caller waits.
+    #[error(
+        "the connection manager at {url} has not answered {path} within {seconds} s: it may be waiting for other ranks, \
+         or be overloaded or cut off"
+    )]
+    Silent {
+        /// Whose answer was waited for.
+        url: String,
+        /// What it was asked.
+        path: String,
+        /// For how long.
+        seconds: f64,
+    },
     /// The manager refused.
     #[error(transparent)]
     Service(#[from] ServiceError),

@@ -7,12 +7,15 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
+/// Whether this process has done anything that starts threads or opens connections.
+static HAS_STARTED: AtomicBool = AtomicBool::new(false);
 static IS_FORKED_CHILD: AtomicBool = AtomicBool::new(false);
 
-/// Called in every forked child, before anything else of it runs.
+/// Called in every forked child, before anything else of it runs. A parent that had only imported the package has nothing that
+/// a child could harm or miss.
 #[pyfunction]
 pub(crate) fn after_fork_in_child() {
-    IS_FORKED_CHILD.store(true, Ordering::Relaxed);
+    IS_FORKED_CHILD.fetch_or(HAS_STARTED.load(Ordering::Relaxed), Ordering::Relaxed);
 }
 
 /// Whether what was made before is another process's.
@@ -20,9 +23,11 @@ pub(crate) fn is_forked_child() -> bool {
     IS_FORKED_CHILD.load(Ordering::Relaxed)
 }
 
-/// Refuses to go on in a forked child.
+/// Refuses to go on in a forked child, and notes of any other process that it goes on: whatever starts threads or opens
+/// connections comes by here first.
 pub(crate) fn refuse_in_child(py: Python<'_>) -> PyResult<()> {
     if !is_forked_child() {
+        HAS_STARTED.store(true, Ordering::Relaxed);
         return Ok(());
     }
     Err(errors::misuse(

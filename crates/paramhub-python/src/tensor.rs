@@ -42,14 +42,18 @@ impl Tensor {
         self.key.shape.clone()
     }
 
-    /// The memory, for `from_dlpack` of any library. It is given back to the job when nobody has it any more.
-    #[pyo3(signature = (**_options))]
+    /// The memory, for `from_dlpack` of any library. It is given back to the job when nobody has it any more. With
+    /// `max_version` the caller says which DLPack it knows; other options are no use here.
+    #[pyo3(signature = (*, max_version = None, **_options))]
     fn __dlpack__(
         &self,
         py: Python<'_>,
+        max_version: Option<(u32, u32)>,
         _options: Option<&Bound<'_, pyo3::types::PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        export(py, self.address(), self.key.dtype, &self.key.shape, Box::new(Arc::clone(&self.memory)))
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        let keeper = Box::new(Arc::clone(&self.memory));
+        export(py, self.address(), self.key.dtype, &self.key.shape, keeper, versioned)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

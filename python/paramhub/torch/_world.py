@@ -164,7 +164,8 @@ class World:
             secret,
             rank,
             transport=self.options.transport,
-            rendezvous_timeout=self.options.timeout,
+            # After the manager's own, which names who is missing.
+            rendezvous_timeout=self.options.timeout + 30.0,
         )
         job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))
         self._jobs.append(job)

@@ -73,6 +73,19 @@ class Program:
                 )
             time.sleep(0.01)
 
+    def await_sleep(self, timeout: float = 60.0) -> None:
+        """Waits until its main thread has slept for a while: it is in a wait, and no longer on the way to it."""
+        deadline, since, last = time.monotonic() + timeout, time.monotonic(), ""
+        while time.monotonic() < since + 0.5:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            # Its state, and the time it has computed, in ticks of ten milliseconds.
+            state = f"{fields[0]} {fields[11]}"
+            if state != last or not state.startswith("S"):
+                since, last = time.monotonic(), state
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self} does not wait: {state}\n{self.output()}")
+            time.sleep(0.01)
+
     def signal(self, number: int) -> None:
         """Sends it a signal, unless it has ended."""
         self._process.send_signal(number)

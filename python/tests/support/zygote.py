@@ -134,24 +134,34 @@ def load(name: str, file: str) -> types.ModuleType:
 def obey(order: Order) -> int:
     """Does what is ordered, and all that a program does at its end but one thing: taking down the interpreter, with torch and
     everything else that is loaded, takes a second. Returns the exit code."""
-    code = 0
+    rank = os.getpid()
     try:
         found: Any = load(order.module, order.file)
         for part in order.function.split("."):
             found = getattr(found, part)
-        written = pickle.dumps((True, found(*pickle.loads(order.arguments))))
+        outcome = pickle.dumps((True, found(*pickle.loads(order.arguments))))
+        code = 0
     except BaseException as error:
-        written = pickle.dumps((False, traceback.format_exc()))
-        # As the interpreter does for an exception that ends it, which handlers at exit may look for.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    _write(order.outcome, written)
+        outcome = pickle.dumps((False, traceback.format_exc()))
+        code = _exit_code(error)
+    # A process that the rank has forked may come by here too.
+    if os.getpid() == rank:
+        _write(order.outcome, outcome)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _exit_code(error: BaseException) -> int:
+    """Does what the interpreter does with an exception that ends it."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    # Handlers at exit may look for these.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 def _write(path: str, content: bytes) -> None:
@@ -181,5 +191,4 @@ if __name__ == "__main__":
     socket = Connection(int(sys.argv[1]))
     socket.send("ready")
     ordered = Zygote(socket).serve()
-    if ordered is not None:
-        os._exit(obey(ordered))
+    os._exit(obey(ordered) if ordered is not None else 0)

@@ -13,7 +13,8 @@ use crate::stage::Failure;
 const SECONDS_PER_TARGET: u32 = 15;
 
 /// libFuzzer itself is C++, compiled by the libfuzzer-sys crate.
-static CXX: SystemProgram = SystemProgram { name: "c++", debian_package: "g++" };
+static CXX: SystemProgram =
+    SystemProgram { name: "c++", probe: &["c++", "--version"], debian_package: "g++" };
 
 pub(crate) fn short_run() -> Result<(), Failure> {
     CXX.ensure()?;

@@ -87,10 +87,11 @@ impl View {
             "e" => Some(Dtype::F16),
             _ => None,
         };
-        let shape = match view.shape.is_null() {
-            true => vec![view.len as usize],
+        let shape = match view.ndim {
+            // A single element has no extents, and none are pointed to.
+            0 => Vec::new(),
             // SAFETY: with PyBUF_ND the exporter fills `ndim` extents, which live as long as the buffer.
-            false => unsafe { std::slice::from_raw_parts(view.shape, view.ndim as usize) }
+            _ => unsafe { std::slice::from_raw_parts(view.shape, view.ndim as usize) }
                 .iter()
                 .map(|&extent| extent as usize)
                 .collect(),

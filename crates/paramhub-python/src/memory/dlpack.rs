@@ -1,9 +1,11 @@
-//! DLPack (its structures as in dlpack.h 0.8, which every version since still reads and hands out).
+//! DLPack: its structures as in dlpack.h 0.8, which every version since still reads and hands out, and to whoever asks those of
+//! 1.0, whose memory NumPy may write.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
 use paramhub_core::codec::Dtype;
+use pyo3::exceptions::PyException;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -43,12 +45,24 @@ struct ManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
 }
 
+/// DLPack 1.0's: a version, so that there can be others, and flags, of which we set none: the memory may be written.
+#[repr(C)]
+struct VersionedTensor {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut VersionedTensor)>,
+    flags: u64,
+    tensor: DlTensor,
+}
+
 const CPU: i32 = 1;
 const PINNED_BY_CUDA: i32 = 3;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 const FRESH: &CStr = c"dltensor";
 const USED: &CStr = c"used_dltensor";
+const FRESH_VERSIONED: &CStr = c"dltensor_versioned";
 
 /// A tensor taken over from another library; dropping it gives it back.
 pub(super) struct Import {
@@ -66,7 +80,7 @@ impl Import {
     pub(super) fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         let py = object.py();
         let Some(method) = object.getattr_opt("__dlpack__")? else { return Ok(None) };
-        let capsule = method.call0()?;
+        let capsule = method.call0().map_err(|error| refused(py, error))?;
         // SAFETY: the object is alive and the GIL is held; a wrong type or name answers null and raises.
         let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), FRESH.as_ptr()) };
         let Some(managed) = NonNull::new(pointer.cast::<ManagedTensor>()) else {
@@ -84,6 +98,17 @@ impl Import {
         described.map_err(|reason| errors::misuse(py, &reason))?;
         Ok(Some(import))
     }
+}
+
+/// Why a library does not lend a tensor, as of one that takes part in a gradient's computation: each version of each has an
+/// exception of its own for it.
+fn refused(py: Python<'_>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyException>(py) {
+        return error;
+    }
+    let raised = errors::misuse(py, &format!("the tensor lends no memory: {}", error.value(py)));
+    raised.set_cause(py, Some(error));
+    raised
 }
 
 fn describe(tensor: &DlTensor) -> Result<Description, String> {
@@ -139,20 +164,22 @@ impl Drop for Import {
     }
 }
 
-/// What keeps an exported tensor's memory and extents.
-struct Exported {
-    managed: ManagedTensor,
-    extents: Vec<i64>,
+/// An exported tensor and what keeps its memory and extents.
+struct Exported<M> {
+    managed: M,
+    _extents: Vec<i64>,
     _keeper: Box<dyn Send + Sync>,
 }
 
-/// A DLPack capsule over memory that lives as long as `keeper`, as row-major elements of `dtype` with the extents `shape`.
+/// A DLPack capsule over memory that lives as long as `keeper`, as row-major elements of `dtype` with the extents `shape`;
+/// `versioned` as of DLPack 1.0.
 pub(crate) fn export(
     py: Python<'_>,
     address: usize,
     dtype: Dtype,
     shape: &[u64],
     keeper: Box<dyn Send + Sync>,
+    versioned: bool,
 ) -> PyResult<Py<PyAny>> {
     let (code, bits) = match dtype {
         Dtype::F32 => (FLOAT, 32),
@@ -172,26 +199,44 @@ pub(crate) fn export(
         .collect();
     strides.reverse();
     extents.append(&mut strides);
+    let extents_at = extents.as_mut_ptr();
     let tensor = DlTensor {
         data: address as *mut c_void,
         device: Device { kind: CPU, id: 0 },
         ndim: shape.len() as i32,
         dtype: DataType { code, bits, lanes: 1 },
-        shape: std::ptr::null_mut(),
-        strides: std::ptr::null_mut(),
+        // They stay where they are when the vector moves into its box.
+        shape: extents_at,
+        strides: extents_at.wrapping_add(shape.len()),
         byte_offset: 0,
     };
-    let managed = ManagedTensor { tensor, context: std::ptr::null_mut(), deleter: Some(give_back) };
-    let exported = Box::into_raw(Box::new(Exported { managed, extents, _keeper: keeper }));
-    // SAFETY: just allocated and nobody else's yet.
-    let exported = unsafe { &mut *exported };
-    let context = std::ptr::from_mut(exported).cast();
-    exported.managed.tensor.shape = exported.extents.as_mut_ptr();
-    exported.managed.tensor.strides = exported.extents[shape.len()..].as_mut_ptr();
-    exported.managed.context = context;
-    let managed = std::ptr::from_mut(&mut exported.managed).cast::<c_void>();
+    let context = std::ptr::null_mut();
+    if versioned {
+        let deleter = Some(give_back_versioned as unsafe extern "C" fn(_));
+        let managed = VersionedTensor { major: 1, minor: 0, context, deleter, flags: 0, tensor };
+        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
+        // SAFETY: just allocated and nobody else's yet.
+        let managed = unsafe { &mut (*exported).managed };
+        managed.context = exported.cast();
+        encapsulate(py, std::ptr::from_mut(managed).cast(), FRESH_VERSIONED, drop_unused_versioned)
+    } else {
+        let managed = ManagedTensor { tensor, context, deleter: Some(give_back) };
+        let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
+        // SAFETY: just allocated and nobody else's yet.
+        let managed = unsafe { &mut (*exported).managed };
+        managed.context = exported.cast();
+        encapsulate(py, std::ptr::from_mut(managed).cast(), FRESH, drop_unused)
+    }
+}
+
+fn encapsulate(
+    py: Python<'_>,
+    managed: *mut c_void,
+    name: &'static CStr,
+    destructor: unsafe extern "C" fn(*mut ffi::PyObject),
+) -> PyResult<Py<PyAny>> {
     // SAFETY: the GIL is held, and the name lives for ever.
-    let capsule = unsafe { ffi::PyCapsule_New(managed, FRESH.as_ptr(), Some(drop_unused)) };
+    let capsule = unsafe { ffi::PyCapsule_New(managed, name.as_ptr(), Some(destructor)) };
     // SAFETY: a new reference, or null with the exception set.
     unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.map(Bound::unbind)
 }
@@ -199,19 +244,46 @@ pub(crate) fn export(
 /// The consumer has done with the tensor.
 unsafe extern "C" fn give_back(managed: *mut ManagedTensor) {
     // SAFETY: alive until the box is dropped below.
-    let exported = unsafe { (*managed).context }.cast::<Exported>();
+    let exported = unsafe { (*managed).context }.cast::<Exported<ManagedTensor>>();
+    // SAFETY: `export` put the box's own address there, and a deleter is called once.
+    drop(unsafe { Box::from_raw(exported) });
+}
+
+/// As [`give_back`].
+unsafe extern "C" fn give_back_versioned(managed: *mut VersionedTensor) {
+    // SAFETY: alive until the box is dropped below.
+    let exported = unsafe { (*managed).context }.cast::<Exported<VersionedTensor>>();
     // SAFETY: `export` put the box's own address there, and a deleter is called once.
     drop(unsafe { Box::from_raw(exported) });
 }
 
 /// The capsule goes; if nobody took the tensor, so does that.
 unsafe extern "C" fn drop_unused(capsule: *mut ffi::PyObject) {
-    // SAFETY: called by Python with the capsule it destroys; a used one has another name.
-    if unsafe { ffi::PyCapsule_IsValid(capsule, FRESH.as_ptr()) } == 0 {
-        return;
+    // SAFETY: called by Python with the capsule it destroys.
+    if let Some(managed) = unsafe { unused(capsule, FRESH) } {
+        // SAFETY: unused, so this is the only call.
+        unsafe { give_back(managed.cast()) };
+    }
+}
+
+/// As [`drop_unused`].
+unsafe extern "C" fn drop_unused_versioned(capsule: *mut ffi::PyObject) {
+    // SAFETY: called by Python with the capsule it destroys.
+    if let Some(managed) = unsafe { unused(capsule, FRESH_VERSIONED) } {
+        // SAFETY: unused, so this is the only call.
+        unsafe { give_back_versioned(managed.cast()) };
+    }
+}
+
+/// What a capsule still has under the name of one that nobody took.
+///
+/// # Safety
+/// `capsule` is a capsule, and the GIL is held.
+unsafe fn unused(capsule: *mut ffi::PyObject, name: &'static CStr) -> Option<*mut c_void> {
+    // SAFETY: the caller's promise; a used one has another name.
+    if unsafe { ffi::PyCapsule_IsValid(capsule, name.as_ptr()) } == 0 {
+        return None;
     }
     // SAFETY: just found valid under this name.
-    let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, FRESH.as_ptr()) }.cast::<ManagedTensor>();
-    // SAFETY: unused, so this is the only call.
-    unsafe { give_back(managed) };
+    Some(unsafe { ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) })
 }

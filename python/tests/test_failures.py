@@ -1,0 +1,136 @@
+"""What the others see when a process dies. Everybody here is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import numpy
+import pytest
+from launching import PARAMHUB, Program
+from team import Died, Rank, Team
+from workers import TIMEOUT, new_job
+
+import paramhub
+
+ENOUGH = 20.0
+"""Seconds within which a loss must be told: well below the 30 after which a silent worker is thought dead."""
+
+
+def dies_in_a_step(rank: Rank, ticket: paramhub.JobTicket, victim: int, where: str) -> tuple[str, int | None]:
+    weight = numpy.zeros(1_000_000, "f4")
+    with paramhub.connect(*ticket, rank.rank) as job:
+        job.init({"w": weight}, optimizer=paramhub.SGD(lr=0.1))
+        job.push_pull("w", numpy.ones_like(weight), out=weight).wait(TIMEOUT)
+        rank.mark(f"stepped-{rank.rank}")
+        if rank.rank == victim:
+            # The answer that another rank still waits for would fail too.
+            for other in range(rank.size):
+                rank.await_mark(f"stepped-{other}")
+            if where == "under way":
+                job.push_pull("w", numpy.ones_like(weight), out=weight)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(paramhub.JobFailedError) as failed:
+            for _ in range(1000):
+                job.push_pull("w", numpy.ones_like(weight), out=weight).wait(ENOUGH)
+        with pytest.raises(paramhub.JobFailedError):
+            job.push("w", weight)
+        failure = job._native.failure()
+        assert isinstance(failure, paramhub.JobFailedError)
+        assert failure.culprit == failed.value.culprit
+        job._native.abandon()
+        return str(failed.value), failed.value.culprit
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("where", ["between steps", "under way"])
+def test_a_killed_worker_is_named_to_the_others(
+    hub: paramhub.Hub, team: Team, transport: str, where: str
+) -> None:
+    ticket = new_job(hub, 3)
+    results = team(dies_in_a_step, ticket, 1, where, ranks=3, dies=[1], env={"PARAMHUB_TRANSPORT": transport})
+    assert results[1] == Died(-signal.SIGKILL)
+    for message, culprit in (results[0], results[2]):
+        assert culprit == 1, message
+        assert "rank 1" in message, message
+    # The hub serves on.
+    with paramhub.connect(*new_job(hub, 1), 0) as job:
+        job.init({"w": numpy.ones(10, "f4")})
+        job.push("w", numpy.ones(10, "f4")).wait(TIMEOUT)
+
+
+def raises_in_a_step(rank: Rank, ticket: paramhub.JobTicket) -> str:
+    weight = numpy.zeros(1000, "f4")
+    # The job is left within, and that would tell of the failure too.
+    with pytest.raises(paramhub.JobFailedError) as failed, paramhub.connect(*ticket, rank.rank) as job:
+        job.init({"w": weight})
+        if rank.rank == 1:
+            raise ValueError("on purpose")
+        job.push_pull("w", weight, out=weight).wait(ENOUGH)
+    return str(failed.value)
+
+
+def test_a_worker_that_raises_takes_the_others_along(hub: paramhub.Hub, team: Team) -> None:
+    results = team(raises_in_a_step, new_job(hub, 2), ranks=2, dies=[1])
+    assert results[1] == Died(1)
+    assert "rank 1 left the job" in results[0]
+
+
+def loses_its_hub(rank: Rank, ticket: paramhub.JobTicket) -> str:
+    weight = numpy.zeros(1000, "f4")
+    with pytest.raises(paramhub.JobFailedError) as failed, paramhub.connect(*ticket, rank.rank) as job:
+        job.init({"w": weight})
+        job.push_pull("w", weight, out=weight).wait(TIMEOUT)
+        rank.mark(f"runs-{rank.rank}")
+        while True:
+            job.push_pull("w", weight, out=weight).wait(ENOUGH)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_killed_hub_is_told_to_all(start: Callable[..., Program], team: Team, transport: str) -> None:
+    program = start(*PARAMHUB, "hub", "--manager", "127.0.0.1:0", "--listen", "127.0.0.1:0")
+    url = program.await_output(r"^hub ready: manager (\S+) data (\S+)")[1]
+    killer = start(
+        "sh",
+        "-c",
+        'while ! ls */mark-runs-0 */mark-runs-1 >&2; do sleep 0.05; done; kill -9 "$0"',
+        str(program.pid),
+    )
+    messages = team(
+        loses_its_hub,
+        paramhub.create_job(url, "doomed", 2),
+        ranks=2,
+        env={"PARAMHUB_TRANSPORT": transport},
+    )
+    killer.wait(TIMEOUT)
+    assert program.wait(TIMEOUT).code == -signal.SIGKILL
+    assert all("hub" in message for message in messages), messages
+
+
+def test_a_stopped_hub_is_told_to_all() -> None:
+    hub = paramhub.Hub()
+    job = paramhub.connect(*new_job(hub, 1), 0)
+    weight = numpy.zeros(1000, "f4")
+    job.init({"w": weight})
+    hub.stop()
+    hub.stop()
+    assert hub.failure() is None
+    with pytest.raises(paramhub.JobFailedError):
+        for _ in range(1000):
+            job.push_pull("w", weight, out=weight).wait(ENOUGH)
+    with pytest.raises(paramhub.ConnectError):
+        hub.create_job("late", 1)
+
+
+def test_a_gradient_that_is_no_number_is_refused_where_asked(hub: paramhub.Hub) -> None:
+    with paramhub.connect(*new_job(hub, 1), 0) as job:
+        gradient = numpy.ones(1000, "f4")
+        job.init({"layer.weight": gradient}, reject_non_finite=True)
+        gradient[500] = numpy.nan
+        handle = job.push_pull("layer.weight", gradient, gradient)
+        with pytest.raises(paramhub.JobFailedError, match=r"layer\.weight") as failed:
+            handle.wait(TIMEOUT)
+        assert failed.value.culprit == 0
+        job._native.abandon()

@@ -1,0 +1,51 @@
+//! Virtual environments under `target/python`.
+
+use crate::command::Invocation;
+use crate::stage::Failure;
+
+/// One virtual environment of the `python3` on the caller's PATH.
+#[derive(Debug)]
+pub(super) struct Environment {
+    folder: String,
+}
+
+impl Environment {
+    pub(super) fn new(name: &str) -> Self {
+        Self { folder: format!("target/python/{name}") }
+    }
+
+    /// Keeps an environment of the same interpreter: filling one again takes minutes.
+    pub(super) fn create_unless_there(&self) -> Result<(), Failure> {
+        let version = |python: Invocation| python.args(["-c", "import sys; print(sys.version)"]).output();
+        let wanted = version(Invocation::new("python3"));
+        if wanted.is_some() && version(self.python()) == wanted {
+            return Ok(());
+        }
+        self.create_anew()
+    }
+
+    pub(super) fn create_anew(&self) -> Result<(), Failure> {
+        Invocation::new("python3").args(["-m", "venv", "--clear", &self.folder]).run()
+    }
+
+    /// Installs packages into it with uv, which takes seconds where pip takes minutes, and no time where all is there already;
+    /// with pip if that fails, for uv does not read pip's settings, which may be the ones that name where packages come from.
+    pub(super) fn install(&self, tools: &Environment, packages: &[&str]) -> Result<(), Failure> {
+        let by_uv = tools.program("uv").args(["pip", "install", "--python", &self.interpreter()]);
+        let by_pip = self.python().args(["-m", "pip", "install"]);
+        let packages = || packages.iter().copied();
+        by_uv.args(packages()).run().or_else(|_| by_pip.args(packages()).run())
+    }
+
+    pub(super) fn interpreter(&self) -> String {
+        format!("{}/bin/python", self.folder)
+    }
+
+    pub(super) fn python(&self) -> Invocation {
+        Invocation::new(self.interpreter())
+    }
+
+    pub(super) fn program(&self, name: &str) -> Invocation {
+        Invocation::new(format!("{}/bin/{name}", self.folder))
+    }
+}
