@@ -78,7 +78,9 @@ class Group:
         self._mesh = self._connect(store)
         self._sums = HubSums(name, world, self.members)
         self._failure: JobFailedError | None = None
-        self._watch = Watch(name, self.rank, self.size, store, self._mesh.failure, self._give_up)
+        watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
+        self._watch = Watch(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
+        self._compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
         world.add_group(self)
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
@@ -106,6 +108,8 @@ class Group:
             if failure is not None:
                 # The hub may not have heard of it.
                 raise failure
+            if self._compares:
+                self._compare(host)
             handle = self._sums.exchange(host, op)
         else:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
@@ -319,6 +323,16 @@ class Group:
         nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
         self._watch.add_collective(name, nbytes, work, self._limit(timeout))
         return work
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        """The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. Waits for all ranks."""
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.allgather(list(lengths.split(1)), torch.tensor([tensor.nbytes])).wait()
+        if int(lengths.min()) != int(lengths.max()):
+            told = ", ".join(f"{nbytes} at rank {rank}" for rank, nbytes in enumerate(lengths.tolist()))
+            message = f"group `{self.name}`: an allreduce needs tensors of as many bytes: {told}"
+            self._give_up(message, None)
+            raise JobFailedError(message)
 
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout

@@ -57,6 +57,8 @@ class World:
         self.launcher = place.launcher
         self.options = options
         self._store = store
+        self.watch_store = store.clone() if hasattr(store, "clone") else store
+        """The store over a connection of its own: while one thread waits in a store, others have to wait for it."""
         self._hub: Hub | None = None
         self.is_on_one_host = place.is_on_one_host
         self._place = place

@@ -111,10 +111,15 @@ class _Ends:
     _leave: _Leaving
 
     def shutdown(self) -> None:
+        _alive.discard(self)
         self._leave()
 
     def abort(self) -> None:
+        _alive.discard(self)
         self._leave(abandon=True)
+
+
+_alive: set[_Ends] = set()
 
 
 if HAS_BACKENDS:
@@ -128,6 +133,8 @@ if HAS_BACKENDS:
             self._init_collectives(group, store)
             self._leave = leave
             self._options = _Base.Options(NAME, timedelta(seconds=group.timeout))
+            # torch's wrapper for detailed debugging keeps the C++ half of this only.
+            _alive.add(self)
 
         @property
         def options(self) -> Any:

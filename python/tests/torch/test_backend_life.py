@@ -123,19 +123,40 @@ def test_a_monitored_barrier_names_who_is_missing(team: Team) -> None:
     assert "ranks 1, 3 did not come" in messages[0] and "ranks 1, 3 did not come" in messages[2]
 
 
-def disagree(rank: Rank) -> str:
+def disagree(rank: Rank, elements: int, other: int) -> str:
+    # torch was imported before this rank was made.
+    dist.set_debug_level_from_env()
     dist.init_process_group("paramhub")
+    dist.all_reduce(torch.ones(LARGE))
     with pytest.raises(RuntimeError) as failed:
-        if rank.rank == 0:
-            dist.broadcast(torch.ones(3), 0)
+        if rank.rank == 1:
+            dist.broadcast(torch.ones(other), 0) if elements == SMALL else dist.all_reduce(torch.ones(other))
         else:
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(elements))
+        # Who had no need of the others hears of it here.
+        dist.barrier()
     return str(failed.value)
 
 
-def test_ranks_that_call_different_collectives_are_told(team: Team) -> None:
-    messages = team(disagree, ranks=2)
-    assert any("broadcast" in message and "allreduce" in message for message in messages), messages
+DISAGREEMENTS = [
+    (SMALL, SMALL, ("broadcast", "allreduce")),
+    (LARGE, 300_000, ("allreduce of 400000 bytes at rank", "allreduce of 1200000 bytes at rank 1")),
+    (LARGE, SMALL, ("allreduce of 400000 bytes at rank", "allreduce of 40 bytes at rank 1")),
+]
+
+
+@pytest.mark.parametrize(("elements", "other", "expected"), DISAGREEMENTS)
+def test_ranks_that_call_different_collectives_are_told(
+    team: Team, elements: int, other: int, expected: tuple[str, str]
+) -> None:
+    messages = team(disagree, elements, other, ranks=3)
+    assert any(all(each in message for each in expected) for message in messages), messages
+
+
+def test_detailed_debugging_compares_what_goes_through_the_hub(team: Team) -> None:
+    # The hub would find the first pieces of both in the same slots.
+    messages = team(disagree, LARGE, LARGE + 4096, ranks=3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert all("bytes: 400000 at rank 0, 416384 at rank 1" in message for message in messages), messages
 
 
 def die(rank: Rank, elements: int) -> str:
@@ -227,9 +248,12 @@ def test_other_backends_can_be_beside_it(team: Team) -> None:
 
 
 def debug(rank: Rank, backend: str) -> None:
+    dist.set_debug_level_from_env()
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
     dist.init_process_group(backend)
-    tensor = torch.ones(SMALL)
-    dist.all_reduce(tensor)
+    for elements in (SMALL, LARGE):
+        tensor = torch.ones(elements)
+        dist.all_reduce(tensor)
     outputs: list = [None] * rank.size
     dist.all_gather_object(outputs, rank.rank)
     assert tensor[0].item() == 2.0 and outputs == [0, 1]
