@@ -55,6 +55,7 @@ class World:
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.launcher = place.launcher
+        self.process = os.getpid()
         self.options = options
         self._store = store
         self.watch_store = store.clone() if hasattr(store, "clone") else store
@@ -398,7 +399,8 @@ def _initialised() -> World:
 def _at_exit() -> None:
     global _world
     world, _world = _world, None
-    if world is not None:
+    # A forked child that ends takes nothing of its parent's with it: not its jobs, nor its word in the store.
+    if world is not None and world.process == os.getpid():
         # The interpreter notes an exception that ends it. A rank that failed must not wait for ranks that wait for it.
         world.leave(abandon=getattr(sys, "last_value", None) is not None)
 
