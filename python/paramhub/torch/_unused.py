@@ -17,7 +17,7 @@ class Agreement:
         self._exchanges = exchanges
         key = {"name": "has a gradient", "shape": [len(exchanges)], "dtype": "f32"}
         self._world = world
-        self._job = world.open_job(world.label("unused"), {"keys": [key], "optimizer": {"name": "sum"}})
+        self.job = world.open_job(world.label("unused"), {"keys": [key], "optimizer": {"name": "sum"}})
         self._flags = torch.zeros(len(exchanges))
         largest = max(exchange.nbytes for exchange in exchanges)
         self._zeros = torch.zeros(largest, dtype=torch.uint8, device=exchanges[0].parameter.device)
@@ -27,7 +27,7 @@ class Agreement:
         flags = torch.tensor([float(exchange.parameter.grad is not None) for exchange in self._exchanges])
         self._flags.copy_(flags)
         place = (self._flags.data_ptr(), 4 * len(self._exchanges))
-        self._job.push_pull_in_place([0], [place], self._flags).wait()
+        self.job.push_pull_in_place([0], [place], self._flags).wait()
         return [count > 0 for count in self._flags.tolist()]
 
     def zeros_for(self, exchange: Exchange) -> torch.Tensor:
@@ -37,4 +37,4 @@ class Agreement:
         return flat.as_strided(parameter.size(), parameter.stride())
 
     def close(self) -> None:
-        self._world.close_job(self._job)
+        self._world.close_job(self.job)

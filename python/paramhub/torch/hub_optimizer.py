@@ -110,7 +110,9 @@ class HubOptimizer(torch.optim.Optimizer):
         self._open_job(None)
         self._attachment = Attachment(model, self._exchanges)
         self._step.watch = trace.watch(model)
-        self._released = weakref.finalize(self, _release, self._world, self._step, self._attachment)
+        self._released = weakref.finalize(
+            self, _release, self._world, self._step, self._attachment, self._agreement
+        )
         # At the end of the process the world leaves all jobs in the right order.
         self._released.atexit = False
 
@@ -152,6 +154,8 @@ class HubOptimizer(torch.optim.Optimizer):
             self._step.job, self.param_groups, self._names, members, may_lag=self._agreement is not None
         )
         self._step.begin = self._tuning.begin_step
+        # It is at the hub. torch.distributed.checkpoint makes a step of zeros with an optimizer that has none at all.
+        self.state.update({exchange.parameter: {} for exchange in self._exchanges})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: checks that every gradient has left, and lets those leave that no hook has.
@@ -270,6 +274,7 @@ class HubOptimizer(torch.optim.Optimizer):
         states = _optimizer_state.pull(self._step.job, self._exchanges)
         state_of = {id(e.parameter): state for e, state in zip(self._exchanges, states, strict=True)}
         saved = super().state_dict()
+        saved["state"] = {}
         for index, (group, parameter) in enumerate(self._with_groups()):
             if id(parameter) in state_of:
                 entry = _optimizer_state.as_torch_has_it(self._kind, state_of[id(parameter)], group)
@@ -364,12 +369,14 @@ class HubOptimizer(torch.optim.Optimizer):
         raise MisuseError("a HubOptimizer cannot be copied or pickled: save optimizer.state_dict()")
 
 
-def _release(world: World, step: StepUnderWay, attachment: Attachment) -> None:
-    """Nobody has the optimizer any more. Its job ends when nobody has that either."""
+def _release(world: World, step: StepUnderWay, attachment: Attachment, agreement: Agreement | None) -> None:
+    """Nobody has the optimizer any more. Its jobs end when nobody has those either."""
     attachment.remove()
     if step.watch is not None:
         step.watch.remove()
     world.forget_job(step.job)
+    if agreement is not None:
+        world.forget_job(agreement.job)
 
 
 def _some(names: Sequence[str]) -> str:

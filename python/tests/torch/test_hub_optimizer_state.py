@@ -10,6 +10,7 @@ import pytest
 import torch
 from hub_training import Reference, all_parameters, begin, compare, loss_of, made
 from team import Rank, Team
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import paramhub
 from paramhub.torch import HubOptimizer
@@ -132,6 +133,29 @@ def exchanged_with_torch(rank: Rank) -> None:
 
 def test_state_is_torchs(team: Team) -> None:
     team(exchanged_with_torch, ranks=2)
+
+
+def checkpointed(rank: Rank) -> None:
+    model = begin(rank)
+    optimizer = HubOptimizer(model, paramhub.AdamW(lr=3e-3))
+    train(model, optimizer, rank, range(3))
+    optimizer.zero_grad()
+    before = list(all_parameters(model))
+    states = copy.deepcopy(get_state_dict(model, optimizer))
+    assert before == list(all_parameters(model))
+    assert float(states[1]["state"]["conv.weight"]["step"]) == 3
+    train(model, optimizer, rank, range(3, 5))
+    expected = list(all_parameters(model))
+    optimizer.zero_grad()
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    # It loads the model last.
+    optimizer.broadcast_parameters()
+    train(model, optimizer, rank, range(3, 5))
+    assert expected == list(all_parameters(model))
+
+
+def test_torchs_checkpoints_take_it_as_any_optimizer(team: Team) -> None:
+    team(checkpointed, ranks=2)
 
 
 def wrong(rank: Rank) -> None:
