@@ -23,6 +23,7 @@ class StepUnderWay:
         "begin",
         "has_begun",
         "is_paused",
+        "is_staged",
         "is_traced",
         "job",
         "left",
@@ -36,7 +37,9 @@ class StepUnderWay:
     def __init__(self, passes: int) -> None:
         self.job: _native.Job
         self.stage: Stage | None = None
-        """What the tensors pass through if they are on a device."""
+        """What the tensors pass through if they are staged."""
+        self.is_staged = False
+        """Whether tensors are exchanged from host memory of their own, as those of a device must be."""
         self.watch: trace.Watch | None = None
         self.is_traced = False
         """Whether the trace knows that a backward pass is under way."""

@@ -47,7 +47,7 @@ def _place(job: _native.Job, step: StepUnderWay, exchanges: Sequence[Exchange]) 
     """Where parameters are initialised and received: where they lie, or in host memory on their way to a device."""
     step.job = job
     device = exchanges[0].parameter.device
-    if device.type != "cpu":
+    if step.is_staged:
         shapes = [torch.Size([exchange.parameter.numel()]) for exchange in exchanges]
         step.stage = Stage(job, device, shapes, [exchange.parameter.dtype for exchange in exchanges])
         for exchange in exchanges:

@@ -51,6 +51,34 @@ def test_every_optimizer_is_torchs(team: Team, transport: str, overlap_forward: 
     assert len(ends[0]) == len(SAME) * len(list(Net().parameters()))
 
 
+class Staged(HubOptimizer):
+    """Exchanges as if the parameters were a device's."""
+
+    _stages_all = True
+
+
+def staged(rank: Rank) -> list[bytes]:
+    model = begin(rank)
+    optimizer = Staged(model, paramhub.AdamW(lr=3e-3))
+    assert optimizer._step.stage is not None
+    compare(rank, model, optimizer, made(ADAMW, {"lr": 3e-3}), steps=10)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    compare_bits = list(all_parameters(model))
+    loss_of(model, rank.rank, 11).backward()
+    optimizer.step()
+    ends = list(all_parameters(model))
+    assert ends != compare_bits
+    optimizer.close()
+    return ends
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tensors_of_a_device_pass_through_the_host(team: Team, transport: str) -> None:
+    ends = team(staged, ranks=2, env={"PARAMHUB_TRANSPORT": transport})
+    assert ends[0] == ends[1]
+
+
 Make = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
