@@ -1,25 +1,24 @@
 //! The job handle: what a trainer calls.
 
+mod norms;
+mod tensors;
+
 use std::collections::HashMap;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytemuck::Pod;
 use paramhub_core::hyperparameters::Hyperparameters;
-use paramhub_core::key::Key;
-use paramhub_core::limits::STATE_UPDATES_MAX;
 use paramhub_core::placement::Imbalance;
-use paramhub_core::requests::Request;
 use paramhub_core::settings::Settings;
-use paramhub_transport::shm::{SharedTensor, Tensor};
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
-use crate::arena::{Apart, WorkerArena};
+use crate::arena::WorkerArena;
+use crate::errand::Errand;
 use crate::error::{Who, WorkerError, panic_message};
-use crate::handle::{Buffers, Handle, Ticket, on_io_thread};
+use crate::handle::{Buffers, Handle, on_io_thread};
 use crate::inbox::{Change, Command, Inbox};
 use crate::norms::NormBook;
 use crate::notices::{HubNotice, Notices};
@@ -56,29 +55,6 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     pub(crate) notices: Notices,
     pub(crate) norms: NormBook,
-}
-
-/// A request over regions of memory, for bindings whose buffers are neither owned nor borrowed Rust slices.
-#[derive(Debug)]
-pub enum Errand {
-    /// Contribute a gradient.
-    Push(SendRegion),
-    /// [`Errand::PushPull`] into the parameters that the workers of this host share.
-    PushPullShared(SendRegion),
-    /// [`Errand::Pull`] into the parameters that the workers of this host share.
-    PullShared,
-    /// Receive parameters.
-    Pull(ReceiveRegion),
-    /// Contribute a gradient and receive the parameters that follow from it.
-    PushPull(SendRegion, ReceiveRegion),
-    /// Contribute the gradient that lies in the region, and receive the parameters that follow from it in its place.
-    PushPullInPlace(ReceiveRegion),
-    /// Rank 0: send the parameters to start from, and the version they have.
-    Initialise(SendRegion, u32),
-    /// Receive a slot of the optimizer's state.
-    PullState(ReceiveRegion, u8),
-    /// Rank 0: send a slot of the optimizer's state to start from, and the updates it has had.
-    InitialiseState(SendRegion, u8, u64),
 }
 
 impl Job {
@@ -214,102 +190,6 @@ impl Job {
         self.shared.submit(key, errand, true, |buffers| (sent(buffers), ()))
     }
 
-    /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
-    /// host shares, or on the heap. Use it wherever a buffer is asked for; dropping it gives it back.
-    ///
-    /// # Errors
-    /// [`WorkerError::Misplaced`] where an earlier one still lives.
-    pub fn gradient_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
-        // A gradient that travels in another encoding is converted into the arena, and so is not exchanged from there.
-        let dtype = self.shared.find(key)?.dtype;
-        let is_as_sent = self.settings().gradient_codec(dtype) == dtype.codec();
-        self.tensor(key, "gradient", |arena| arena.gradient(key), is_as_sent)
-    }
-
-    /// Memory for a key's parameters that they are received into without a copy of this process; otherwise as
-    /// [`gradient_tensor`](Self::gradient_tensor).
-    pub fn parameter_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
-        self.tensor(key, "parameters", |arena| arena.parameters(key), true)
-    }
-
-    /// [`gradient_tensor`](Self::gradient_tensor) of several neighbouring keys as one, in table order: over shared memory that
-    /// takes [`Settings::packed`].
-    ///
-    /// # Errors
-    /// [`WorkerError::Misplaced`] where there is no key, an earlier tensor of one still lives, or they do not lie back to back.
-    pub fn gradient_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
-        let bytes = self.shared.run_bytes(&keys)?;
-        let is_as_sent = keys.clone().all(|key| {
-            let dtype = self.settings().keys.keys()[key as usize].dtype;
-            self.settings().gradient_codec(dtype) == dtype.codec()
-        });
-        match self.shared.arena.as_ref().filter(|_| is_as_sent) {
-            None => Ok(Tensor::on_heap(bytes)),
-            Some(arena) => self.shared.taken(&keys, arena.gradients(keys.clone())),
-        }
-    }
-
-    /// [`parameter_tensor`](Self::parameter_tensor) of several neighbouring keys as one.
-    ///
-    /// # Errors
-    /// As [`gradient_tensors`](Self::gradient_tensors).
-    pub fn parameter_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
-        let bytes = self.shared.run_bytes(&keys)?;
-        match &self.shared.arena {
-            None => Ok(Tensor::on_heap(bytes)),
-            Some(arena) => self.shared.taken(&keys, arena.parameters_of(keys.clone())),
-        }
-    }
-
-    /// [`shared_parameters`](Self::shared_parameters) of several neighbouring keys as one.
-    ///
-    /// # Errors
-    /// As [`gradient_tensors`](Self::gradient_tensors), and where this worker shares no parameters.
-    pub fn shared_parameters_of(&self, keys: Range<u32>) -> Result<SharedTensor, WorkerError> {
-        self.shared.run_bytes(&keys)?;
-        self.shared.check_shares_parameters()?;
-        let arena = self.shared.arena.as_ref().expect("shared parameters lie in shared memory");
-        self.shared.taken(&keys, arena.shared_parameters_of(keys.clone()))
-    }
-
-    fn tensor(
-        &self,
-        key: u32,
-        what: &str,
-        take: impl Fn(&WorkerArena) -> Option<Tensor>,
-        is_in_arena: bool,
-    ) -> Result<Tensor, WorkerError> {
-        let named = self.shared.find(key)?;
-        let bytes = named.elements().unwrap_or(0) as usize * named.dtype.bytes();
-        match self.shared.arena.as_ref().filter(|_| is_in_arena) {
-            None => Ok(Tensor::on_heap(bytes)),
-            Some(arena) => take(arena).ok_or_else(|| {
-                self.shared.misplaced(format!("key {named}: the memory for its {what} is given out already"))
-            }),
-        }
-    }
-
-    /// Whether this worker reads the one copy of the parameters that its host's workers share.
-    pub fn shares_parameters(&self) -> bool {
-        self.shared.check_shares_parameters().is_ok()
-    }
-
-    /// Whether any of this job's streams is over shared memory.
-    pub fn shares_memory(&self) -> bool {
-        self.shared.arena.is_some()
-    }
-
-    /// A key's parameters in the one copy that all workers of this host read, where
-    /// [`Options::shared_parameters`] asked for it. They are right from the end of
-    /// [`push_pull_shared`](Self::push_pull_shared) until this worker pushes the key's next gradient: the hub overwrites them
-    /// when the last worker has, whoever still reads.
-    pub fn shared_parameters(&self, key: u32) -> Result<SharedTensor, WorkerError> {
-        self.shared.find(key)?;
-        self.shared.check_shares_parameters()?;
-        let arena = self.shared.arena.as_ref().expect("shared parameters lie in shared memory");
-        Ok(arena.shared_parameters(key).expect("it was just looked for"))
-    }
-
     /// [`push_pull`](Self::push_pull) into the parameters that the workers of this host share.
     pub fn push_pull_shared<G: StableBytes>(
         &self,
@@ -405,61 +285,6 @@ impl Job {
         self.shared.inbox.put_retune(&self.shared.who, change)
     }
 
-    /// Waits for the Euclidean norm of the whole mean gradient of `step`, of all keys, in a job whose steps are in two phases
-    /// ([`Settings::two_phase`], [`Settings::clip_norm`]). Every rank may ask; the handle gives the norm.
-    ///
-    /// A step has a norm when every rank has pushed every key to it: one that is left out keeps everybody waiting.
-    ///
-    /// # Errors
-    /// [`WorkerError::Misplaced`] in any other job, and where 1,024 such waits are under way. The handle fails likewise for a
-    /// step more than 16 steps back.
-    pub fn gradient_norm(&self, step: u32) -> Result<Handle<(), f64>, WorkerError> {
-        self.shared.check_two_phase()?;
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
-        if !self.shared.norms.begin_wait() {
-            let reason = format!("{} waits for norms are under way already", NormBook::WAITS_MAX);
-            return Err(self.shared.misplaced(reason));
-        }
-        let if_lost = WorkerError::Left { who: self.shared.who.clone() };
-        let (ticket, completion) = Ticket::new(Buffers::default(), true, if_lost);
-        match self.shared.inbox.put(Command::AwaitNorm { step, ticket }) {
-            Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.norm))),
-            Err(error) => {
-                self.shared.norms.end_wait();
-                Err(error)
-            }
-        }
-    }
-
-    /// The newest step whose [norm](Self::gradient_norm) is known, and the norm.
-    pub fn last_gradient_norm(&self) -> Option<(u32, f64)> {
-        self.shared.norms.last().map(|last| (last.step, last.norm))
-    }
-
-    /// Rank 0, in a job with [`Settings::two_phase`] and no [`Settings::clip_norm`]: lets the hubs update `step`, with its mean
-    /// gradient times `factor`; 1 changes nothing. Pushes of the step end after it. Once a step, when its
-    /// [norm](Self::gradient_norm) is known.
-    ///
-    /// # Errors
-    /// [`WorkerError::Misplaced`] says which of these does not hold.
-    pub fn release(&self, step: u32, factor: f32) -> Result<(), WorkerError> {
-        self.shared.check_two_phase()?;
-        if self.rank() != 0 {
-            return Err(self.shared.misplaced("steps are released by rank 0".into()));
-        }
-        if let Some(norm) = self.settings().clip_norm {
-            let reason = format!("steps are released by themselves in a job that clips gradients to {norm}");
-            return Err(self.shared.misplaced(reason));
-        }
-        if !self.shared.norms.release(step) {
-            let reason = format!("step {step} cannot be released: wait for its norm, and release it once");
-            return Err(self.shared.misplaced(reason));
-        }
-        self.shared.inbox.put(Command::Release { step, factor })
-    }
-
     /// What has been exchanged so far.
     pub fn statistics(&self) -> Statistics {
         self.shared.counters.read()
@@ -520,187 +345,6 @@ impl fmt::Debug for Job {
             .field("rank", &self.rank())
             .field("workers", &self.workers())
             .finish_non_exhaustive()
-    }
-}
-
-impl Shared {
-    /// Checks a request, claims its key and hands it to the I/O thread.
-    pub(crate) fn submit<G, P>(
-        &self,
-        key: u32,
-        errand: Errand,
-        keep: bool,
-        unpack: fn(Buffers) -> (G, P),
-    ) -> Result<Handle<G, P>, WorkerError> {
-        let named = self.find(key)?;
-        if matches!(errand, Errand::PushPullShared(_) | Errand::PullShared) {
-            self.check_shares_parameters()?;
-        }
-        let (request, number, mut buffers) = errand.open();
-        if matches!(request, Request::Initialise | Request::InitialiseState) {
-            self.check_has_parameters()?;
-            if self.who.rank != 0 {
-                return Err(self.misplaced(format!(
-                    "key {named}: what training starts from comes from rank 0; other ranks pull it"
-                )));
-            }
-        }
-        if request == Request::Initialise
-            && self.settings.is_two_phase()
-            && let Err(start) = self.norms.start(number)
-        {
-            return Err(self.misplaced(format!(
-                "key {named}: in two phases all parameters start from one version, but {number} came after {start}"
-            )));
-        }
-        if request.is_of_state() {
-            self.check_state(named, number, buffers.updates)?;
-        }
-        if request == Request::PullState {
-            // The smallest of those that will come.
-            buffers.updates = u64::MAX;
-        }
-        let gradient = buffers.send.as_ref().map(|region| region.bytes().len());
-        let parameters = buffers.receive.as_ref().map(|region| region.bytes().len());
-        let receive = if buffers.is_in_place { "gradient in place" } else { "parameters" };
-        let (element_bytes, names) = match request.is_of_state() {
-            true => (size_of::<f32>(), ["state", "state"]),
-            false => (named.dtype.bytes(), ["gradient", receive]),
-        };
-        for (buffer, bytes) in names.into_iter().zip([gradient, parameters]) {
-            let expected_bytes = named.elements().unwrap_or(0) * element_bytes as u64;
-            if let Some(got_bytes) = bytes.filter(|&bytes| bytes as u64 != expected_bytes) {
-                let (who, key) = (self.who.clone(), named.to_string().into());
-                return Err(WorkerError::Length { who, key, buffer, expected_bytes, got_bytes });
-            }
-        }
-        let claim = self.steps.claim(key, request, number).map_err(|request| WorkerError::Unfinished {
-            who: self.who.clone(),
-            key: named.to_string().into(),
-            request,
-        })?;
-        if let Some(arena) = self.arena.as_ref().filter(|_| !request.is_of_state()) {
-            let (send, receive) = (buffers.sent_from(), buffers.receive.as_ref().map(ReceiveRegion::bytes));
-            let claims = arena.claim(key, request, send, receive);
-            buffers.claims = claims.ok_or_else(|| {
-                self.steps.undo(key, claim);
-                self.misplaced(format!(
-                    "key {named}: a tensor was given out for memory this request would pass through: exchange that \
-                     tensor, or drop it"
-                ))
-            })?;
-        }
-        let (ticket, completion) = Ticket::new(buffers, keep, WorkerError::Left { who: self.who.clone() });
-        match self.inbox.put(Command::Request { key, request, step: claim.step, ticket }) {
-            Ok(()) => Ok(Handle::new(completion, unpack)),
-            Err(error) => {
-                self.steps.undo(key, claim);
-                Err(error)
-            }
-        }
-    }
-
-    /// Bytes of neighbouring keys in this process's memory.
-    fn run_bytes(&self, keys: &Range<u32>) -> Result<usize, WorkerError> {
-        if keys.is_empty() {
-            return Err(self.misplaced(format!("keys {keys:?} are none: ask for the memory of at least one")));
-        }
-        let mut bytes = 0;
-        for key in keys.clone() {
-            let key = self.find(key)?;
-            bytes += key.elements().unwrap_or(0) as usize * key.dtype.bytes();
-        }
-        Ok(bytes)
-    }
-
-    /// What an arena has answered to a request for several keys.
-    fn taken<T>(&self, keys: &Range<u32>, answer: Result<Option<T>, Apart>) -> Result<T, WorkerError> {
-        match answer {
-            Ok(Some(tensor)) => Ok(tensor),
-            Ok(None) => Err(self.misplaced(format!("keys {keys:?}: some of their memory is given out already"))),
-            Err(Apart(key)) => Err(self.misplaced(format!(
-                "keys {keys:?}: key {key} does not lie behind the one before it: ask for packed tensors in the settings, \
-                 and for keys of one type"
-            ))),
-        }
-    }
-
-    fn find(&self, key: u32) -> Result<&Key, WorkerError> {
-        let keys = self.settings.keys.keys();
-        let who = || self.who.clone();
-        keys.get(key as usize).ok_or_else(|| WorkerError::NoSuchKey { who: who(), key, keys: keys.len() })
-    }
-
-    fn check_has_parameters(&self) -> Result<(), WorkerError> {
-        if self.settings.has_parameters() {
-            return Ok(());
-        }
-        Err(self.misplaced(
-            "the hubs of a job without an optimizer keep no parameters to start from: every rank starts from its own"
-                .into(),
-        ))
-    }
-
-    fn check_two_phase(&self) -> Result<(), WorkerError> {
-        if self.settings.is_two_phase() {
-            return Ok(());
-        }
-        Err(self.misplaced(
-            "a step has a norm and a release only in two phases: ask for them in the settings, or for a norm to clip to"
-                .into(),
-        ))
-    }
-
-    fn check_state(&self, key: &Key, slot: u32, updates: u64) -> Result<(), WorkerError> {
-        let slots = u32::from(self.state_slots);
-        if slot >= slots {
-            let optimizer = &self.settings.optimizer.name;
-            return Err(self.misplaced(format!(
-                "key {key}: optimizer `{optimizer}` keeps {slots} values of state a parameter, counted from 0: there is no slot {slot}"
-            )));
-        }
-        if updates > STATE_UPDATES_MAX {
-            return Err(self.misplaced(format!(
-                "key {key}: state to start from may have had {STATE_UPDATES_MAX} updates at most, but {updates} were given"
-            )));
-        }
-        Ok(())
-    }
-
-    fn check_shares_parameters(&self) -> Result<(), WorkerError> {
-        if self.arena.as_ref().is_some_and(|arena| arena.common.is_some()) {
-            return Ok(());
-        }
-        Err(self
-            .misplaced("this worker shares no parameters: ask for them in the options it joins with".into()))
-    }
-
-    pub(crate) fn misplaced(&self, reason: String) -> WorkerError {
-        WorkerError::Misplaced { who: self.who.clone(), reason: reason.into() }
-    }
-}
-
-impl Errand {
-    fn open(self) -> (Request, u32, Buffers) {
-        let buffers = |send, receive| Buffers { send, receive, ..Default::default() };
-        match self {
-            Errand::Push(send) => (Request::Push, 0, buffers(Some(send), None)),
-            Errand::PushPullShared(send) => (Request::PushPull, 0, buffers(Some(send), None)),
-            Errand::PullShared => (Request::Pull, 0, buffers(None, None)),
-            Errand::Pull(receive) => (Request::Pull, 0, buffers(None, Some(receive))),
-            Errand::PushPull(send, receive) => (Request::PushPull, 0, buffers(Some(send), Some(receive))),
-            Errand::PushPullInPlace(receive) => {
-                (Request::PushPull, 0, Buffers { is_in_place: true, ..buffers(None, Some(receive)) })
-            }
-            Errand::Initialise(send, version) => (Request::Initialise, version, buffers(Some(send), None)),
-            Errand::PullState(receive, slot) => {
-                (Request::PullState, slot.into(), buffers(None, Some(receive)))
-            }
-            Errand::InitialiseState(send, slot, updates) => {
-                let buffers = Buffers { updates, ..buffers(Some(send), None) };
-                (Request::InitialiseState, slot.into(), buffers)
-            }
-        }
     }
 }
 

@@ -3,9 +3,10 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use paramhub_transport::Lending;
 
+use crate::errand::Errand;
 use crate::error::WorkerError;
 use crate::handle::Handle;
-use crate::job::{Errand, Shared};
+use crate::job::Shared;
 
 /// Requests over borrowed slices; see [`Job::scope`](crate::Job::scope). What is borrowed stays borrowed until the scope
 /// ends, even after a handle was waited for.

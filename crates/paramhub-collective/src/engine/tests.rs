@@ -230,8 +230,9 @@ fn an_end_without_a_goodbye_is_a_loss_and_with_one_is_none() {
 #[test]
 fn a_reason_that_is_passed_on_keeps_its_culprit() {
     let (mesh, mut hands) = by_hand(3);
+    let handle = receive(&mesh, 1, 1, 1);
     hands[0].say(Header { tag: 2, ..Header::bare(Kind::Abort) }, "rank 2 caught fire".as_bytes());
-    let error = receive(&mesh, 1, 1, 1).wait().unwrap_err();
+    let error = handle.wait().unwrap_err();
     assert_eq!(error.rank(), Some(2));
     let (abort, text) = hands[1].hear();
     assert_eq!((abort.kind, abort.tag, &*text), (Kind::Abort, 2, "rank 2 caught fire".as_bytes()));
@@ -279,6 +280,7 @@ fn a_frame_that_has_begun_is_finished_before_the_last_words() {
 #[test]
 fn announcements_are_bounded() {
     let (mesh, mut hands) = by_hand(2);
+    let handle = receive(&mesh, 1, 1, 1);
     let mut flood = Vec::new();
     for tag in 0..(1 << 18) + 1 {
         flood.extend_from_slice(&Header { tag, bytes: 1, ..Header::bare(Kind::Ready) }.encode());
@@ -288,7 +290,7 @@ fn announcements_are_bounded() {
         let _ = hands[0].0.write_all(&flood);
         hands
     });
-    let error = receive(&mesh, 1, 1, 1).wait().unwrap_err().to_string();
+    let error = handle.wait().unwrap_err().to_string();
     assert!(error.contains("more announcements than a rank may have"), "{error}");
     drop(writer.join().unwrap());
 }
