@@ -14,7 +14,7 @@ from hub_training import Net, Reference, all_parameters, batch, begin, compare, 
 from team import Died, Rank, Team
 
 import paramhub
-import paramhub.torch
+import paramhub.torch as hub_torch
 from paramhub.torch import HubOptimizer
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
@@ -223,6 +223,30 @@ def test_compiled_models(team: Team, backend: str, way: str) -> None:
     assert ends[0] == ends[1]
 
 
+def scripted(rank: Rank) -> list[bytes]:
+    """A part whose forward pass knows no hooks is waited for in step()."""
+    hub_torch.init()
+    torch.manual_seed(rank.rank)
+    model = torch.nn.Sequential(
+        torch.jit.trace(torch.nn.Linear(4, 4), torch.ones(1, 4)), torch.nn.Linear(4, 2)
+    )
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=0.1))
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        if rank.rank == 1:
+            time.sleep(0.05)
+        loss.backward()
+        optimizer.step()
+        assert all(exchange.handle is None for exchange in optimizer._exchanges[:2])
+    return list(all_parameters(model))
+
+
+def test_scripted_parts(team: Team) -> None:
+    ends = team(scripted, ranks=2)
+    assert ends[0] == ends[1]
+
+
 def traced(rank: Rank) -> None:
     model = begin(rank)
     optimizer = HubOptimizer(model, paramhub.SGD(lr=0.1))
@@ -234,7 +258,7 @@ def traced(rank: Rank) -> None:
             time.sleep(0.05)
         loss.backward()
         optimizer.step()
-    paramhub.torch.shutdown()
+    hub_torch.shutdown()
 
 
 def test_a_timeline_shows_requests_in_backward_and_waits_in_forward(team: Team, tmp_path: Any) -> None:
