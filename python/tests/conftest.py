@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,10 @@ WITHOUT_TORCH = "PARAMHUB_TEST_WITHOUT_TORCH"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 # Where torch is missing by mistake its tests must fail; they fail to be imported, then.
 collect_ignore = ["torch"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
+
+# A shell that runs this in the background lets it ignore Ctrl-C, and every process it starts: those that are to answer it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
