@@ -59,8 +59,14 @@ impl Dialler<'_> {
         hello: Hello,
         arena: &Segment,
     ) -> Result<LocalStream, WorkerError> {
-        let failed =
-            |error: io::Error| self.fail(hub, format!("the handshake over shared memory failed: {error}"));
+        let failed = |error: io::Error| {
+            // What the kernel says when the time for a read is over.
+            let reason = match error.kind() {
+                io::ErrorKind::WouldBlock => "the hub did not answer in time".to_owned(),
+                _ => error.to_string(),
+            };
+            self.fail(hub, format!("the handshake over shared memory failed: {reason}"))
+        };
         let rings = create_rings(RING_BYTES_DEFAULT).map_err(failed)?;
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict, common) =
