@@ -149,6 +149,25 @@ impl Mesh {
         self.issue(what, vec![Buffer::Receive(buffer)], schedule)
     }
 
+    /// Says that an allreduce of so many bytes comes here, which goes another way, for example through a hub. It moves nothing
+    /// and waits for nobody, but is compared as all collectives are: ranks that call another one here, or name another length,
+    /// fail the mesh.
+    pub fn note_allreduce(
+        &self,
+        bytes: usize,
+        element: ElementType,
+        op: ReduceOp,
+    ) -> Result<Handle, MeshError> {
+        let descriptor = Descriptor {
+            reduction: Some((element, op)),
+            bytes: bytes as u64,
+            ..Descriptor::new(Collective::AllReduce)
+        };
+        let what = What::Collective(descriptor);
+        self.check_reduction(&what, element, op, [bytes])?;
+        self.issue(what, Vec::new(), Schedule::default())
+    }
+
     /// Reduces all ranks' buffers into `root`'s. What the others' hold afterwards is not specified.
     pub fn reduce(
         &self,

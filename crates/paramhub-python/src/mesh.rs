@@ -208,6 +208,12 @@ impl Mesh {
         self.issue(py, |mesh| mesh.allreduce(target(py, &owner, range), dtype, op))
     }
 
+    /// Lets the ranks compare an allreduce that goes another way.
+    fn note_allreduce(&self, py: Python<'_>, nbytes: usize, dtype: &str, op: &str) -> PyResult<Handle> {
+        let (dtype, op) = (element(py, dtype)?, operator(py, op)?);
+        self.issue(py, |mesh| mesh.note_allreduce(nbytes, dtype, op))
+    }
+
     /// Reduces into the root's memory; what the others' holds afterwards is not specified.
     fn reduce(
         &self,

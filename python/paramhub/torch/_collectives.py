@@ -21,7 +21,7 @@ from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
 from paramhub.torch._meeting import exchange_text
 from paramhub.torch._tensors import memory_range
-from paramhub.torch._watch import Watch
+from paramhub.torch._watch import INTERVAL, Watch
 from paramhub.torch._work import Work
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class Group:
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
         self._watch = Watch(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
-        self._compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
         world.add_group(self)
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
@@ -104,12 +103,9 @@ class Group:
         """Reduces all ranks' tensors, at every rank."""
         host, finish = staged(_real(tensor, op))
         if self._sums.takes(host, op):
-            failure = self.failure()
-            if failure is not None:
-                # The hub may not have heard of it.
-                raise failure
-            if self._compares:
-                self._compare(host)
+            # The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. The mesh compares them, and
+            # knows of ranks that are gone.
+            self._connected().note_allreduce(host.nbytes, _element(host, "allreduce"), op)
             handle = self._sums.exchange(host, op)
         else:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
@@ -296,14 +292,17 @@ class Group:
         """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""
         deadline = time.monotonic() + LEAVE_TIMEOUT
         self._world.remove_group(self)
-        abandon = abandon or self._failure is not None
-        if not abandon:
-            self._watch.wait(LEAVE_TIMEOUT)
-        self._watch.close()
-        self._sums.close(abandon=abandon)
+        failure = self.failure()
         if abandon:
             self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
-        elif self._mesh.failure() is None:
+        elif failure is None:
+            self._watch.wait(LEAVE_TIMEOUT)
+        else:
+            # The others are to hear why from the mesh, before the hub tells them only that this rank has left.
+            time.sleep(2 * INTERVAL)
+        self._watch.close()
+        self._sums.close(abandon=abandon or failure is not None)
+        if not abandon and failure is None:
             self._mesh.leave(max(1.0, deadline - time.monotonic()))
 
     def _give_up(self, message: str, culprit: int | None) -> None:
@@ -323,16 +322,6 @@ class Group:
         nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
         self._watch.add_collective(name, nbytes, work, self._limit(timeout))
         return work
-
-    def _compare(self, tensor: torch.Tensor) -> None:
-        """The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. Waits for all ranks."""
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.allgather(list(lengths.split(1)), torch.tensor([tensor.nbytes])).wait()
-        if int(lengths.min()) != int(lengths.max()):
-            told = ", ".join(f"{nbytes} at rank {rank}" for rank, nbytes in enumerate(lengths.tolist()))
-            message = f"group `{self.name}`: an allreduce needs tensors of as many bytes: {told}"
-            self._give_up(message, None)
-            raise JobFailedError(message)
 
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout

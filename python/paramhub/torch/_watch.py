@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,8 +19,6 @@ from paramhub.torch._work import Work
 
 INTERVAL = 0.25
 """Seconds between two looks, and how long an operation goes on before other ranks are told that this one is in it."""
-COMPARE_AFTER = 2.0
-"""Seconds after which what other ranks wait for is looked at, doubled each time: they may have called something else."""
 
 
 class _Pending(NamedTuple):
@@ -63,8 +60,7 @@ class Watch:
         self._give_up = give_up
         self._pending: deque[_Pending] = deque()
         self._numbers = itertools.count(1)
-        self._told: tuple[int, int] = (0, 0)
-        self._compare_after = COMPARE_AFTER
+        self._told = 0
         _watches.add(self)
         _start()
 
@@ -100,21 +96,15 @@ class Watch:
                 self._pending.append(pending)
         if not self._pending:
             return
-        waiting = sorted(self._pending, key=lambda pending: pending.began)
+        waiting = list(self._pending)
         now = time.monotonic()
         problem = self._failure()
         if problem is not None:
             # What goes over the mesh has heard of it; what goes through the hub may wait for a rank that is gone.
             self._give_up(str(problem), getattr(problem, "culprit", None))
             return
-        collectives = [pending for pending in waiting if pending.number is not None]
-        if collectives and now - collectives[0].began > INTERVAL:
-            self._tell(collectives)
-            if now - collectives[0].began > self._compare_after:
-                self._compare_after *= 2
-                self._compare(collectives[0])
-        else:
-            self._compare_after = COMPARE_AFTER
+        if any(now - pending.began > INTERVAL for pending in waiting):
+            self._tell(waiting)
         overdue = next((pending for pending in waiting if now - pending.began > pending.limit), None)
         if overdue is not None and not overdue.is_over():
             # Others that wait, but not long, tell meanwhile.
@@ -137,38 +127,18 @@ class Watch:
         return [rank for rank in awaited if rank in late] or late or awaited
 
     def _late(self, number: int) -> list[int]:
-        told = self._others()
-        return [
-            rank
-            for rank in range(self._size)
-            if rank != self._rank and (rank not in told or told[rank]["newest"] < number)
-        ]
+        late = []
+        for rank in range(self._size):
+            key = f"waits/{rank}"
+            if rank != self._rank and (not self._store.check([key]) or int(self._store.get(key)) < number):
+                late.append(rank)
+        return late
 
-    def _compare(self, own: _Pending) -> None:
-        """Ranks that call different collectives at the same place would wait for one another in the hub for ever."""
-        for rank, told in self._others().items():
-            if told["oldest"] == own.number and told["what"] != str(own):
-                self._give_up(
-                    f"group `{self._name}`: collective {own.number} is {own} at rank {self._rank} but {told['what']} at rank "
-                    f"{rank}: all ranks must call the same collectives in the same order",
-                    rank,
-                )
-                return
-
-    def _tell(self, collectives: list[_Pending]) -> None:
-        oldest, newest = collectives[0], collectives[-1]
-        numbers = (oldest.number or 0, newest.number or 0)
-        if numbers != self._told:
-            self._told = numbers
-            told = {"oldest": numbers[0], "newest": numbers[1], "what": str(oldest)}
-            self._store.set(f"waits/{self._rank}", json.dumps(told))
-
-    def _others(self) -> dict[int, dict[str, Any]]:
-        """What other ranks have told when they last waited."""
-        keys = {rank: f"waits/{rank}" for rank in range(self._size) if rank != self._rank}
-        return {
-            rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
-        }
+    def _tell(self, waiting: list[_Pending]) -> None:
+        number = max((pending.number or 0 for pending in waiting), default=0)
+        if number > self._told:
+            self._told = number
+            self._store.set(f"waits/{self._rank}", str(number))
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()

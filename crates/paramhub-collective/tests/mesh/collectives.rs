@@ -298,6 +298,25 @@ fn different_collectives_fail_with_both_names() {
 }
 
 #[test]
+fn an_allreduce_that_goes_another_way_is_compared_too() {
+    let note = |mesh: &Mesh, bytes| done(mesh.note_allreduce(bytes, ElementType::F32, ReduceOp::Sum));
+    run(3, |mesh| {
+        for bytes in [0, 4, 1 << 40] {
+            note(mesh, bytes).unwrap();
+        }
+        done(mesh.barrier()).unwrap();
+    });
+    let errors = at_all(meshes(3), |mesh| {
+        let noted = note(&mesh, if mesh.rank() == 1 { 8 } else { 4 });
+        noted.and_then(|()| done(mesh.barrier())).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("allreduce(sum of f32, 4 bytes)"), "{error}");
+        assert!(error.contains("allreduce(sum of f32, 8 bytes)"), "{error}");
+    }
+}
+
+#[test]
 fn lengths_that_only_pairs_know_are_compared_by_pairs() {
     let errors = at_all(meshes(3), |mesh| {
         let inputs = (0..3).map(|to| {
