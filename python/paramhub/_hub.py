@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paramhub import _native
 
@@ -28,6 +28,8 @@ def create_job(
     lease: float = 120.0,
     dead_after: float = 30.0,
     patience: float = 0.0,
+    reduction: str = "auto",
+    optimize_at: str = "every_site",
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -35,8 +37,18 @@ def create_job(
     are in seconds: ``rendezvous_timeout`` is how long ranks wait for one another, ``lease`` how long a job without any sign of
     its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
     is just starting is dialled.
+
+    Where hubs serve racks or hosts, ``reduction`` says how their sums become those of all workers: ``auto``, ``flat``, ``tree``,
+    ``ring`` or ``sharded``; and ``optimize_at`` where the optimizer runs: at ``every_site`` on the same gradient, or at each
+    chunk's ``owner``.
     """
-    options = {"rendezvous_timeout_s": rendezvous_timeout, "lease_s": lease, "dead_after_s": dead_after}
+    options = {
+        "rendezvous_timeout_s": rendezvous_timeout,
+        "lease_s": lease,
+        "dead_after_s": dead_after,
+        "reduction": reduction,
+        "optimize_at": optimize_at,
+    }
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
     )
@@ -44,11 +56,14 @@ def create_job(
 
 
 class Hub:
-    """A hub with its connection manager inside this process, on threads of its own. It ends with the process.
+    """A hub inside this process, with its connection manager, on threads of its own. It ends with the process.
 
     By default it listens on free ports of the loopback interface and has one core. ``listen`` are the data addresses
     (``IP:PORT``, port 0 for any), ``manager`` that of its connection manager; one that others can reach needs an
     ``admin_token``. ``memory`` bounds the bytes of all jobs' buffers. Without ``shared_memory`` workers of this host use TCP too.
+
+    With ``join`` it joins the connection manager at that URL instead, under its ``admin_token``. It then may serve the workers
+    of one ``rack``, or of one ``host``, alone: those that connect under the same name. Their sums go on to the other hubs.
     """
 
     def __init__(
@@ -56,6 +71,9 @@ class Hub:
         *,
         listen: Sequence[str] | None = None,
         manager: str | None = None,
+        join: str | None = None,
+        rack: str | None = None,
+        host: str | None = None,
         cores: int = 1,
         admin_token: str | None = None,
         memory: int | None = None,
@@ -65,6 +83,9 @@ class Hub:
         self._native = _native.Hub(
             listen=list(listen) if listen is not None else None,
             manager=manager,
+            join=join,
+            rack=rack,
+            host=host,
             cores=cores,
             admin_token=admin_token,
             memory=memory,
@@ -81,9 +102,13 @@ class Hub:
         """The data addresses."""
         return self._native.addresses
 
-    def create_job(self, name: str, workers: int, **options: float) -> JobTicket:
+    def create_job(self, name: str, workers: int, **options: Any) -> JobTicket:
         """`paramhub.create_job` at this hub."""
         return create_job(self.url, name, workers, admin_token=self._admin_token, **options)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the buffers of all jobs here; 0 while there is no job."""
+        return self._native.memory_bytes()
 
     def failure(self) -> str | None:
         """Why the hub cannot go on, if it cannot."""

@@ -24,6 +24,8 @@ def connect(
     *,
     transport: str | None = None,
     timeout: float | None = None,
+    rack: str | None = None,
+    host: str | None = None,
 ) -> Job:
     """Joins a job as one of its ranks and returns when every rank has.
 
@@ -31,7 +33,8 @@ def connect(
     manager's), ``job`` from ``PARAMHUB_JOB`` (the namespace that creating the job answered), ``secret`` from
     ``PARAMHUB_SECRET``, ``rank`` from ``RANK``. ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp``
     or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``timeout`` in seconds bounds the wait; the job's own
-    rendezvous timeout, usually shorter, names the ranks that are missing.
+    rendezvous timeout, usually shorter, names the ranks that are missing. Where hubs serve racks or hosts, ``rack`` and ``host``
+    are the names of this worker's, by default ``PARAMHUB_RACK`` and ``PARAMHUB_HOST``, else none and the system's own.
 
     Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
@@ -44,6 +47,8 @@ def connect(
         _number(_given(given_rank, "RANK", "this worker's rank")),
         transport=transport,
         rendezvous_timeout=timeout,
+        rack=rack,
+        host=host,
     )
     return Job(member)
 

@@ -10,6 +10,9 @@ Range = tuple[int, int]
 
 def main(arguments: list[str], started_as: list[str]) -> int: ...
 def after_fork_in_child() -> None: ...
+def host_identity() -> str:
+    """What tells this host, and its network namespace, from all others."""
+
 def now_ns() -> int:
     """Nanoseconds of the monotonic clock, which all processes of one host share."""
 
@@ -35,6 +38,8 @@ def connect(
     shared_parameters: str = "never",
     spin_us: int = 0,
     rendezvous_timeout: float | None = None,
+    rack: str | None = None,
+    host: str | None = None,
 ) -> Member: ...
 
 @final
@@ -199,6 +204,9 @@ class Hub:
         *,
         listen: list[str] | None = None,
         manager: str | None = None,
+        join: str | None = None,
+        rack: str | None = None,
+        host: str | None = None,
         cores: int = 1,
         admin_token: str | None = None,
         memory: int | None = None,
@@ -206,5 +214,6 @@ class Hub:
     ) -> Hub: ...
     url: str
     addresses: list[str]
+    def memory_bytes(self) -> int: ...
     def stop(self) -> None: ...
     def failure(self) -> str | None: ...

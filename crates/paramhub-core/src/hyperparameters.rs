@@ -314,6 +314,12 @@ impl Schedule {
         Ok(())
     }
 
+    /// Whether exactly this was said for that very step.
+    pub fn says(&self, first_step: u32, hyperparameters: &Hyperparameters) -> bool {
+        let at = self.changes.partition_point(|&(first, _)| first < first_step);
+        self.changes.get(at).is_some_and(|(first, said)| *first == first_step && said == hyperparameters)
+    }
+
     /// The numbers that hold at `step`.
     pub fn at(&self, step: u32) -> &Hyperparameters {
         let next = self.changes.partition_point(|&(first, _)| first <= step);

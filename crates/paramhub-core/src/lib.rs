@@ -14,6 +14,7 @@ pub mod arena;
 pub mod auth;
 pub mod chunk;
 pub mod codec;
+pub mod composition;
 pub mod consistency;
 pub mod exchange;
 pub mod hyperparameters;

@@ -186,7 +186,8 @@ impl HubShape {
         Ok(())
     }
 
-    fn weight(&self) -> u64 {
+    /// Share of the load relative to other hubs: its interfaces' together.
+    pub fn weight(&self) -> u64 {
         self.interfaces.iter().map(|interface| u64::from(interface.weight)).sum()
     }
 }
@@ -203,13 +204,25 @@ fn routes_of(hubs: &[HubShape]) -> impl Iterator<Item = Route> + '_ {
     })
 }
 
-fn assign_routes(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], routes: &[Route]) -> Vec<RouteId> {
-    let sizes = sizes_of(map);
+/// All chunks, longest first.
+fn by_length(table: &KeyTable, map: &ChunkMap, sizes: &[u32]) -> Vec<ChunkId> {
     let mut chunks: Vec<ChunkId> =
         table.by_urgency().into_iter().flat_map(|key| map.chunks_of(key as u32)).collect();
     // Stable, so that chunks of one size, nearly all of them, are dealt in order of urgency and every route gets its
     // share of each key.
     chunks.sort_by_key(|&chunk| std::cmp::Reverse(sizes[chunk as usize]));
+    chunks
+}
+
+/// Deals all chunks, longest first, to bins of the given weights.
+pub(crate) fn deal(table: &KeyTable, map: &ChunkMap, weights: &[u64]) -> Vec<Vec<ChunkId>> {
+    let sizes = sizes_of(map);
+    longest_first(&by_length(table, map, &sizes), &sizes, weights)
+}
+
+fn assign_routes(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], routes: &[Route]) -> Vec<RouteId> {
+    let sizes = sizes_of(map);
+    let chunks = by_length(table, map, &sizes);
 
     let mut route_of = vec![0; sizes.len()];
     let mut next_route = 0;

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
+use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 use crate::placement::{HubShape, Imbalance};
 use crate::settings::Settings;
 
@@ -39,11 +40,21 @@ pub struct JobOptions {
     pub lease_s: f64,
     /// How long a worker may be silent on its streams before the job is failed; at least 1.
     pub dead_after_s: f64,
+    /// How sums become those of all workers where hubs serve racks or hosts.
+    pub reduction: Reduction,
+    /// Where the optimizer runs if there are several sites.
+    pub optimize_at: OptimizeAt,
 }
 
 impl Default for JobOptions {
     fn default() -> Self {
-        JobOptions { rendezvous_timeout_s: 60.0, lease_s: 120.0, dead_after_s: 30.0 }
+        JobOptions {
+            rendezvous_timeout_s: 60.0,
+            lease_s: 120.0,
+            dead_after_s: 30.0,
+            reduction: Reduction::default(),
+            optimize_at: OptimizeAt::default(),
+        }
     }
 }
 
@@ -74,6 +85,9 @@ pub struct ConnectService {
     /// Process id of the worker, for messages.
     #[serde(default)]
     pub process: u32,
+    /// Where it is.
+    #[serde(default)]
+    pub place: Place,
 }
 
 /// Answer to [`ConnectService`].
@@ -84,7 +98,7 @@ pub struct ServiceConnected {
     pub name: String,
     /// Ranks in the job.
     pub workers: u32,
-    /// The hubs that serve it, with their interfaces and cores.
+    /// The hubs at which the caller exchanges, with their interfaces and cores: those of its site.
     pub hubs: Vec<HubShape>,
     /// The job's waits and lifetimes.
     pub options: JobOptions,
@@ -110,7 +124,7 @@ pub struct InitService {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ServiceInitialised {
-    /// Digest of the placement the hubs computed; the worker's own must equal it.
+    /// Digest of the placement the hubs of the caller's site computed; the worker's own must equal it.
     pub placement_hash: String,
     /// How uneven the placement is at each level.
     pub imbalance: Imbalance,
@@ -232,6 +246,9 @@ pub struct HubStatus {
     pub hub: u32,
     /// Interfaces and cores.
     pub shape: HubShape,
+    /// Whom it serves.
+    #[serde(default)]
+    pub place: Place,
     /// Each core's time.
     pub cores: Vec<CoreCounters>,
     /// Seconds since the hub was last heard.
@@ -245,6 +262,9 @@ pub struct HubStatus {
 pub struct RegisterHub {
     /// Interfaces and cores the hub offers.
     pub shape: HubShape,
+    /// Whom it serves: with a host, the workers there; else with a rack, those of the rack; else everybody.
+    #[serde(default)]
+    pub place: Place,
 }
 
 /// Answer to [`RegisterHub`].
@@ -294,6 +314,11 @@ pub struct NumberedCommand {
 pub enum HubCommand {
     /// Allocate a job's buffers and expect its workers; answered by [`HubEvent::Allocated`] or [`HubEvent::Refused`].
     Allocate(Box<JobPlan>),
+    /// All hubs of a job have allocated: open the streams to the sites above.
+    Link {
+        /// The job.
+        namespace: Namespace,
+    },
     /// End a job; answered by [`HubEvent::Ended`].
     Stop {
         /// The job.
@@ -313,13 +338,13 @@ pub struct JobPlan {
     pub namespace: Namespace,
     /// Its secret.
     pub nonce: Nonce,
-    /// Ranks in the job.
-    pub workers: u32,
     /// Waits and lifetimes.
     pub options: JobOptions,
-    /// Every hub of the job, in the order the placement counts them.
-    pub hubs: Vec<HubShape>,
-    /// Which of them the receiver is.
+    /// Every hub of the job, by site, and every rank.
+    pub composition: Composition,
+    /// Which site the receiver is at.
+    pub site: SiteId,
+    /// Which of the site's hubs it is.
     pub hub: u32,
     /// What the ranks agreed on.
     pub settings: Settings,

@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use paramhub_core::auth::{Incarnation, Namespace, Proof};
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::wire::{
-    Direction, Failure, Header, Hello, Norm, Notice, Operation, Refusal, Release, Verdict,
+    Caller, Direction, Failure, Header, Hello, Norm, Notice, Operation, Refusal, Release, Verdict,
 };
 
 const INPUTS: usize = 2_000_000;
@@ -46,8 +46,7 @@ fn no_bytes_break_the_frame_decoder() {
 /// What well-behaved peers send: the end that reads it, its handshake message, one frame of each operation.
 fn sound_streams() -> Vec<Vec<u8>> {
     let hello = Hello {
-        shares_parameters: false,
-        rank: 3,
+        caller: Caller::Worker { rank: 3, shares_parameters: false },
         interface: 1,
         core: 2,
         namespace: Namespace([1; 16]),

@@ -13,6 +13,11 @@ pub struct HubConfig {
     /// What workers dial instead of the listening address, per interface, as `host:port`; needed only where they cannot
     /// reach the address itself. An empty list advertises what is listened on.
     pub advertise: Vec<String>,
+    /// Serve the workers of this rack, which name it too; everybody, if neither this nor `host` is given.
+    pub rack: Option<String>,
+    /// Serve the workers of this host alone, which name it too: their sums go on to the hubs of the rack, or to those that
+    /// serve everybody. By default workers name it as [`host_identity`](paramhub_transport::host_identity) does.
+    pub host: Option<String>,
     /// Core threads that sum and optimise; at least one.
     pub cores: usize,
     /// Streams that each worker keeps to each core through each interface; at least one. More let a chunk overtake
@@ -37,6 +42,8 @@ impl Default for HubConfig {
         HubConfig {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
             advertise: Vec::new(),
+            rack: None,
+            host: None,
             cores: 1,
             streams: 1,
             shared_memory: true,

@@ -1,14 +1,16 @@
 //! The jobs a hub serves, as the door needs to know them.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Hello, Refusal};
+use paramhub_core::wire::{Caller, Hello, Refusal};
 
+use crate::core::{Neighbour, Ports, Side};
 use crate::local::{JobMemory, LocalMemory};
 
 /// Ended jobs whose end is remembered, for workers that come too late to hear it on a stream.
@@ -37,13 +39,16 @@ struct Ended {
 pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) nonce: Nonce,
-    pub(crate) workers: u32,
-    pub(crate) placement_hash: [u8; 32],
+    /// Where the hub is among the job's sites; its ports and placements.
+    pub(crate) composed: Arc<Composed>,
+    pub(crate) site: SiteId,
+    pub(crate) ports: HashMap<RouteId, Arc<Ports>>,
     /// Values of state the optimizer keeps a parameter.
     pub(crate) state_slots: u8,
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
+    /// Ports that have their stream.
     pub(crate) taken: HashSet<(RouteId, u32)>,
     pub(crate) memory: JobMemory,
 }
@@ -59,6 +64,7 @@ pub(crate) enum Origin {
 /// A stream's place.
 pub(crate) struct Admitted {
     pub(crate) route: RouteId,
+    pub(crate) port: u32,
     /// Values of state the job's optimizer keeps a parameter.
     pub(crate) state_slots: u8,
     /// What it exchanges through, unless it is TCP.
@@ -93,15 +99,21 @@ impl Directory {
         self.jobs.lock().expect("no panic while holding it")
     }
 
-    /// Ranks that lack a stream on some route, ascending; none for an unknown job.
-    pub(crate) fn missing_ranks(&self, namespace: Namespace) -> Vec<u32> {
+    /// Who lacks a stream on some route: workers by rank, then sites; nobody for an unknown job.
+    pub(crate) fn missing(&self, namespace: Namespace) -> Vec<Neighbour> {
         let jobs = self.jobs();
         let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
-        let complete = |rank: &u32| entry.routes.values().all(|&route| entry.taken.contains(&(route, *rank)));
-        (0..entry.workers).filter(|rank| !complete(rank)).collect()
+        let mut missing = BTreeSet::new();
+        for (&route, ports) in &entry.ports {
+            let open = (0..ports.len()).filter(|&port| !entry.taken.contains(&(route, port)));
+            missing.extend(
+                open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
+            );
+        }
+        missing.into_iter().collect()
     }
 
-    /// Gives a proven worker its place on a route, or says why it cannot have it.
+    /// Gives a proven worker, or a hub of another site, its place on a route, or says why it cannot have it.
     pub(crate) fn admit(&self, hello: &Hello, origin: Origin) -> Result<Admitted, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
@@ -111,18 +123,26 @@ impl Directory {
         let Some(entry) = jobs.living.get_mut(&hello.namespace) else {
             return refused(Refusal::JobEnded, "the job has just ended".to_string());
         };
-        let (name, rank) = (&entry.name, hello.rank);
-        if rank >= entry.workers {
-            let last = entry.workers - 1;
-            return refused(
-                Refusal::Rank,
-                format!("rank {rank} is not in job `{name}`, whose last rank is {last}"),
-            );
+        let name = &entry.name;
+        let who = match hello.caller {
+            Caller::Worker { rank, .. } => format!("rank {rank}"),
+            Caller::Hub { site, .. } => entry.composed.composition.name(site),
+        };
+        let expected = match hello.caller {
+            Caller::Worker { .. } => entry.composed.placements[usize::from(entry.site)].hash(),
+            Caller::Hub { .. } => entry.composed.hash(),
+        };
+        if let Caller::Worker { rank, .. } = hello.caller
+            && rank >= entry.composed.composition.workers()
+        {
+            let last = entry.composed.composition.workers() - 1;
+            let why = format!("{who} is not in job `{name}`, whose last rank is {last}");
+            return refused(Refusal::Rank, why);
         }
-        if hello.placement != entry.placement_hash {
+        if hello.placement != *expected.as_bytes() {
             let why =
                 "the two ends computed different placements: use the same release of paramhub on both ends";
-            return refused(Refusal::Placement, format!("rank {rank} of job `{name}`: {why}"));
+            return refused(Refusal::Placement, format!("{who} of job `{name}`: {why}"));
         }
         let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| match &origin {
             Origin::Interfaces(interfaces) => interfaces.contains(&hello.interface),
@@ -134,25 +154,37 @@ impl Directory {
             let why = format!("job `{name}` has no chunks at core {core} of interface {at} here");
             return refused(Refusal::Route, why);
         };
-        let incarnation = *entry.incarnations.entry(rank).or_insert(hello.incarnation);
-        if incarnation != hello.incarnation || entry.taken.contains(&(route, rank)) {
-            let why =
-                format!("rank {rank} of job `{name}` is connected already: two processes have the same rank");
+        let port = match hello.caller {
+            Caller::Worker { rank, .. } => entry.ports[&route].of_rank(rank),
+            Caller::Hub { site, route: theirs } => entry.ports[&route].from_site(site, theirs),
+        };
+        let Some(port) = port else {
+            let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");
+            return refused(Refusal::Rank, why);
+        };
+        let is_other = match hello.caller {
+            Caller::Worker { rank, .. } => {
+                *entry.incarnations.entry(rank).or_insert(hello.incarnation) != hello.incarnation
+            }
+            Caller::Hub { .. } => false,
+        };
+        if is_other || entry.taken.contains(&(route, port)) {
+            let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
-        let memory = match origin {
-            Origin::Local(descriptors) => {
-                let attached = entry.memory.attach(rank, descriptors, hello.shares_parameters);
+        let memory = match (origin, hello.caller) {
+            (Origin::Local(descriptors), Caller::Worker { rank, shares_parameters }) => {
+                let attached = entry.memory.attach(rank, descriptors, shares_parameters);
                 Some(attached.map_err(|why| {
-                    (
-                        Refusal::Memory,
-                        format!("rank {rank} of job `{name}` offers memory that is no use: {why}"),
-                    )
+                    (Refusal::Memory, format!("{who} of job `{name}` offers memory that is no use: {why}"))
                 })?)
             }
-            Origin::Interfaces(_) => None,
+            (Origin::Local(_), Caller::Hub { .. }) => {
+                return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
+            }
+            (Origin::Interfaces(_), _) => None,
         };
-        entry.taken.insert((route, rank));
-        Ok(Admitted { route, state_slots: entry.state_slots, memory })
+        entry.taken.insert((route, port));
+        Ok(Admitted { route, port, state_slots: entry.state_slots, memory })
     }
 }

@@ -155,9 +155,9 @@ impl Door {
             Ok(Next::Admit(hello, admitted)) => {
                 if let Some(guest) = self.dismiss(token) {
                     let core = &self.cores[usize::from(hello.core)];
-                    let (namespace, rank, route) = (hello.namespace, hello.rank, admitted.route);
+                    let (namespace, route, port) = (hello.namespace, admitted.route, admitted.port);
                     let (socket, memory) = (guest.socket, admitted.memory);
-                    core.send(CoreCommand::Adopt { namespace, route, rank, socket, memory });
+                    core.send(CoreCommand::Adopt { namespace, route, port, socket, memory });
                 }
             }
             Err(error) => {

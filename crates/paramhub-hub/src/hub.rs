@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use paramhub_control::ManagerClient;
+use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{CoreCounters, RegisterHub};
@@ -66,7 +67,11 @@ impl RunningHub {
         };
         let shape = HubShape { local: local_name, ..shape(&config, &addresses)? };
         // Before any thread starts, so that a manager that refuses leaves none behind.
-        let registered = manager.register_hub(&RegisterHub { shape: shape.clone() })?;
+        let place = Place {
+            rack: config.rack.clone().unwrap_or_default(),
+            host: config.host.clone().unwrap_or_default(),
+        };
+        let registered = manager.register_hub(&RegisterHub { shape: shape.clone(), place })?;
         info!("joined {} as hub {}", manager.url(), registered.hub);
 
         let (letters, letterbox) = sync_channel(LETTERS);
@@ -85,6 +90,7 @@ impl RunningHub {
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let steward = Steward {
             letters: letterbox,
+            own_letters: letters.clone(),
             cores: cores.clone(),
             directory,
             news,

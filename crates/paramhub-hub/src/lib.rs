@@ -13,6 +13,7 @@
 //! connection manager.
 #![forbid(unsafe_code)]
 
+mod above;
 mod config;
 mod core;
 mod directory;

@@ -14,7 +14,8 @@ use paramhub_core::wire::{Failure, Notice};
 use paramhub_kernels::Registry;
 use tracing::{info, warn};
 
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, ShardPlan};
+use crate::above::{Above, Climb};
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, Neighbour, ShardPlan};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
 use job::{Job, State};
@@ -31,6 +32,8 @@ pub(crate) enum Letter {
     Command(HubCommand),
     /// A core tells.
     Core(CoreEvent),
+    /// The sites above cannot be reached.
+    Stuck { namespace: Namespace, reason: String },
     /// The hub shuts down.
     Stop,
 }
@@ -46,6 +49,8 @@ pub(crate) struct News {
 /// The hub's jobs, and whom they concern.
 pub(crate) struct Steward {
     pub(crate) letters: Receiver<Letter>,
+    /// For those who answer later.
+    pub(crate) own_letters: SyncSender<Letter>,
     pub(crate) cores: Vec<CoreHandle>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) news: SyncSender<News>,
@@ -62,6 +67,7 @@ impl Steward {
             match self.letters.recv_timeout(TICK) {
                 Ok(Letter::Command(command)) => self.obey(command),
                 Ok(Letter::Core(event)) => self.hear(event),
+                Ok(Letter::Stuck { namespace, reason }) => self.fail(namespace, None, reason),
                 Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -82,6 +88,7 @@ impl Steward {
                     self.report(HubEvent::Refused { namespace, reason });
                 }
             }
+            HubCommand::Link { namespace } => self.link(namespace),
             HubCommand::Stop { namespace, reason } => match self.jobs.contains_key(&namespace) {
                 true => self.fail(namespace, None, reason),
                 false => self.report(HubEvent::Ended { namespace, finished: false, reason }),
@@ -102,12 +109,12 @@ impl Steward {
             ));
         }
         let needed = mebibytes(job.memory_bytes);
-        let uneven = job.placement.imbalance();
+        let uneven = job.placement().imbalance();
         info!(
             "job `{}`: {} workers, {} routes, {needed} MiB; largest over mean load {:.3} between hubs, {:.3} between \
              interfaces, {:.3} between cores",
             job.name,
-            job.workers,
+            job.composed.composition.workers(),
             shards.len(),
             uneven.hubs,
             uneven.interfaces,
@@ -124,6 +131,36 @@ impl Steward {
             self.end(namespace, None, true, String::new());
         }
         Ok(())
+    }
+
+    /// Every hub of the job has allocated: opens the streams to the sites above, on a thread of its own.
+    fn link(&mut self, namespace: Namespace) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let above = Above::of(job.ports.iter().map(|(&route, ports)| (route, &**ports)), &job.composed);
+        // A command can come twice: the answer to the first may have been lost.
+        if above.is_empty() || std::mem::replace(&mut job.is_linked, true) {
+            return;
+        }
+        let cores = job.routes.iter().map(|&(id, route)| (id, self.cores[usize::from(route.core)].clone()));
+        let climb = Climb {
+            namespace,
+            nonce: job.nonce,
+            site: job.site,
+            composed: job.composed.clone(),
+            state_slots: job.state_slots,
+            deadline: Instant::now() + job.rendezvous,
+            cores: cores.collect(),
+        };
+        let letters = self.own_letters.clone();
+        let climbs = move || {
+            if let Err(reason) = climb.all(&above) {
+                // A steward that is gone has no jobs left.
+                let _ = letters.send(Letter::Stuck { namespace, reason });
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("hub-climber".into()).spawn(climbs) {
+            self.fail(namespace, None, format!("the hub cannot start a thread: {error}"));
+        }
     }
 
     fn open(&self, core: u16, shard: ShardPlan) {
@@ -150,15 +187,17 @@ impl Steward {
                     _ => {}
                 }
             }
-            CoreEvent::Faulted { namespace, rank, message } => self.fail(namespace, Some(rank), message),
-            CoreEvent::Left { namespace, route, rank } => {
+            CoreEvent::Faulted { namespace, culprit, message } => {
+                self.fail(namespace, rank_of(culprit), message);
+            }
+            CoreEvent::Left { namespace, route, port } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                job.left.insert((route, rank));
+                job.left.insert((route, port));
                 if job.everybody_left() {
                     self.end(namespace, None, true, String::new());
                 }
             }
-            CoreEvent::Silence { namespace, rank, seconds } => self.silence(namespace, rank, seconds),
+            CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
             CoreEvent::Closed { namespace, counters } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;
@@ -185,15 +224,16 @@ impl Steward {
         let entry = Entry {
             name: job.name.clone(),
             nonce: job.nonce,
-            workers: job.workers,
-            placement_hash: *job.placement.hash().as_bytes(),
+            composed: job.composed.clone(),
+            site: job.site,
+            ports: job.ports.clone(),
             state_slots: job.state_slots,
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
             incarnations: HashMap::new(),
             taken: Default::default(),
             memory: JobMemory::new(&job.settings, job.hubs),
         };
-        let placement_hash = job.placement.hash().to_hex().to_string();
+        let placement_hash = job.placement().hash().to_hex().to_string();
         self.directory.insert(namespace, entry);
         self.report(HubEvent::Allocated { namespace, placement_hash });
     }
@@ -213,26 +253,27 @@ impl Steward {
         self.report(HubEvent::Refused { namespace, reason });
     }
 
-    fn silence(&mut self, namespace: Namespace, rank: u32, seconds: Option<f64>) {
+    fn silence(&mut self, namespace: Namespace, who: Neighbour, seconds: Option<f64>) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        // Every stream of the rank tells; once is enough.
+        // Every stream tells; once is enough.
         let changed = match seconds {
-            Some(_) => job.silent.insert(rank),
-            None => job.silent.remove(&rank),
+            Some(_) => job.silent.insert(who),
+            None => job.silent.remove(&who),
         };
         if !changed || matches!(job.state, State::Ending { .. }) {
             return;
         }
+        let name = job.name_of(who);
         let message = match seconds {
             Some(seconds) => format!(
-                "rank {rank} of job `{}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
+                "{name} of job `{}` has not been heard for {seconds:.0} s; the job fails after {:.0} s",
                 job.name,
                 job.dead_after.as_secs_f64()
             ),
-            None => format!("rank {rank} of job `{}` is heard again", job.name),
+            None => format!("{name} of job `{}` is heard again", job.name),
         };
         warn!("{message}");
-        let notice = Notice { rank: Some(rank), message: message.clone() };
+        let notice = Notice { rank: rank_of(who), message: message.clone() };
         if let Some(core) = job.cores().next() {
             self.cores[usize::from(core)].send(CoreCommand::Notify { namespace, rank: 0, notice });
         }
@@ -244,16 +285,15 @@ impl Steward {
         let mut late = Vec::new();
         for job in self.jobs.values_mut() {
             if let State::Connecting { until } = job.state {
-                let missing = self.directory.missing_ranks(job.namespace);
+                let missing = self.directory.missing(job.namespace);
                 if missing.is_empty() {
                     job.state = State::Running;
                 } else if now >= until {
-                    let ranks: Vec<String> = missing.iter().take(8).map(ToString::to_string).collect();
-                    let dots = if missing.len() > ranks.len() { ", ..." } else { "" };
-                    let noun = if missing.len() == 1 { "rank" } else { "ranks" };
+                    let names: Vec<String> = missing.iter().take(8).map(|&who| job.name_of(who)).collect();
+                    let dots = if missing.len() > names.len() { ", ..." } else { "" };
                     let message = format!(
-                        "{noun} {}{dots} did not open all streams to the hub within {:.0} s",
-                        ranks.join(", "),
+                        "{}{dots} did not open all streams to the hub within {:.0} s",
+                        names.join(", "),
                         job.rendezvous.as_secs_f64()
                     );
                     late.push((job.namespace, missing[0], message));
@@ -261,7 +301,7 @@ impl Steward {
             }
         }
         for (namespace, rank, message) in late {
-            self.fail(namespace, Some(rank), message);
+            self.fail(namespace, rank_of(rank), message);
         }
     }
 
@@ -330,6 +370,14 @@ impl Steward {
         for core in &self.cores {
             core.send(CoreCommand::Stop);
         }
+    }
+}
+
+/// The rank, if it is a worker.
+fn rank_of(who: Neighbour) -> Option<u32> {
+    match who {
+        Neighbour::Worker(rank) => Some(rank),
+        Neighbour::Site(_) => None,
     }
 }
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::placement::Placement;
+use paramhub_core::composition::Composed;
+use paramhub_core::consistency::Consistency;
 use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError, ServiceInitialised};
 use paramhub_core::settings::Settings;
 
@@ -20,8 +21,9 @@ const CHUNKS_MAX: u32 = 1 << 26;
 
 struct Allocation {
     outline: Outline,
-    placed: ServiceInitialised,
-    /// One for each hub, in placement order.
+    /// Of every site.
+    placed: Vec<ServiceInitialised>,
+    /// One for each hub, site by site in placement order.
     commands: Vec<Bytes>,
 }
 
@@ -46,8 +48,12 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
 /// What a job's hubs must know but its settings.
 fn plan_of(job: &Job) -> impl FnOnce(Settings) -> JobPlan + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
-    let (workers, options, hubs) = (job.workers, job.options, job.shapes());
-    move |settings| JobPlan { name, namespace, nonce, workers, options, hubs, hub: 0, settings }
+    let (options, composition) = (job.options, job.composition());
+    move |settings| {
+        let composition = composition.expect("a job has sites before its ranks hand in settings");
+        let composition = Arc::unwrap_or_clone(composition);
+        JobPlan { name, namespace, nonce, options, composition, site: 0, hub: 0, settings }
+    }
 }
 
 fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
@@ -63,27 +69,45 @@ fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
             "its keys make {chunks} chunks of {bytes} bytes, more than {CHUNKS_MAX}: choose a larger chunk size"
         )));
     }
-    let placement =
-        Placement::new(&settings.keys, &map, &plan.hubs).map_err(|wrong| does_not_fit(wrong.to_string()))?;
-    let placed = ServiceInitialised {
+    let is_flat = plan.composition.is_flat();
+    if !is_flat && settings.consistency != Consistency::Synchronous {
+        return Err(does_not_fit(format!(
+            "its hubs serve racks or hosts, among which every step waits for everybody, but its consistency is {}: use \
+             --reduction flat, or synchronous steps",
+            settings.consistency
+        )));
+    }
+    if !is_flat && settings.is_two_phase() {
+        return Err(does_not_fit(
+            "its steps are in two phases, for which all hubs must serve everybody: use --reduction flat, or do without \
+             clipping by the global norm"
+                .to_string(),
+        ));
+    }
+    let composed = Composed::new(&settings.keys, &map, plan.composition.clone())
+        .map_err(|wrong| does_not_fit(wrong.to_string()))?;
+    let placed = composed.placements.iter().map(|placement| ServiceInitialised {
         placement_hash: placement.hash().to_hex().to_string(),
         imbalance: placement.imbalance(),
-    };
-    drop((placement, map));
+    });
+    let placed = placed.collect();
+    drop((composed, map));
     let outline = Outline {
         keys: settings.keys.len() as u64,
         bytes: settings.keys.bytes(),
         optimizer: settings.optimizer.name.clone(),
         consistency: settings.consistency.to_string(),
     };
-    let hubs = plan.hubs.len() as u32;
-    let mut commands = Vec::with_capacity(hubs as usize);
-    for hub in 0..hubs {
-        plan.hub = hub;
-        let command = HubCommand::Allocate(Box::new(plan));
-        commands.push(Bytes::from(serde_json::to_vec(&command).expect("a plan is plain data")));
-        let HubCommand::Allocate(returned) = command else { unreachable!("it was made one above") };
-        plan = *returned;
+    let sizes: Vec<usize> = plan.composition.sites.iter().map(|site| site.hubs.len()).collect();
+    let mut commands = Vec::with_capacity(sizes.iter().sum());
+    for (site, hubs) in (0..).zip(sizes) {
+        for hub in 0..hubs as u32 {
+            (plan.site, plan.hub) = (site, hub);
+            let command = HubCommand::Allocate(Box::new(plan));
+            commands.push(Bytes::from(serde_json::to_vec(&command).expect("a plan is plain data")));
+            let HubCommand::Allocate(returned) = command else { unreachable!("it was made one above") };
+            plan = *returned;
+        }
     }
     Ok(Allocation { outline, placed, commands })
 }

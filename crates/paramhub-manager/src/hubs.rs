@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use axum::body::Bytes;
+use paramhub_core::composition::Place;
 use paramhub_core::limits::HUBS_MAX;
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, ErrorCode, HubStatus, ServiceError};
@@ -18,6 +19,9 @@ const ANSWER_BYTES: usize = 16 << 20;
 /// Bytes of an interface's address.
 const ADDRESS_BYTES_MAX: usize = 255;
 
+/// Bytes of a rack's or host's name.
+const PLACE_BYTES_MAX: usize = 128;
+
 /// All living hubs, by number.
 #[derive(Default)]
 pub(crate) struct Hubs {
@@ -28,6 +32,7 @@ pub(crate) struct Hubs {
 /// One hub.
 pub(crate) struct Hub {
     shape: HubShape,
+    place: Place,
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
@@ -39,16 +44,24 @@ pub(crate) struct Hub {
 
 impl Hubs {
     /// Lets a hub join under a token.
-    pub(crate) fn register(&mut self, shape: HubShape, token: String, now: Now) -> Result<u32, ServiceError> {
+    pub(crate) fn register(
+        &mut self,
+        shape: HubShape,
+        place: Place,
+        token: String,
+        now: Now,
+    ) -> Result<u32, ServiceError> {
         let hub = self.next;
         check_shape(hub, &shape)?;
+        check_place(&place)?;
         if self.hubs.len() >= HUBS_MAX {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
         self.next += 1;
         let newest = watch::channel(0).0;
-        let joined = Hub { shape, token, cores: Vec::new(), heard: now, commands: VecDeque::new(), newest };
+        let joined =
+            Hub { shape, place, token, cores: Vec::new(), heard: now, commands: VecDeque::new(), newest };
         self.hubs.insert(hub, joined);
         Ok(hub)
     }
@@ -125,9 +138,9 @@ impl Hubs {
         self.hubs.is_empty()
     }
 
-    /// All hubs in order of arrival.
-    pub(crate) fn shapes(&self) -> Vec<(u32, HubShape)> {
-        self.hubs.iter().map(|(&number, hub)| (number, hub.shape.clone())).collect()
+    /// All hubs in order of arrival, and whom they serve.
+    pub(crate) fn shapes(&self) -> Vec<(u32, (HubShape, Place))> {
+        self.hubs.iter().map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
     }
 
     /// What listings show.
@@ -135,6 +148,7 @@ impl Hubs {
         let status = |(&hub, joined): (&u32, &Hub)| HubStatus {
             hub,
             shape: joined.shape.clone(),
+            place: joined.place.clone(),
             cores: joined.cores.clone(),
             silent_s: now.seconds_since(joined.heard),
         };
@@ -190,6 +204,20 @@ pub(crate) fn commands_json(commands: &[(u64, Bytes)]) -> Vec<u8> {
     json
 }
 
+/// Checks where a hub or a worker says it is: it appears in messages.
+pub(crate) fn check_place(place: &Place) -> Result<(), ServiceError> {
+    for (what, name) in [("rack", &place.rack), ("host", &place.host)] {
+        if name.len() > PLACE_BYTES_MAX || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let message = format!(
+                "the {what} {:?} must be a name of at most {PLACE_BYTES_MAX} printable ASCII characters without spaces",
+                &name[..name.floor_char_boundary(PLACE_BYTES_MAX)]
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+    }
+    Ok(())
+}
+
 fn check_shape(hub: u32, shape: &HubShape) -> Result<(), ServiceError> {
     shape.check(hub as usize).map_err(|wrong| refusal(ErrorCode::BadRequest, wrong.to_string()))?;
     for interface in &shape.interfaces {
@@ -224,7 +252,7 @@ mod tests {
     #[test]
     fn commands_are_repeated_until_they_are_acknowledged() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), "secret".into(), now).unwrap();
+        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
         (0..3).for_each(|_| hubs.command(number, stop()));
         let hub = hubs.admit(number, Some("secret"), now).unwrap();
         let sequences = |hub: &Hub| hub.waiting().iter().map(|(sequence, _)| *sequence).collect::<Vec<_>>();
@@ -244,7 +272,7 @@ mod tests {
     #[test]
     fn an_answer_is_bounded_but_never_empty_while_commands_wait() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), "secret".into(), now).unwrap();
+        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
         for bytes in [ANSWER_BYTES + 1, 10, 10, ANSWER_BYTES] {
             hubs.command(number, Bytes::from(vec![b' '; bytes]));
         }
@@ -257,7 +285,7 @@ mod tests {
     #[test]
     fn only_the_hub_itself_is_admitted() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), "secret".into(), now).unwrap();
+        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
         for wrong in [None, Some(""), Some("secre"), Some("Secret")] {
             assert_eq!(hubs.admit(number, wrong, now).err().unwrap().code, ErrorCode::Unauthorized);
         }
@@ -268,10 +296,11 @@ mod tests {
     fn addresses_must_be_dialable() {
         let mut hubs = Hubs::default();
         for address in ["", "host", ":1", "host:0", "host:port", "ho st:1", "host:1\n"] {
-            let refused = hubs.register(shape(address), String::new(), Now::read()).unwrap_err();
+            let refused =
+                hubs.register(shape(address), Place::default(), String::new(), Now::read()).unwrap_err();
             assert!(refused.message.contains("host:port"), "{}", refused.message);
         }
-        hubs.register(shape("[::1]:80"), String::new(), Now::read()).unwrap();
+        hubs.register(shape("[::1]:80"), Place::default(), String::new(), Now::read()).unwrap();
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:80")), [0]);
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:81")), [] as [u32; 0]);
     }

@@ -11,6 +11,7 @@ mod tests;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::composition::{Composition, Place, arrange};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
@@ -21,6 +22,7 @@ use tokio::sync::watch;
 
 use crate::clock::Now;
 use crate::error::refusal;
+use crate::hubs::check_place;
 use crate::store::Record;
 use members::Member;
 use seats::{Seats, list_ranks, list_ranks_with_verb};
@@ -77,8 +79,12 @@ pub(crate) struct Job {
     created_at: u64,
     ended_at: Option<u64>,
     seats: Seats,
+    /// Where each rank is.
+    places: Vec<Place>,
     /// The hubs that serve it; empty while it is connecting.
     members: Vec<Member>,
+    /// Their sites; none while it is connecting.
+    composition: Option<Arc<Composition>>,
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
     /// The first rank's settings, until every rank has agreed.
@@ -86,7 +92,8 @@ pub(crate) struct Job {
     /// Every rank has agreed and the placement is made, or being made.
     agreed: bool,
     outline: Outline,
-    placed: Option<ServiceInitialised>,
+    /// Of every site; empty until the placement is made.
+    placed: Vec<ServiceInitialised>,
     /// What ranks are told that still wait or come late.
     failure: Option<ServiceError>,
     /// Calls that wait for the other ranks.
@@ -126,12 +133,14 @@ impl Job {
             message: String::new(),
             created_at: now.unix_s,
             ended_at: None,
+            places: vec![Place::default(); request.workers as usize],
             members: Vec::new(),
+            composition: None,
             recorded_counters: JobCounters::default(),
             proposed: None,
             agreed: false,
             outline: Outline::default(),
-            placed: None,
+            placed: Vec::new(),
             failure: None,
             waiting: 0,
             last_sign: now,
@@ -164,6 +173,16 @@ impl Job {
         (job, transition)
     }
 
+    /// Its sites, once every rank has connected.
+    pub(crate) fn composition(&self) -> Option<Arc<Composition>> {
+        self.composition.clone()
+    }
+
+    /// Whether its hubs have streams among one another.
+    pub(crate) fn has_several_sites(&self) -> bool {
+        self.composition.as_ref().is_some_and(|composition| !composition.is_flat())
+    }
+
     pub(crate) fn state(&self) -> JobState {
         self.state
     }
@@ -180,6 +199,7 @@ impl Job {
             return Err(self.ended_refusal());
         }
         self.check_rank(call.rank)?;
+        check_place(&call.place)?;
         match self.seats.holder(call.rank) {
             Some(holder) if holder.incarnation != call.incarnation => Err(refusal(
                 ErrorCode::RankTaken,
@@ -190,7 +210,10 @@ impl Job {
                     seats::describe_process(&call.host, call.process)
                 ),
             )),
-            _ => Ok(self.seats.take(call)),
+            _ => {
+                self.places[call.rank as usize] = call.place.clone();
+                Ok(self.seats.take(call))
+            }
         }
     }
 
@@ -200,11 +223,25 @@ impl Job {
     }
 
     /// Every rank is there and `hubs` are at hand: the ranks may go on.
-    pub(crate) fn convene(&mut self, hubs: Vec<(u32, HubShape)>) -> Transition {
+    pub(crate) fn convene(&mut self, hubs: Vec<(u32, (HubShape, Place))>, now: Now) -> Transition {
         if !self.is_complete() || hubs.is_empty() {
             return Transition::None;
         }
-        self.members = hubs.into_iter().map(|(hub, shape)| Member::new(hub, shape)).collect();
+        let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
+        let options = &self.options;
+        let (composition, of_sites) =
+            match arrange(&hubs, &self.places, options.reduction, options.optimize_at) {
+                Ok(arranged) => arranged,
+                Err(why) => {
+                    let message = format!("job `{}` has no hub for everybody: {why}", self.name);
+                    return self.fail(ErrorCode::DoesNotFit, message, now);
+                }
+            };
+        let members =
+            (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
+        self.members =
+            members.map(|(hub, site)| Member::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
+        self.composition = Some(Arc::new(composition));
         self.state = JobState::Initialising;
         self.stage.send_replace(Stage::Initialising);
         Transition::Advanced
@@ -220,10 +257,12 @@ impl Job {
             return Err(self.failure_refusal());
         }
         self.check_holder(rank, incarnation)?;
+        let composition = self.composition.as_ref().expect("a job has sites once every rank has connected");
+        let site = composition.site_of(rank).expect("every rank is at a site");
         Ok(ServiceConnected {
             name: self.name.clone(),
             workers: self.workers,
-            hubs: self.shapes(),
+            hubs: composition.sites[usize::from(site)].hubs.clone(),
             options: self.options,
         })
     }
@@ -347,19 +386,20 @@ impl Job {
     }
 
     /// The manager's own placement stands, and the hubs are being asked to allocate. False where the job ended meanwhile.
-    pub(crate) fn place(&mut self, outline: Outline, placed: ServiceInitialised) -> bool {
+    pub(crate) fn place(&mut self, outline: Outline, placed: Vec<ServiceInitialised>) -> bool {
         if self.state != JobState::Initialising {
             return false;
         }
         self.outline = outline;
-        self.placed = Some(placed);
+        self.placed = placed;
         self.members.iter_mut().for_each(|member| member.asked = true);
         true
     }
 
     /// The answer to a rank whose InitService has waited long enough.
-    pub(crate) fn initialised(&self) -> Result<ServiceInitialised, ServiceError> {
-        match (&self.placed, self.state) {
+    pub(crate) fn initialised(&self, rank: u32) -> Result<ServiceInitialised, ServiceError> {
+        let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
+        match (site.and_then(|site| self.placed.get(usize::from(site))), self.state) {
             (Some(placed), JobState::Running) => Ok(placed.clone()),
             _ => Err(self.failure_refusal()),
         }

@@ -35,7 +35,7 @@ pub(crate) async fn connect(
                 .map(|ticket| (job.wait(ticket), deadline(now.instant, job.options.rendezvous_timeout_s)));
             (seated, Transition::None)
         })?;
-        world.convene(namespace);
+        world.convene(namespace, now);
         seated
     })?;
     let mut waiting = Waiting::new(registry, caller, ticket.number, Wait::Connect);
@@ -81,7 +81,7 @@ pub(crate) async fn init(
         })?
     })?;
     let Some((ticket, first, deadline)) = submission else {
-        return registry.with(|world| world.job(namespace)?.initialised());
+        return registry.with(|world| world.job(namespace)?.initialised(caller.rank));
     };
     let mut waiting = Waiting::new(registry, caller, ticket.number, Wait::Init);
     if let Some((first, theirs)) = first {
@@ -103,7 +103,7 @@ pub(crate) async fn init(
                 Waited::TimedOut if still_initialising => job.init_timed_out(Now::read()),
                 _ => Transition::None,
             };
-            (job.initialised(), transition)
+            (job.initialised(caller.rank), transition)
         })?
     })
 }
@@ -144,7 +144,7 @@ async fn compare(
         world.change(caller.namespace, |job| {
             let message = format!("the ranks of job `{}` do not want the same: {disagreement}", job.name);
             let transition = job.fail(ErrorCode::Disagreement, message, Now::read());
-            (job.initialised().map(drop), transition)
+            (job.initialised(caller.rank).map(drop), transition)
         })?
     })
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use axum::body::Bytes;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
@@ -141,13 +142,13 @@ impl World {
     }
 
     /// Every rank of the job is seated: if there is a hub too, the job gets on.
-    pub(crate) fn convene(&mut self, namespace: Namespace) {
+    pub(crate) fn convene(&mut self, namespace: Namespace, now: Now) {
         if self.hubs.is_empty() || !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
             return;
         }
         let shapes = self.hubs.shapes();
         if let Some(job) = self.jobs.get_mut(&namespace) {
-            let transition = job.convene(shapes);
+            let transition = job.convene(shapes, now);
             self.follow(namespace, transition);
         }
     }
@@ -166,7 +167,7 @@ impl World {
         &mut self,
         namespace: Namespace,
         outline: Outline,
-        placed: ServiceInitialised,
+        placed: Vec<ServiceInitialised>,
         commands: Vec<Bytes>,
     ) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
@@ -196,18 +197,19 @@ impl World {
     pub(crate) fn register_hub(
         &mut self,
         shape: HubShape,
+        place: Place,
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
         let replaced = self.hubs.at_addresses_of(&shape);
-        let hub = self.hubs.register(shape, token, now)?;
+        let hub = self.hubs.register(shape, place, token, now)?;
         for lost in replaced {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
         }
         tracing::info!(hub, "hub joined");
         let complete: Vec<Namespace> =
             self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
-        complete.into_iter().for_each(|namespace| self.convene(namespace));
+        complete.into_iter().for_each(|namespace| self.convene(namespace, now));
         Ok(hub)
     }
 
@@ -354,6 +356,11 @@ impl World {
             Transition::None => {}
             Transition::Advanced => {
                 tracing::info!(job = job.name, namespace = %namespace, state = ?job.state(), "job advanced");
+                if job.state() == JobState::Running && job.has_several_sites() {
+                    let link = HubCommand::Link { namespace };
+                    let link = Bytes::from(serde_json::to_vec(&link).expect("commands are plain data"));
+                    job.hubs().for_each(|hub| self.hubs.command(hub, link.clone()));
+                }
                 self.unsaved.insert(namespace);
             }
             Transition::Ended { stop } => {

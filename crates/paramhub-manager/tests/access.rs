@@ -23,7 +23,10 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
         assert_eq!(code(&client.job("guarded")), ErrorCode::Unauthorized);
         assert_eq!(code(&client.stop_job("guarded")), ErrorCode::Unauthorized);
         assert_eq!(code(&client.hubs()), ErrorCode::Unauthorized);
-        assert_eq!(code(&client.register_hub(&RegisterHub { shape: shape() })), ErrorCode::Unauthorized);
+        assert_eq!(
+            code(&client.register_hub(&RegisterHub { shape: shape(), place: Default::default() })),
+            ErrorCode::Unauthorized
+        );
     }
     assert!(message(&stranger.jobs()).contains("--admin-token"));
     assert_eq!(operator.jobs().unwrap().len(), 1);

@@ -70,7 +70,10 @@ fn three_ranks_in_any_order_and_a_hub_make_a_job_run() {
 
     let commands = hub.die();
     let [HubCommand::Allocate(plan)] = &commands[..] else { panic!("one command, not {commands:?}") };
-    assert_eq!((plan.workers, plan.hub, plan.nonce, &plan.settings), (3, 0, job.nonce, &wanted));
+    assert_eq!(
+        (plan.composition.workers(), plan.hub, plan.nonce, &plan.settings),
+        (3, 0, job.nonce, &wanted)
+    );
     manager.stop();
 }
 

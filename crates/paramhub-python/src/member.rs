@@ -24,7 +24,7 @@ pub(crate) struct Member {
 
 /// ConnectService: returns when every rank has called it.
 #[pyfunction]
-#[pyo3(signature = (url, namespace, secret, rank, *, transport = None, shared_parameters = "never", spin_us = 0, rendezvous_timeout = None))]
+#[pyo3(signature = (url, namespace, secret, rank, *, transport = None, shared_parameters = "never", spin_us = 0, rendezvous_timeout = None, rack = None, host = None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
     py: Python<'_>,
@@ -36,6 +36,8 @@ pub(crate) fn connect(
     shared_parameters: &str,
     spin_us: u64,
     rendezvous_timeout: Option<f64>,
+    rack: Option<String>,
+    host: Option<String>,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
     let unreadable =
@@ -60,6 +62,8 @@ pub(crate) fn connect(
             return Err(errors::misuse(py, &problem));
         }
     };
+    options.rack = rack.or(options.rack);
+    options.host = host.or(options.host);
     options.spin = Duration::from_micros(spin_us);
     if let Some(timeout) = crate::waiting::seconds(py, rendezvous_timeout)? {
         options.rendezvous_timeout = timeout;

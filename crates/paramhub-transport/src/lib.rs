@@ -14,6 +14,7 @@
 
 mod assembly;
 mod connection;
+mod host;
 mod memory;
 mod poll;
 pub mod shm;
@@ -22,6 +23,7 @@ mod stream;
 mod tcp;
 
 pub use connection::Connection;
+pub use host::host_identity;
 pub use memory::{Lending, ReceiveRegion, SendRegion, StableBytes, lend};
 pub use poll::{Event, Events, Interest, Poller, Waker};
 pub use shm::ShmStream;

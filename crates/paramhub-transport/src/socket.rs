@@ -5,6 +5,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, stream_proofs};
 use rustix::net::sockopt;
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -101,6 +103,23 @@ fn is_inside_one_host(socket: &OwnedFd) -> bool {
     let near = rustix::net::getsockname(socket).ok().and_then(address);
     let far = rustix::net::getpeername(socket).ok().flatten().and_then(address);
     far.is_some_and(|far| far.is_loopback()) || (near.is_some() && near == far)
+}
+
+/// The caller's part of a handshake. Returns the proof that the hub owes and the verdict it gave.
+pub fn greet(
+    stream: &mut TcpStream,
+    nonce: &Nonce,
+    hello: &Hello,
+    deadline: Instant,
+) -> io::Result<(Proof, [u8; VERDICT_BYTES])> {
+    write_all_by(stream, &hello.encode(), deadline)?;
+    let mut hub_challenge = [0; CHALLENGE_BYTES];
+    read_exact_by(stream, &mut hub_challenge, deadline)?;
+    let (mine, theirs) = stream_proofs(nonce, hello, &hub_challenge);
+    write_all_by(stream, &mine.0, deadline)?;
+    let mut verdict = [0; VERDICT_BYTES];
+    read_exact_by(stream, &mut verdict, deadline)?;
+    Ok((theirs, verdict))
 }
 
 /// Fills `buffer` from a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline` however slowly the peer

@@ -56,15 +56,12 @@ impl TcpStream {
     /// and switches Nagle's delay off. The kernel tunes its buffers, but for the send buffer of a connection inside one host,
     /// which is kept small enough for the processor's cache.
     ///
-    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on a worker.
+    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on a worker,
+    /// [`Direction::Both`] between hubs.
     /// `frame_bytes_max` bounds the tensor
     /// payload of a frame (the job's largest chunk on the wire); a frame that announces more is an error. Room for one
     /// such frame is allocated here and nothing later.
-    ///
-    /// # Panics
-    /// If `direction` is [`Direction::Both`].
     pub fn new(socket: impl Into<OwnedFd>, direction: Direction, frame_bytes_max: usize) -> io::Result<Self> {
-        assert!(direction != Direction::Both, "a stream receives from workers or from a hub");
         let socket = socket.into();
         socket::prepare(&socket)?;
         Ok(TcpStream {

@@ -13,7 +13,7 @@ use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Direction, Hello, State};
+use paramhub_core::wire::{Caller, Direction, Hello, State};
 use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
 use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
@@ -59,7 +59,7 @@ pub struct Admission {
     pub workers: u32,
     /// As given to ConnectService.
     pub incarnation: Incarnation,
-    /// Every hub of the job, in the order the placement counts them.
+    /// Every hub of the worker's site, in the order the placement counts them.
     pub hubs: Vec<HubShape>,
     /// What the ranks agreed on.
     pub settings: Settings,
@@ -163,15 +163,15 @@ impl Admission {
             }
             let shape = &self.hubs[usize::from(route.hub)];
             let hub: Arc<str> = shape.interfaces[usize::from(route.interface)].address.as_str().into();
+            let caller = Caller::Worker { rank: self.rank, shares_parameters: false };
             let hello = Hello {
-                rank: self.rank,
+                caller,
                 interface: route.interface,
                 core: route.core,
                 namespace: self.namespace,
                 incarnation: self.incarnation,
                 placement: *placement.hash().as_bytes(),
                 challenge: [0; 32],
-                shares_parameters: false,
             };
             let (stream, state_slots) = match self.reach_locally(&dialler, &hub, shape, options)? {
                 Some(socket) => {
@@ -179,10 +179,9 @@ impl Admission {
                         Some(arena) => arena,
                         none => none.insert(self.arena().map_err(system("share memory"))?),
                     };
-                    let hello = Hello {
-                        shares_parameters: options.wants_shared_parameters(&self.settings, self.hubs.len()),
-                        ..hello
-                    };
+                    let shares_parameters = options.wants_shared_parameters(&self.settings, self.hubs.len());
+                    let caller = Caller::Worker { rank: self.rank, shares_parameters };
+                    let hello = Hello { caller, ..hello };
                     let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;
                     if let Some(common) = stream.common
                         && arena.common.is_none()

@@ -12,7 +12,7 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, Verdict, stream
 use paramhub_transport::shm::{
     RING_BYTES_DEFAULT, Segment, connect, create_rings, receive_segments, send_segments,
 };
-use paramhub_transport::socket::{dial, read_exact_by, write_all_by};
+use paramhub_transport::socket::{dial, greet};
 
 use crate::error::{Who, WorkerError};
 
@@ -40,8 +40,7 @@ impl Dialler<'_> {
     pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
         let mut socket = self.connect(hub)?;
         let hello = self.challenging(hub, hello)?;
-        let (expected, verdict) = self
-            .shake_hands(&mut socket, &hello)
+        let (expected, verdict) = greet(&mut socket, self.nonce, &hello, self.deadline)
             .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
         self.heed(hub, &expected, &verdict).map(|state_slots| (socket, state_slots))
     }
@@ -126,19 +125,7 @@ impl Dialler<'_> {
         Err(self.fail(hub, refused))
     }
 
-    /// Returns the proof the hub owes and the verdict it gave.
-    fn shake_hands(&self, socket: &mut TcpStream, hello: &Hello) -> io::Result<(Proof, [u8; VERDICT_BYTES])> {
-        write_all_by(socket, &hello.encode(), self.deadline)?;
-        let mut hub_challenge = [0; CHALLENGE_BYTES];
-        read_exact_by(socket, &mut hub_challenge, self.deadline)?;
-        let (mine, theirs) = stream_proofs(self.nonce, hello, &hub_challenge);
-        write_all_by(socket, &mine.0, self.deadline)?;
-        let mut verdict = [0; VERDICT_BYTES];
-        read_exact_by(socket, &mut verdict, self.deadline)?;
-        Ok((theirs, verdict))
-    }
-
-    /// As [`shake_hands`](Self::shake_hands); the memory goes with the first message, and a view of common parameters may come
+    /// As [`greet`]; the memory goes with the first message, and a view of common parameters may come
     /// with the last.
     fn shake_hands_locally(
         &self,

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::auth::{Incarnation, Purpose};
+use paramhub_core::composition::Place;
 use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceConnected};
 use paramhub_core::settings::Settings;
+use paramhub_transport::host_identity;
 
 use crate::admission::Admission;
 use crate::error::{Who, WorkerError};
@@ -56,6 +58,10 @@ impl Member {
             proof: membership.nonce.prove_rank(Purpose::Connect, namespace, rank, incarnation),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             process: std::process::id(),
+            place: Place {
+                rack: options.rack.clone().unwrap_or_default(),
+                host: options.host.clone().unwrap_or_else(host_identity),
+            },
         };
         let connected =
             manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
@@ -120,7 +126,7 @@ impl Member {
             job_options: self.connected.options,
             placement_hash: Some(initialised.placement_hash),
         };
-        admission.open(self.options)
+        admission.open(self.options.clone())
     }
 }
 

@@ -58,7 +58,7 @@ pub enum Sharing {
 }
 
 /// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// How long a refused connection to the manager is dialled again, for a manager that is just starting.
     pub manager_patience: Duration,
@@ -69,6 +69,10 @@ pub struct Options {
     pub spin: Duration,
     /// How tensors travel.
     pub transport: Transport,
+    /// The rack this worker is in, where hubs serve racks.
+    pub rack: Option<String>,
+    /// What hubs that serve a single host know this one by; by default what tells it and its network namespace from all others.
+    pub host: Option<String>,
     /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
     /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory, a job in step, and a single hub.
     pub shared_parameters: Sharing,
@@ -92,13 +96,16 @@ impl Options {
     /// How long dropping a job waits for requests under way.
     pub const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// The default with what the environment says: `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), for whoever starts a
-    /// worker and cannot change it.
+    /// The default with what the environment says: `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), `PARAMHUB_RACK` and
+    /// `PARAMHUB_HOST`, for whoever starts a worker and cannot change it.
     ///
     /// # Errors
     /// [`WorkerError::Environment`] if the variable cannot be read.
     pub fn from_env() -> Result<Self, WorkerError> {
-        Self::from_variable(std::env::var_os(TRANSPORT_VARIABLE).map(|value| value.into_string()))
+        let options =
+            Self::from_variable(std::env::var_os(TRANSPORT_VARIABLE).map(|value| value.into_string()))?;
+        let named = |variable| std::env::var(variable).ok().filter(|name: &String| !name.is_empty());
+        Ok(Options { rack: named(RACK_VARIABLE), host: named(HOST_VARIABLE), ..options })
     }
 
     fn from_variable(transport: Option<Result<String, std::ffi::OsString>>) -> Result<Self, WorkerError> {
@@ -149,6 +156,10 @@ impl Options {
 
 /// What says how tensors travel where the program does not.
 const TRANSPORT_VARIABLE: &str = "PARAMHUB_TRANSPORT";
+/// Names a worker's rack.
+pub(crate) const RACK_VARIABLE: &str = "PARAMHUB_RACK";
+/// Names a worker's host.
+pub(crate) const HOST_VARIABLE: &str = "PARAMHUB_HOST";
 
 impl Default for Options {
     fn default() -> Self {
@@ -157,6 +168,8 @@ impl Default for Options {
             rendezvous_timeout: Duration::from_secs(600),
             spin: Duration::ZERO,
             transport: Transport::Auto,
+            rack: None,
+            host: None,
             shared_parameters: Sharing::Never,
             dial_timeout: Duration::from_secs(10),
             heartbeat: Duration::from_secs(1),

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use crate::Transport;
 use paramhub_core::codec::Codec;
+use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
 use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT};
@@ -44,6 +45,9 @@ pub(crate) struct HubSection {
     pub(crate) listen: Vec<SocketAddr>,
     pub(crate) advertise: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rack: Option<String>,
+    pub(crate) host_only: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cores: Option<usize>,
     pub(crate) streams: usize,
     pub(crate) shared_memory: bool,
@@ -77,6 +81,10 @@ pub(crate) struct RunSection {
     pub(crate) cores: usize,
     pub(crate) rendezvous_timeout_s: f64,
     pub(crate) dead_after_s: f64,
+    #[serde(with = "text")]
+    pub(crate) reduction: Reduction,
+    #[serde(with = "text")]
+    pub(crate) optimize_at: OptimizeAt,
 }
 
 /// `[train]`
@@ -105,6 +113,8 @@ pub(crate) struct TrainSection {
     #[serde(with = "text")]
     pub(crate) consistency: Consistency,
     #[serde(with = "text")]
+    pub(crate) reduction: Reduction,
+    #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
     pub(crate) cores: usize,
@@ -119,6 +129,8 @@ impl Default for HubSection {
         HubSection {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], HUB_PORT))],
             advertise: Vec::new(),
+            rack: None,
+            host_only: false,
             cores: None,
             streams: 1,
             shared_memory: true,
@@ -163,8 +175,17 @@ impl Default for ManagerSection {
 
 impl Default for RunSection {
     fn default() -> Self {
-        let JobOptions { rendezvous_timeout_s, dead_after_s, .. } = JobOptions::default();
-        RunSection { workers: 1, name: None, cores: 1, rendezvous_timeout_s, dead_after_s }
+        let JobOptions { rendezvous_timeout_s, dead_after_s, reduction, optimize_at, .. } =
+            JobOptions::default();
+        RunSection {
+            workers: 1,
+            name: None,
+            cores: 1,
+            rendezvous_timeout_s,
+            dead_after_s,
+            reduction,
+            optimize_at,
+        }
     }
 }
 
@@ -185,6 +206,7 @@ impl Default for TrainSection {
             transport: Transport::Auto,
             reproducible: false,
             consistency: Consistency::Synchronous,
+            reduction: Reduction::Auto,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

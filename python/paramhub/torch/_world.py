@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -44,6 +45,8 @@ class HubAccess:
     url: str
     admin_token: str | None
     is_embedded: bool
+    run: str
+    """Tells this run's hosts from those of others that use the same hub."""
 
 
 class World:
@@ -61,6 +64,7 @@ class World:
         self.watch_store = store.clone() if hasattr(store, "clone") else store
         """The store over a connection of its own: while one thread waits in a store, others have to wait for it."""
         self._hub: Hub | None = None
+        self._host_hub: Hub | None = None
         self.is_on_one_host = place.is_on_one_host
         self._place = place
         self._jobs: list[_native.Job] = []
@@ -69,6 +73,9 @@ class World:
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
         self.hub, traced = self._meet_hub(url, place)
+        own = os.environ.get("PARAMHUB_HOST", "").strip() or _native.host_identity()
+        self.host = f"{self.hub.run}/{own}"
+        self._start_host_hub()
         if traced is not None:
             self._trace(**traced)
         if self.rank == 0:
@@ -82,7 +89,8 @@ class World:
             return HubAccess(**told["hub"]), told["trace"]
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
-            access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False)
+            token = os.environ.get("PARAMHUB_ADMIN_TOKEN") or None
+            access = HubAccess(url, token, is_embedded=False, run=secrets.token_hex(8))
         else:
             access = self._start_hub(place)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -115,7 +123,37 @@ class World:
             f"no PARAMHUB_URL is set, so rank 0 runs the hub: manager {self._hub.url} "
             f"data {','.join(self._hub.addresses)} cores {cores}"
         )
-        return HubAccess(self._hub.url, token, is_embedded=True)
+        return HubAccess(self._hub.url, token, is_embedded=True, run=secrets.token_hex(8))
+
+    def _start_host_hub(self) -> None:
+        """Starts a hub for the ranks of this host, below the one that all ranks use: their gradients are summed here, in shared
+        memory, and each byte leaves the host once."""
+        wanted = self.options.host_hub
+        if wanted is None:
+            toward = urlsplit(self.hub.url)
+            wanted = not _is_own_address(toward.hostname or "localhost")
+        if not wanted or self.local_rank != 0 or self.local_size == 1 or self._hub is not None:
+            return
+        cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
+        toward = urlsplit(self.hub.url)
+        address = _own_address_toward(toward.hostname or "localhost", toward.port or 80) or "127.0.0.1"
+        try:
+            self._host_hub = Hub(
+                join=self.hub.url,
+                host=self.host,
+                rack=os.environ.get("PARAMHUB_RACK") or None,
+                listen=[_with_port(address, 0)],
+                cores=cores,
+                admin_token=self.hub.admin_token,
+            )
+        except ConnectError as error:
+            if self.options.host_hub:
+                raise
+            _say(
+                f"rank {self.rank}: every rank of this host exchanges with {self.hub.url} by itself: {error}"
+            )
+            return
+        _say(f"rank {self.rank} runs a hub for the {self.local_size} ranks of its host, below {self.hub.url}")
 
     def describe(self) -> str:
         """The effective configuration in one line."""
@@ -176,13 +214,19 @@ class World:
         """
         members = list(range(self.size)) if ranks is None else list(ranks)
         rank = members.index(self.rank)
-        url, namespace, secret = self._ticket(label, members, rank, inherits)
+        # Only steps of one phase, in which everybody waits for everybody, can be summed host by host.
+        is_simple = settings.get("consistency", "synchronous") == "synchronous" and not settings.get(
+            "two_phase"
+        )
+        reduction = "auto" if is_simple and settings.get("clip_norm") is None else "flat"
+        url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
         member = _native.connect(
             url,
             namespace,
             secret,
             rank,
             transport=self.options.transport,
+            host=self.host,
             shared_parameters=shared_parameters,
             # After the manager's own, which names who is missing.
             rendezvous_timeout=self.options.timeout + 30.0,
@@ -191,7 +235,9 @@ class World:
         self._jobs.append(job)
         return job
 
-    def _ticket(self, label: str, members: list[int], rank: int, inherits: bool) -> tuple[str, str, str]:
+    def _ticket(
+        self, label: str, members: list[int], rank: int, inherits: bool, reduction: str
+    ) -> tuple[str, str, str]:
         if self._inherited is not None and inherits and len(members) == self.size:
             # What `paramhub run` has created for this run is for whoever comes first.
             ticket, self._inherited = self._inherited, None
@@ -212,6 +258,7 @@ class World:
                 rendezvous_timeout=self.options.timeout,
                 dead_after=self.options.dead_after,
                 patience=10.0,
+                reduction=reduction,
             )
         except ConnectError as error:
             self._store.set(f"job/{label}", json.dumps([None, str(error), ""]))
@@ -266,6 +313,14 @@ class World:
                 _say(f"rank {self.rank}: {error}")
                 has_failed = True
         trace._finish()
+        if self._host_hub is not None:
+            # It has passed the last word on once it holds nothing of any job.
+            deadline = time.monotonic() + (
+                0.0 if abandon else FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT
+            )
+            while self._host_hub.memory_bytes() > 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self._host_hub.stop()
         if self._hub is None:
             with contextlib.suppress(Exception):
                 self._store.add("left", 1)
@@ -290,6 +345,7 @@ class Options:
     hub_cores: int | None = None
     timeout: float = TIMEOUT_DEFAULT
     dead_after: float = 30.0
+    host_hub: bool | None = None
 
 
 _world: World | None = None
@@ -308,6 +364,7 @@ def init(
     hub_cores: int | None = None,
     timeout: float = TIMEOUT_DEFAULT,
     dead_after: float = 30.0,
+    host_hub: bool | None = None,
 ) -> None:
     """Joins the other ranks of this run. Called again it does nothing.
 
@@ -322,11 +379,15 @@ def init(
     sleep while nothing arrives. ``timeout`` in seconds is
     how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
     noticed at once.
+
+    Where several ranks share a host that the hub is not on, the first of them runs one more for this host: gradients are summed
+    there first, in shared memory, and each byte leaves the host once. ``host_hub`` says whether it does; a hub that asks for
+    an admin token needs ``PARAMHUB_ADMIN_TOKEN``.
     """
     if _world is not None:
         return
     place = launched(rank, size, local_rank, local_size)
-    options = Options(transport, reproducible, hub_cores, timeout, dead_after)
+    options = Options(transport, reproducible, hub_cores, timeout, dead_after, host_hub)
     if store is None:
         store = _meeting_place(place, timeout)
     establish(place, store, url, options)
@@ -454,17 +515,36 @@ def _reachable_address(place: Launched) -> str:
     if place.master is None:
         raise MisuseError("a hub for other hosts needs MASTER_ADDR, or set PARAMHUB_URL to a running hub")
     host, port = place.master
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-            # No packet leaves: the system only looks up the route.
-            probe.connect(address)
-            own = probe.getsockname()[0]
-            if not own.startswith("127.") and own != "::1":
-                return own
+    own = _own_address_toward(host, port)
+    if own is not None:
+        return own
     raise MisuseError(
         f"MASTER_ADDR {host} leads to a loopback address, where other hosts cannot reach a hub: set it to a name or "
         "address of rank 0's host in the network, or set PARAMHUB_URL to a running hub"
     )
+
+
+def _own_address_toward(host: str, port: int) -> str | None:
+    """The address of this host from which packets to another one leave; None for loopback."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            # No packet leaves: the system only looks up the route.
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+            if not own.startswith("127.") and own != "::1":
+                return own
+    return None
+
+
+def _is_own_address(host: str) -> bool:
+    """Whether the host is this one: then packets to it leave from the address they go to."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                probe.connect(address)
+                if probe.getsockname()[0] == address[0]:
+                    return True
+    return False
 
 
 def _with_port(address: str, port: int) -> str:

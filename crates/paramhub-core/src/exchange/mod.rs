@@ -6,15 +6,18 @@
 //! a few lines of [`Exchange::push`] and [`Exchange::settle`], not in machinery.
 //!
 //! A chunk's *version* counts the updates its parameters have seen: a synchronous step, or one contribution. A worker's
-//! push of `step` t contributes to the update that makes version t + 1. Between a rank's request for a chunk and the
-//! hub's answer the rank may not ask for that chunk again; so no queue is ever needed.
+//! push of `step` t contributes to the update that makes version t + 1. Between a member's request for a chunk and the
+//! hub's answer it may not ask for that chunk again; so no queue is ever needed.
 //!
 //! In two phases a complete chunk is held instead of updated. When all are, their norm is told, and rank 0 releases the step:
 //! chunks then have their updates one after the other, and may meanwhile take contributions to the next step.
+//!
+//! In a job of several [sites](crate::composition) members are workers and sites alike. A sum that is complete here is raised
+//! to the site above, if there is one, and the step goes on with its answer.
 
 mod rules;
 
-pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Rules, Stranded, Update};
+pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Reach, Rules, Stranded, Then, Update};
 
 #[cfg(test)]
 mod tests;

@@ -8,13 +8,19 @@ use crate::limits::STATE_UPDATES_MAX;
 /// What holds for all chunks of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// Ranks in the job.
+    /// Ranks in the job, wherever they exchange: the mean divides by it.
     pub workers: u32,
+    /// Who contributes here: workers by rank, then [sites](crate::composition). A flat job has no others than its workers.
+    pub members: u32,
+    /// The first member that is a site; `members` where none is.
+    pub sites_from: u32,
+    /// The member that is rank 0, if it exchanges here.
+    pub rank_0: Option<u32>,
     /// When contributions take effect and answers may leave.
     pub consistency: Consistency,
-    /// Sum in rank order.
+    /// Sum in the order of members.
     pub reproducible: bool,
-    /// Whether rank 0 must send the parameters to start from.
+    /// Whether rank 0 must send the parameters to start from, here or to another site that passes them on.
     pub has_parameters: bool,
     /// Whether a complete chunk is held until rank 0 releases the step; synchronous, with parameters.
     pub two_phase: bool,
@@ -25,8 +31,8 @@ pub struct Rules {
 pub struct Exchange {
     rules: Rules,
     chunks: Vec<ChunkBook>,
-    /// Of slot `s` and rank `r`, at `s * workers + r`.
-    ranks: Vec<RankBook>,
+    /// Of slot `s` and member `m`, at `s * members + m`.
+    books: Vec<MemberBook>,
     left: Vec<bool>,
     departures: u32,
     /// Of the chunks held, those that no release has named.
@@ -37,8 +43,18 @@ pub struct Exchange {
     start: Option<u32>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+/// How a chunk stands to the sites around, which may differ from chunk to chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reach {
+    /// Members that contribute to it: the first so many.
+    pub members: u32,
+    /// Whether the sum goes on to a site above.
+    pub has_above: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
 struct ChunkBook {
+    reach: Reach,
     /// Grows by one an update; the low 32 bits travel.
     version: u64,
     /// Updates since the optimizer's state was zero, which need not be at version 0.
@@ -48,29 +64,45 @@ struct ChunkBook {
     /// Of those, how many are in the sum; fewer than `arrived` only while some are parked.
     folded: u32,
     initialised: bool,
-    /// Complete, and not updated yet.
-    is_held: bool,
+    stage: Stage,
+}
+
+/// How far the step under way is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Stage {
+    /// Contributions are missing.
+    #[default]
+    Open,
+    /// The sum is complete here and on its way up.
+    Raised,
+    /// Complete, and not updated before its release.
+    Held,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct RankBook {
-    /// The step the rank pushes next.
+struct MemberBook {
+    /// The step the member pushes next.
     next_step: u32,
     request: Request,
 }
 
 impl ChunkBook {
+    fn new(reach: Reach, initialised: bool) -> Self {
+        ChunkBook { reach, version: 0, updates: 0, arrived: 0, folded: 0, initialised, stage: Stage::Open }
+    }
+
     /// Ends the step under way.
     fn update(&mut self, step: u32, contributions: u32) -> Update {
         self.version += 1;
         self.updates += 1;
         self.arrived = 0;
         self.folded = 0;
+        self.stage = Stage::Open;
         Update { step, number: self.updates, contributions }
     }
 }
 
-/// What a rank waits for on a chunk.
+/// What a member waits for on a chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Request {
     #[default]
@@ -91,18 +123,29 @@ pub enum Answer {
     State(u8),
 }
 
-/// A job keeps one of these a chunk and rank.
-const _: () = assert!(size_of::<RankBook>() == 8);
+/// A job keeps one of these a chunk and member.
+const _: () = assert!(size_of::<MemberBook>() == 8);
 
 /// What to do with a contribution that is here whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrival {
     /// Where the payload goes.
     pub fold: Fold,
-    /// The optimizer must run on the sum, after the fold.
-    pub update: Option<Update>,
-    /// The sum is complete, after the fold, and the chunk waits for its step's release.
-    pub is_held: bool,
+    /// What becomes of the sum, after the fold.
+    pub then: Then,
+}
+
+/// What becomes of a chunk's sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// It waits for further contributions.
+    Wait,
+    /// It is complete here and goes on to the site above, whose answer [`Exchange::lower`] takes.
+    Raise,
+    /// It is complete, and the chunk waits for its step's release.
+    Hold,
+    /// The optimizer must run on it.
+    Update(Update),
 }
 
 /// Where a contribution's payload goes.
@@ -112,10 +155,10 @@ pub enum Fold {
     Sum {
         /// The sum starts with this payload instead of adding to it.
         first: bool,
-        /// Ranks whose parked contributions are due.
+        /// Members whose parked contributions are due.
         parked: Range<u32>,
     },
-    /// Into the rank's parking place, until every lower rank's contribution is in the sum.
+    /// Into the member's parking place, until every lower one's contribution is in the sum.
     Park,
 }
 
@@ -133,7 +176,7 @@ pub struct Update {
 /// A request against the rules: the sender is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Offence {
-    /// A step that is over, or that this rank has contributed to already.
+    /// A step that is over, or that this member has contributed to already.
     #[error("step {got} was pushed, but step {expected} is due: a step is pushed once and in order")]
     StepBehind {
         /// The step due.
@@ -152,7 +195,7 @@ pub enum Offence {
     /// The step after which versions could not be counted any more.
     #[error("step {} was pushed, but a run ends before it: start a new one from these parameters", u32::MAX)]
     StepsExhausted,
-    /// The rank has a request for this chunk that is not answered.
+    /// The member has a request for this chunk that is not answered.
     #[error("a second request came before the first was answered")]
     Unanswered,
     /// Parameters were pushed to or asked to be replaced before rank 0 had sent any.
@@ -177,6 +220,9 @@ pub enum Offence {
     /// Optimizer state came when somebody may already have contributed, or from another rank than 0.
     #[error("optimizer state to start from comes from rank 0, before its parameters to start from")]
     StateInitialised,
+    /// The site above answered what it was not asked.
+    #[error("the sum of step {0} came from above, but it is not awaited")]
+    NotAwaited(u32),
     /// Optimizer state that has had more updates than can be counted on from.
     #[error(
         "optimizer state to start from has had {0} updates, more than the {STATE_UPDATES_MAX} it may have had"
@@ -184,17 +230,17 @@ pub enum Offence {
     StateUpdates(u64),
 }
 
-/// Ranks wait for what another rank will never send.
+/// Members wait for what another one will never send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("rank {rank} left the job, but other ranks wait for {awaited}")]
+#[error("left the job, but other ranks wait for {awaited}")]
 pub struct Stranded {
-    /// Who left.
-    pub rank: u32,
+    /// Who left, for the caller to name.
+    pub member: u32,
     /// What will not come.
     pub awaited: Awaited,
 }
 
-/// What ranks wait for in vain.
+/// What members wait for in vain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Awaited {
     /// Rank 0's parameters.
@@ -211,33 +257,41 @@ pub enum Awaited {
 impl Exchange {
     /// Books for `chunks` chunks; allocates all they will ever need.
     pub fn new(rules: Rules, chunks: u32) -> Self {
-        let initialised = !rules.has_parameters;
+        let reach = Reach { members: rules.members, has_above: false };
+        Self::among_sites(rules, std::iter::repeat_n(reach, chunks as usize))
+    }
+
+    /// As [`Exchange::new`], for a site among others; `reach` says of every chunk who contributes to it and whether its sum
+    /// goes on.
+    pub fn among_sites(rules: Rules, reach: impl IntoIterator<Item = Reach>) -> Self {
+        let chunks: Vec<ChunkBook> =
+            reach.into_iter().map(|reach| ChunkBook::new(reach, !rules.has_parameters)).collect();
         Exchange {
             rules,
-            chunks: vec![ChunkBook { initialised, ..Default::default() }; chunks as usize],
-            ranks: vec![RankBook::default(); chunks as usize * rules.workers as usize],
-            left: vec![false; rules.workers as usize],
+            books: vec![MemberBook::default(); chunks.len() * rules.members as usize],
+            left: vec![false; rules.members as usize],
             departures: 0,
             held: 0,
-            release_at: chunks,
+            release_at: chunks.len() as u32,
             start: None,
+            chunks,
         }
     }
 
     /// Bytes these books take.
     pub fn memory_bytes(rules: Rules, chunks: u32) -> u64 {
-        let per_chunk = size_of::<ChunkBook>() + size_of::<RankBook>() * rules.workers as usize;
+        let per_chunk = size_of::<ChunkBook>() + size_of::<MemberBook>() * rules.members as usize;
         u64::from(chunks) * per_chunk as u64
     }
 
-    /// Takes the parameters to start from, at `version`. The caller copies them into the model if this is `Ok`, then
-    /// calls [`Exchange::settle`].
-    pub fn initialise(&mut self, slot: u32, rank: u32, version: u32) -> Result<(), Offence> {
+    /// Takes the parameters to start from, at `version`, from a member or, `None`, from the site above. The caller copies
+    /// them into the model if this is `Ok`, then calls [`Exchange::settle`].
+    pub fn initialise(&mut self, slot: u32, member: Option<u32>, version: u32) -> Result<(), Offence> {
         let chunk = self.chunks[slot as usize];
-        if chunk.initialised || rank != 0 {
+        if chunk.initialised || !self.speaks_for_rank_0(member) {
             return Err(Offence::Initialised);
         }
-        if self.rank(slot, rank).request != Request::None {
+        if member.is_some_and(|member| self.book(slot, member).request != Request::None) {
             return Err(Offence::Unanswered);
         }
         let expected = self.start.unwrap_or(version);
@@ -247,15 +301,21 @@ impl Exchange {
         self.start = Some(expected);
         self.chunks[slot as usize] = ChunkBook {
             version: u64::from(version),
-            initialised: true,
             updates: chunk.updates,
-            ..Default::default()
+            ..ChunkBook::new(chunk.reach, true)
         };
-        for rank in 0..self.rules.workers {
-            self.rank_mut(slot, rank).next_step = version;
+        for member in 0..self.rules.members {
+            self.book_mut(slot, member).next_step = version;
         }
-        self.rank_mut(slot, rank).request = Request::Waiting(Answer::Applied);
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
+            self.book_mut(slot, rank_0).request = Request::Waiting(Answer::Applied);
+        }
         Ok(())
+    }
+
+    /// Whether what rank 0 alone may say may come from there: from itself, or from a site that passes it on.
+    fn speaks_for_rank_0(&self, member: Option<u32>) -> bool {
+        member.is_none_or(|member| self.rules.rank_0 == Some(member) || member >= self.rules.sites_from)
     }
 
     /// Takes a slot of the optimizer's state to start from, which has had so many updates; the last slot's count holds. The
@@ -263,29 +323,36 @@ impl Exchange {
     ///
     /// It comes before the parameters: until these are here nobody else may contribute or is answered, so nobody meets a
     /// chunk whose parameters are restored and whose state is not.
-    pub fn initialise_state(&mut self, slot: u32, rank: u32, updates: u64) -> Result<(), Offence> {
-        if self.chunks[slot as usize].initialised || rank != 0 {
+    pub fn initialise_state(&mut self, slot: u32, member: Option<u32>, updates: u64) -> Result<(), Offence> {
+        if self.chunks[slot as usize].initialised || !self.speaks_for_rank_0(member) {
             return Err(Offence::StateInitialised);
         }
-        if self.rank(slot, rank).request != Request::None {
+        if member.is_some_and(|member| self.book(slot, member).request != Request::None) {
             return Err(Offence::Unanswered);
         }
         if updates > STATE_UPDATES_MAX {
             return Err(Offence::StateUpdates(updates));
         }
         self.chunks[slot as usize].updates = updates;
-        self.rank_mut(slot, rank).request = Request::Owed(Answer::Applied);
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
+            self.book_mut(slot, rank_0).request = Request::Owed(Answer::Applied);
+        }
         Ok(())
     }
 
     /// Takes a request for a slot of the optimizer's state. It is answered as soon as there are parameters, with what the
     /// chunk's last update left: see [`Exchange::settle`].
-    pub fn pull_state(&mut self, slot: u32, rank: u32, state_slot: u8) -> Result<(), Offence> {
-        if self.rank(slot, rank).request != Request::None {
+    pub fn pull_state(&mut self, slot: u32, member: u32, state_slot: u8) -> Result<(), Offence> {
+        if self.book(slot, member).request != Request::None {
             return Err(Offence::Unanswered);
         }
-        self.rank_mut(slot, rank).request = Request::Waiting(Answer::State(state_slot));
+        self.book_mut(slot, member).request = Request::Waiting(Answer::State(state_slot));
         Ok(())
+    }
+
+    /// The step of the chunk that is under way.
+    pub fn step(&self, slot: u32) -> u32 {
+        self.chunks[slot as usize].version as u32
     }
 
     /// Updates of the chunk since its optimizer's state was zero.
@@ -293,9 +360,9 @@ impl Exchange {
         self.chunks[slot as usize].updates
     }
 
-    /// What is owed to `rank` and has not begun to leave.
-    pub fn owed(&self, slot: u32, rank: u32) -> Option<Answer> {
-        match self.rank(slot, rank).request {
+    /// What is owed to `member` and has not begun to leave.
+    pub fn owed(&self, slot: u32, member: u32) -> Option<Answer> {
+        match self.book(slot, member).request {
             Request::Owed(answer) => Some(answer),
             Request::None | Request::Waiting(_) => None,
         }
@@ -303,9 +370,9 @@ impl Exchange {
 
     /// Takes a contribution that is here whole. The caller does what the arrival says and, if it ran the optimizer,
     /// calls [`Exchange::settle`].
-    pub fn push(&mut self, slot: u32, rank: u32, step: u32, answer: Answer) -> Result<Arrival, Offence> {
+    pub fn push(&mut self, slot: u32, member: u32, step: u32, answer: Answer) -> Result<Arrival, Offence> {
         let chunk = self.chunks[slot as usize];
-        let book = self.rank(slot, rank);
+        let book = self.book(slot, member);
         if !chunk.initialised {
             return Err(Offence::NotInitialised);
         }
@@ -322,20 +389,44 @@ impl Exchange {
         if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
             return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
         }
-        *self.rank_mut(slot, rank) = RankBook { next_step: step + 1, request: Request::Waiting(answer) };
-        let contributions_due = match self.rules.consistency {
-            Consistency::Synchronous => self.rules.workers,
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => 1,
+        *self.book_mut(slot, member) = MemberBook { next_step: step + 1, request: Request::Waiting(answer) };
+        let (members_due, contributions_due) = match self.rules.consistency {
+            Consistency::Synchronous => (chunk.reach.members, self.rules.workers),
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => (1, 1),
         };
-        let fold = self.fold(slot, rank);
+        let fold = self.fold(slot, member);
         let chunk = &mut self.chunks[slot as usize];
         chunk.arrived += 1;
-        let is_complete = chunk.arrived == contributions_due;
-        let is_held = is_complete && self.rules.two_phase;
-        chunk.is_held = is_held;
-        self.held += u32::from(is_held);
-        let update = (is_complete && !is_held).then(|| chunk.update(step, contributions_due));
-        Ok(Arrival { fold, update, is_held })
+        let then = match chunk.arrived == members_due {
+            false => Then::Wait,
+            true if chunk.reach.has_above => {
+                chunk.stage = Stage::Raised;
+                Then::Raise
+            }
+            true => self.complete(slot, step, contributions_due),
+        };
+        Ok(Arrival { fold, then })
+    }
+
+    /// Takes the answer of the site above to a sum that was raised at `step`: the sum of all workers' gradients. What
+    /// follows is as of a sum that was completed here.
+    pub fn lower(&mut self, slot: u32, step: u32) -> Result<Then, Offence> {
+        let chunk = self.chunks[slot as usize];
+        if chunk.stage != Stage::Raised || chunk.version != u64::from(step) {
+            return Err(Offence::NotAwaited(step));
+        }
+        Ok(self.complete(slot, step, self.rules.workers))
+    }
+
+    /// All workers' gradients are in the sum.
+    fn complete(&mut self, slot: u32, step: u32, contributions: u32) -> Then {
+        let chunk = &mut self.chunks[slot as usize];
+        if self.rules.two_phase {
+            chunk.stage = Stage::Held;
+            self.held += 1;
+            return Then::Hold;
+        }
+        Then::Update(chunk.update(step, contributions))
     }
 
     /// The step that all chunks are held at, if they are: its norm is due.
@@ -346,8 +437,8 @@ impl Exchange {
 
     /// Takes rank 0's release of the step that all chunks are held at. The caller then asks for their updates, a few at a
     /// time: see [`Exchange::release_next`].
-    pub fn release(&mut self, rank: u32, step: u32) -> Result<(), Offence> {
-        if rank != 0 || self.held_step() != Some(step) {
+    pub fn release(&mut self, member: u32, step: u32) -> Result<(), Offence> {
+        if self.rules.rank_0 != Some(member) || self.held_step() != Some(step) {
             return Err(Offence::Released(step));
         }
         self.held = 0;
@@ -361,7 +452,6 @@ impl Exchange {
         let slot = self.release_at;
         let chunk = self.chunks.get_mut(slot as usize)?;
         self.release_at += 1;
-        chunk.is_held = false;
         Some((slot, chunk.update(chunk.version as u32, self.rules.workers)))
     }
 
@@ -371,9 +461,9 @@ impl Exchange {
     }
 
     /// Takes a request for parameters of at least `version`. The answer may be due at once: see [`Exchange::settle`].
-    pub fn pull(&mut self, slot: u32, rank: u32, version: u32) -> Result<(), Offence> {
+    pub fn pull(&mut self, slot: u32, member: u32, version: u32) -> Result<(), Offence> {
         let chunk = self.chunks[slot as usize];
-        let book = self.rank(slot, rank);
+        let book = self.book(slot, member);
         if book.request != Request::None {
             return Err(Offence::Unanswered);
         }
@@ -385,51 +475,51 @@ impl Exchange {
         if chunk.initialised && version > newest {
             return Err(Offence::StepAhead { expected: newest, got: version });
         }
-        self.rank_mut(slot, rank).request = Request::Waiting(Answer::Parameters);
+        self.book_mut(slot, member).request = Request::Waiting(Answer::Parameters);
         Ok(())
     }
 
-    /// Calls `owed` for each rank whose request for this chunk may now be answered and could not before. Called after
+    /// Calls `owed` for each member whose request for this chunk may now be answered and could not before. Called after
     /// every initialise, update, pull and pull_state of the chunk.
     pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
-        for rank in 0..self.rules.workers {
-            if let Request::Waiting(answer) = self.rank(slot, rank).request
-                && self.may_answer(slot, rank, answer, slowest)
+        for member in 0..self.rules.members {
+            if let Request::Waiting(answer) = self.book(slot, member).request
+                && self.may_answer(slot, member, answer, slowest)
             {
-                self.rank_mut(slot, rank).request = Request::Owed(answer);
-                owed(rank, answer);
+                self.book_mut(slot, member).request = Request::Owed(answer);
+                owed(member, answer);
             }
         }
     }
 
-    /// The version to send with the answer to `rank`.
-    pub fn answer_version(&self, slot: u32, rank: u32) -> u32 {
+    /// The version to send with the answer to `member`.
+    pub fn answer_version(&self, slot: u32, member: u32) -> u32 {
         match self.rules.consistency {
             Consistency::Synchronous => self.chunks[slot as usize].version as u32,
             // Each worker counts its own steps where there is no common one.
-            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.rank(slot, rank).next_step,
+            Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.book(slot, member).next_step,
         }
     }
 
-    /// The answer to `rank` has begun to leave: from now on the rank may ask for this chunk again.
-    pub fn answer_begun(&mut self, slot: u32, rank: u32) {
-        let request = &mut self.rank_mut(slot, rank).request;
+    /// The answer to `member` has begun to leave: from now on it may ask for this chunk again.
+    pub fn answer_begun(&mut self, slot: u32, member: u32) {
+        let request = &mut self.book_mut(slot, member).request;
         debug_assert!(matches!(request, Request::Owed(_)), "only what is owed is sent");
         *request = Request::None;
     }
 
-    /// Notes that a rank has left of its own accord, and calls `owed` as [`Exchange::settle`] does for every slot the
+    /// Notes that a member has left of its own accord, and calls `owed` as [`Exchange::settle`] does for every slot the
     /// departure frees.
     ///
     /// Fails if others wait, now or for ever, for a contribution that will not come.
-    pub fn leave(&mut self, rank: u32, mut owed: impl FnMut(u32, u32, Answer)) -> Result<(), Stranded> {
-        self.left[rank as usize] = true;
+    pub fn leave(&mut self, member: u32, mut owed: impl FnMut(u32, u32, Answer)) -> Result<(), Stranded> {
+        self.left[member as usize] = true;
         self.departures += 1;
         for slot in 0..self.chunks.len() as u32 {
             // What is owed to it may still be sent.
-            if let Request::Waiting(_) = self.rank(slot, rank).request {
-                self.rank_mut(slot, rank).request = Request::None;
+            if let Request::Waiting(_) = self.book(slot, member).request {
+                self.book_mut(slot, member).request = Request::None;
             }
             self.settle(slot, |waiting, answer| owed(slot, waiting, answer));
             self.stranded_at(slot)?;
@@ -437,62 +527,68 @@ impl Exchange {
         Ok(())
     }
 
-    /// Fails if a rank waits on this chunk for a rank that has left. Called after every pull, and after every push that
+    /// Fails if a member waits on this chunk for one that has left. Called after every pull, and after every push that
     /// brought no update.
     pub fn stranded_at(&self, slot: u32) -> Result<(), Stranded> {
         if self.departures == 0 {
             return Ok(());
         }
         let chunk = self.chunks[slot as usize];
+        let gone_rank_0 = self.rules.rank_0.filter(|&rank_0| self.left[rank_0 as usize]);
         let missing = if !chunk.initialised {
-            self.left[0].then_some((0, Awaited::Parameters))
-        } else if chunk.is_held {
+            gone_rank_0.map(|rank_0| (rank_0, Awaited::Parameters))
+        } else if chunk.stage == Stage::Held {
             let is_released = self.is_releasing() && slot >= self.release_at;
-            (self.left[0] && !is_released).then_some((0, Awaited::Release(chunk.version as u32)))
+            let gone = gone_rank_0.filter(|_| !is_released);
+            gone.map(|rank_0| (rank_0, Awaited::Release(chunk.version as u32)))
         } else if self.rules.consistency == Consistency::Synchronous {
             self.missing(slot)
-                .find(|&rank| self.left[rank as usize])
-                .map(|rank| (rank, Awaited::Contribution(chunk.version as u32)))
+                .find(|&member| self.left[member as usize])
+                .map(|member| (member, Awaited::Contribution(chunk.version as u32)))
         } else {
             None
         };
-        let waits = |rank: u32| {
-            matches!(self.rank(slot, rank).request, Request::Waiting(_)) && !self.left[rank as usize]
+        let waits = |member: u32| {
+            matches!(self.book(slot, member).request, Request::Waiting(_)) && !self.left[member as usize]
         };
         match missing {
-            Some((rank, awaited)) if (0..self.rules.workers).any(waits) => Err(Stranded { rank, awaited }),
+            Some((member, awaited)) if (0..self.rules.members).any(waits) => {
+                Err(Stranded { member, awaited })
+            }
             _ => Ok(()),
         }
     }
 
-    /// Ranks whose contribution to this chunk's step under way is missing, ascending.
+    /// Members whose contribution to this chunk's step under way is missing, ascending.
     pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
-        let version = self.chunks[slot as usize].version;
-        (0..self.rules.workers).filter(move |&rank| u64::from(self.rank(slot, rank).next_step) <= version)
+        let chunk = self.chunks[slot as usize];
+        let version = chunk.version;
+        (0..chunk.reach.members)
+            .filter(move |&member| u64::from(self.book(slot, member).next_step) <= version)
     }
 
-    /// In rank order if the job is reproducible, else in order of arrival.
-    fn fold(&mut self, slot: u32, rank: u32) -> Fold {
+    /// In the order of members if the job is reproducible, else in order of arrival.
+    fn fold(&mut self, slot: u32, member: u32) -> Fold {
         let chunk = self.chunks[slot as usize];
         if !self.rules.reproducible {
             self.chunks[slot as usize].folded += 1;
             return Fold::Sum { first: chunk.folded == 0, parked: 0..0 };
         }
-        if chunk.folded != rank {
+        if chunk.folded != member {
             return Fold::Park;
         }
-        let step = self.rank(slot, rank).next_step;
-        let mut end = rank + 1;
-        while end < self.rules.workers && self.rank(slot, end).next_step == step {
+        let step = self.book(slot, member).next_step;
+        let mut end = member + 1;
+        while end < chunk.reach.members && self.book(slot, end).next_step == step {
             end += 1;
         }
         self.chunks[slot as usize].folded = end;
-        Fold::Sum { first: rank == 0, parked: rank + 1..end }
+        Fold::Sum { first: member == 0, parked: member + 1..end }
     }
 
-    fn may_answer(&self, slot: u32, rank: u32, answer: Answer, slowest: u32) -> bool {
+    fn may_answer(&self, slot: u32, member: u32, answer: Answer, slowest: u32) -> bool {
         let chunk = self.chunks[slot as usize];
-        let next_step = self.rank(slot, rank).next_step;
+        let next_step = self.book(slot, member).next_step;
         chunk.initialised
             && match self.rules.consistency {
                 _ if matches!(answer, Answer::State(_)) => true,
@@ -502,17 +598,17 @@ impl Exchange {
             }
     }
 
-    /// The least advanced rank's next step; ranks that have left hold nobody back.
+    /// The least advanced member's next step; members that have left hold nobody back.
     fn slowest(&self, slot: u32) -> u32 {
-        let present = (0..self.rules.workers).filter(|&rank| !self.left[rank as usize]);
-        present.map(|rank| self.rank(slot, rank).next_step).min().unwrap_or(u32::MAX)
+        let present = (0..self.rules.members).filter(|&member| !self.left[member as usize]);
+        present.map(|member| self.book(slot, member).next_step).min().unwrap_or(u32::MAX)
     }
 
-    fn rank(&self, slot: u32, rank: u32) -> RankBook {
-        self.ranks[slot as usize * self.rules.workers as usize + rank as usize]
+    fn book(&self, slot: u32, member: u32) -> MemberBook {
+        self.books[slot as usize * self.rules.members as usize + member as usize]
     }
 
-    fn rank_mut(&mut self, slot: u32, rank: u32) -> &mut RankBook {
-        &mut self.ranks[slot as usize * self.rules.workers as usize + rank as usize]
+    fn book_mut(&mut self, slot: u32, member: u32) -> &mut MemberBook {
+        &mut self.books[slot as usize * self.rules.members as usize + member as usize]
     }
 }

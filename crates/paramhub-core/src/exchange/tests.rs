@@ -69,8 +69,14 @@ impl World {
                 }
             }
         }
-        assert_eq!(arrival.is_held, self.exchange.held_step() == Some(step), "one chunk is all chunks");
-        self.update(arrival.update);
+        assert_eq!(
+            arrival.then == Then::Hold,
+            self.exchange.held_step() == Some(step),
+            "one chunk is all chunks"
+        );
+        if let Then::Update(update) = arrival.then {
+            self.update(Some(update));
+        }
         Ok(())
     }
 
@@ -139,12 +145,12 @@ impl World {
             0 if next > 0 => self.push(rank, next - 1, Answer::Applied).unwrap_err(),
             1 => self.push(rank, next + 1, Answer::Parameters).unwrap_err(),
             2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
-            3 => self.exchange.initialise_state(0, rank, 3).unwrap_err(),
+            3 => self.exchange.initialise_state(0, Some(rank), 3).unwrap_err(),
             4 if rank > 0 || self.exchange.held_step().is_none() => {
                 self.exchange.release(rank, self.model.len() as u32).unwrap_err()
             }
             5 if waiting => self.exchange.pull_state(0, rank, 0).unwrap_err(),
-            _ => self.exchange.initialise(0, rank, 0).unwrap_err(),
+            _ => self.exchange.initialise(0, Some(rank), 0).unwrap_err(),
         };
         let of_request =
             !matches!(offence, Offence::Initialised | Offence::StateInitialised | Offence::Released(_));
@@ -165,15 +171,15 @@ fn run(rules: Rules, losses: bool, mut rng: TestRng) {
             world.workers[rank as usize].waiting = Some(Answer::Parameters);
         }
         assert!(world.owed.is_empty(), "there is nothing to answer with yet");
-        world.exchange.initialise_state(0, 0, 7).unwrap();
-        assert_eq!(world.exchange.initialise_state(0, 0, 8), Err(Offence::Unanswered));
+        world.exchange.initialise_state(0, Some(0), 7).unwrap();
+        assert_eq!(world.exchange.initialise_state(0, Some(0), 8), Err(Offence::Unanswered));
         assert_eq!(world.exchange.owed(0, 0), Some(Answer::Applied), "state waits for no parameters");
         world.exchange.answer_begun(0, 0);
-        world.exchange.initialise_state(0, 0, UPDATES_BEFORE).unwrap();
+        world.exchange.initialise_state(0, Some(0), UPDATES_BEFORE).unwrap();
         world.exchange.answer_begun(0, 0);
         world.settle();
         assert!(world.owed.is_empty(), "state alone answers nobody");
-        world.exchange.initialise(0, 0, 0).unwrap();
+        world.exchange.initialise(0, Some(0), 0).unwrap();
         world.workers[0].waiting = Some(Answer::Applied);
         world.settle();
     }
@@ -305,6 +311,9 @@ fn rules() -> impl Strategy<Value = Rules> {
     ];
     (1u32..6, consistency, any::<bool>(), any::<bool>()).prop_map(
         |(workers, (consistency, reproducible), has_parameters, two_phase)| Rules {
+            members: workers,
+            sites_from: workers,
+            rank_0: Some(0),
             workers,
             consistency,
             reproducible,
@@ -330,6 +339,9 @@ fn any_rng() -> impl Strategy<Value = TestRng> {
 #[test]
 fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     let rules = Rules {
+        members: 2,
+        sites_from: 2,
+        rank_0: Some(0),
         workers: 2,
         consistency: Consistency::Synchronous,
         reproducible: false,
@@ -337,46 +349,64 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
         two_phase: false,
     };
     let mut exchange = Exchange::new(rules, 1);
-    exchange.initialise(0, 0, 100).unwrap();
+    exchange.initialise(0, Some(0), 100).unwrap();
     exchange.settle(0, |_, _| {});
     assert_eq!(exchange.answer_version(0, 0), 100);
     exchange.answer_begun(0, 0);
     assert_eq!(exchange.push(0, 1, 0, Answer::Applied), Err(Offence::StepBehind { expected: 100, got: 0 }));
     exchange.push(0, 1, 100, Answer::Applied).unwrap();
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
-    let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().update.unwrap();
+    let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().then;
+    let Then::Update(update) = update else { panic!("{update:?}") };
     assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
 }
 
 #[test]
 fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_before() {
     let consistency = Consistency::Asynchronous;
-    let rules =
-        Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: false };
+    let rules = Rules {
+        members: 2,
+        sites_from: 2,
+        rank_0: Some(0),
+        workers: 2,
+        consistency,
+        reproducible: false,
+        has_parameters: true,
+        two_phase: false,
+    };
     let mut exchange = Exchange::new(rules, 1);
-    assert_eq!(exchange.initialise_state(0, 1, 5), Err(Offence::StateInitialised));
+    assert_eq!(exchange.initialise_state(0, Some(1), 5), Err(Offence::StateInitialised));
     let most = 1 << 48;
-    assert_eq!(exchange.initialise_state(0, 0, most + 1), Err(Offence::StateUpdates(most + 1)));
+    assert_eq!(exchange.initialise_state(0, Some(0), most + 1), Err(Offence::StateUpdates(most + 1)));
     exchange.pull_state(0, 1, 3).unwrap();
     exchange.settle(0, |rank, _| panic!("rank {rank} is answered from nothing"));
-    exchange.initialise_state(0, 0, most).unwrap();
+    exchange.initialise_state(0, Some(0), most).unwrap();
     exchange.answer_begun(0, 0);
-    exchange.initialise(0, 0, 9).unwrap();
+    exchange.initialise(0, Some(0), 9).unwrap();
     let mut owed = vec![];
     exchange.settle(0, |rank, answer| owed.push((rank, answer)));
     assert_eq!(owed, [(0, Answer::Applied), (1, Answer::State(3))]);
     assert_eq!((exchange.updates(0), exchange.owed(0, 1)), (most, Some(Answer::State(3))));
     exchange.answer_begun(0, 0);
-    assert_eq!(exchange.initialise_state(0, 0, 5), Err(Offence::StateInitialised), "too late");
-    let update = exchange.push(0, 0, 9, Answer::Applied).unwrap().update.unwrap();
+    assert_eq!(exchange.initialise_state(0, Some(0), 5), Err(Offence::StateInitialised), "too late");
+    let update = exchange.push(0, 0, 9, Answer::Applied).unwrap().then;
+    let Then::Update(update) = update else { panic!("{update:?}") };
     assert_eq!(update.number, most + 1);
 }
 
 #[test]
 fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
     let consistency = Consistency::Asynchronous;
-    let rules =
-        Rules { workers: 1, consistency, reproducible: false, has_parameters: false, two_phase: false };
+    let rules = Rules {
+        members: 1,
+        sites_from: 1,
+        rank_0: Some(0),
+        workers: 1,
+        consistency,
+        reproducible: false,
+        has_parameters: false,
+        two_phase: false,
+    };
     let mut exchange = Exchange::new(rules, 1);
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
     exchange.settle(0, |_, _| {});
@@ -388,13 +418,21 @@ fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
 fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
     for consistency in [Consistency::Synchronous, Consistency::Asynchronous, Consistency::BoundedStaleness(1)]
     {
-        let rules =
-            Rules { workers: 3, consistency, reproducible: false, has_parameters: true, two_phase: false };
+        let rules = Rules {
+            members: 3,
+            sites_from: 3,
+            rank_0: Some(0),
+            workers: 3,
+            consistency,
+            reproducible: false,
+            has_parameters: true,
+            two_phase: false,
+        };
         let mut exchange = Exchange::new(rules, 1);
         exchange.pull(0, 1, 0).unwrap();
         assert_eq!(exchange.leave(2, |_, _, _| {}), Ok(()), "{consistency}: rank 0 may still send them");
         assert_eq!(
-            exchange.leave(0, |_, _, _| {}).unwrap_err().rank,
+            exchange.leave(0, |_, _, _| {}).unwrap_err().member,
             0,
             "{consistency}: nobody will send them"
         );
@@ -404,10 +442,18 @@ fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
 #[test]
 fn steps_end_where_versions_could_not_be_counted_any_more() {
     let consistency = Consistency::BoundedStaleness(0);
-    let rules =
-        Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: false };
+    let rules = Rules {
+        members: 2,
+        sites_from: 2,
+        rank_0: Some(0),
+        workers: 2,
+        consistency,
+        reproducible: false,
+        has_parameters: true,
+        two_phase: false,
+    };
     let mut exchange = Exchange::new(rules, 1);
-    exchange.initialise(0, 0, u32::MAX - 1).unwrap();
+    exchange.initialise(0, Some(0), u32::MAX - 1).unwrap();
     exchange.push(0, 1, u32::MAX - 1, Answer::Applied).unwrap();
     exchange.settle(0, |_, _| {});
     exchange.answer_begun(0, 0);
@@ -420,7 +466,16 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
 /// Synchronous, of two ranks, in two phases.
 fn two_phases(chunks: u32) -> Exchange {
     let consistency = Consistency::Synchronous;
-    let rules = Rules { workers: 2, consistency, reproducible: false, has_parameters: true, two_phase: true };
+    let rules = Rules {
+        members: 2,
+        sites_from: 2,
+        rank_0: Some(0),
+        workers: 2,
+        consistency,
+        reproducible: false,
+        has_parameters: true,
+        two_phase: true,
+    };
     Exchange::new(rules, chunks)
 }
 
@@ -437,13 +492,13 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
     const CHUNKS: u32 = 3;
     let mut exchange = two_phases(CHUNKS);
     for slot in 0..CHUNKS {
-        exchange.initialise(slot, 0, 20).unwrap();
+        exchange.initialise(slot, Some(0), 20).unwrap();
         answer_all(&mut exchange, slot);
     }
     let push = |exchange: &mut Exchange, slot, step| {
         for rank in 0..2 {
             let arrival = exchange.push(slot, rank, step, Answer::Parameters).unwrap();
-            assert_eq!((arrival.update, arrival.is_held), (None, rank == 1));
+            assert_eq!(arrival.then, if rank == 1 { Then::Hold } else { Then::Wait });
         }
     };
     for slot in [2, 0, 1] {
@@ -471,16 +526,16 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
 #[test]
 fn in_two_phases_all_chunks_start_from_one_version() {
     let mut exchange = two_phases(2);
-    exchange.initialise(1, 0, 5).unwrap();
-    assert_eq!(exchange.initialise(0, 0, 6), Err(Offence::Versions { expected: 5, got: 6 }));
-    exchange.initialise(0, 0, 5).unwrap();
+    exchange.initialise(1, Some(0), 5).unwrap();
+    assert_eq!(exchange.initialise(0, Some(0), 6), Err(Offence::Versions { expected: 5, got: 6 }));
+    exchange.initialise(0, Some(0), 5).unwrap();
 }
 
 #[test]
 fn rank_zero_must_stay_to_release_what_is_held() {
     let start = |exchange: &mut Exchange| {
         for slot in 0..2 {
-            exchange.initialise(slot, 0, 0).unwrap();
+            exchange.initialise(slot, Some(0), 0).unwrap();
             answer_all(exchange, slot);
         }
     };
@@ -488,7 +543,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
         exchange.push(slot, rank, 0, Answer::Applied).unwrap();
         exchange.stranded_at(slot)
     };
-    let stranded = Err(Stranded { rank: 0, awaited: Awaited::Release(0) });
+    let stranded = Err(Stranded { member: 0, awaited: Awaited::Release(0) });
     // It has pushed its all and leaves before the others have.
     let mut exchange = two_phases(2);
     start(&mut exchange);
@@ -508,7 +563,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
         assert_eq!(left, if released { Ok(()) } else { stranded });
         // The other may go as it likes.
         let mut exchange = two_phases(1);
-        exchange.initialise(0, 0, 0).unwrap();
+        exchange.initialise(0, Some(0), 0).unwrap();
         answer_all(&mut exchange, 0);
         (0..2).for_each(|rank| push(&mut exchange, 0, rank).unwrap());
         assert_eq!(exchange.leave(1, |_, _, _| {}), Ok(()));

@@ -31,32 +31,49 @@ pub const VERSION: u16 = 1;
 /// Random bytes that make a proof worth nothing on another connection.
 pub type Challenge = [u8; CHALLENGE_BYTES];
 
-/// A worker's first message on a stream.
+/// Who opens a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caller {
+    /// A worker of the job.
+    Worker {
+        /// Its rank.
+        rank: u32,
+        /// On a local stream: it reads parameters from the arena all workers of its host share.
+        shares_parameters: bool,
+    },
+    /// A hub of a site below or beside.
+    Hub {
+        /// The site.
+        site: u16,
+        /// Its route whose sums come on this stream.
+        route: u16,
+    },
+}
+
+/// The first message on a stream, from a worker or from a hub of another site.
 ///
 /// ```text
 ///   0        4      6    8       12        16         32            48               80                112
 ///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
-///   |  PHUB  |  1   |flag| rank  | if |core|namespace | incarnation | placement hash |    challenge    |
+///   |  PHUB  |  1   |flag|caller | if |core|namespace | incarnation | placement hash |    challenge    |
 ///   +--------+------+----+-------+----+----+----------+-------------+----------------+-----------------+
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// The worker's rank.
-    pub rank: u32,
+    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each.
+    pub caller: Caller,
     /// Position of the interface in its hub.
     pub interface: u16,
     /// Core of the hub.
     pub core: u16,
     /// The job.
     pub namespace: Namespace,
-    /// As given to ConnectService.
+    /// As given to ConnectService; of a hub zeros.
     pub incarnation: Incarnation,
-    /// Digest of the placement the worker computed.
+    /// Digest of the placement the caller computed: a worker's of its site, a hub's of all sites.
     pub placement: [u8; 32],
     /// For the hub to answer.
     pub challenge: Challenge,
-    /// On a local stream: the worker reads parameters from the arena all workers of its host share.
-    pub shares_parameters: bool,
 }
 
 /// Why bytes are no handshake.
@@ -84,8 +101,12 @@ impl Hello {
         let mut wire = [0; HELLO_BYTES];
         wire[0..4].copy_from_slice(&MAGIC);
         wire[4..6].copy_from_slice(&VERSION.to_le_bytes());
-        wire[6] = self.shares_parameters.into();
-        wire[8..12].copy_from_slice(&self.rank.to_le_bytes());
+        let (flags, caller) = match self.caller {
+            Caller::Worker { rank, shares_parameters } => (u8::from(shares_parameters), rank),
+            Caller::Hub { site, route } => (2, u32::from(site) << 16 | u32::from(route)),
+        };
+        wire[6] = flags;
+        wire[8..12].copy_from_slice(&caller.to_le_bytes());
         wire[12..14].copy_from_slice(&self.interface.to_le_bytes());
         wire[14..16].copy_from_slice(&self.core.to_le_bytes());
         wire[16..32].copy_from_slice(&self.namespace.0);
@@ -107,13 +128,14 @@ impl Hello {
         if version != VERSION {
             return Err(HandshakeError::Version(version));
         }
-        let reserved = u16::from_le_bytes(bytes(wire, 6));
-        if reserved > 1 {
-            return Err(HandshakeError::Reserved(reserved));
-        }
+        let number = u32::from_le_bytes(bytes(wire, 8));
+        let caller = match u16::from_le_bytes(bytes(wire, 6)) {
+            flags @ (0 | 1) => Caller::Worker { rank: number, shares_parameters: flags == 1 },
+            2 => Caller::Hub { site: (number >> 16) as u16, route: number as u16 },
+            reserved => return Err(HandshakeError::Reserved(reserved)),
+        };
         Ok(Hello {
-            shares_parameters: reserved == 1,
-            rank: u32::from_le_bytes(bytes(wire, 8)),
+            caller,
             interface: u16::from_le_bytes(bytes(wire, 12)),
             core: u16::from_le_bytes(bytes(wire, 14)),
             namespace: Namespace(bytes(wire, 16)),
@@ -231,14 +253,13 @@ mod tests {
 
     fn hello() -> Hello {
         Hello {
-            rank: 3,
+            caller: Caller::Worker { rank: 3, shares_parameters: true },
             interface: 1,
             core: 2,
             namespace: Namespace([1; 16]),
             incarnation: Incarnation([2; 16]),
             placement: [3; 32],
             challenge: [4; 32],
-            shares_parameters: true,
         }
     }
 
@@ -246,6 +267,8 @@ mod tests {
     fn hello_round_trips_and_strangers_are_told_apart() {
         let wire = hello().encode();
         assert_eq!(Hello::decode(&wire), Ok(hello()));
+        let hub = Hello { caller: Caller::Hub { site: 300, route: 700 }, ..hello() };
+        assert_eq!(Hello::decode(&hub.encode()), Ok(hub));
         let mut stranger = wire;
         stranger[0] = b'G';
         assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));
@@ -262,7 +285,7 @@ mod tests {
         let nonce = Nonce([9; 32]);
         let (worker, hub) = stream_proofs(&nonce, &hello(), &[5; 32]);
         assert!(!worker.matches(&hub));
-        let other_rank = Hello { rank: 4, ..hello() };
+        let other_rank = Hello { caller: Caller::Worker { rank: 4, shares_parameters: true }, ..hello() };
         assert!(!worker.matches(&stream_proofs(&nonce, &other_rank, &[5; 32]).0));
         assert!(!worker.matches(&stream_proofs(&nonce, &hello(), &[6; 32]).0));
     }

@@ -55,10 +55,12 @@ pub enum Operation {
     State = 20,
     /// Hub to worker: all chunks of the route are held at `step`; brings the sum of the squares of their mean gradients.
     Norm = 21,
+    /// Hub to a hub below: the sum of all workers' gradients, in f32; `step` is the version that it makes.
+    Total = 22,
 }
 
 impl Operation {
-    const ALL: [Operation; 16] = [
+    const ALL: [Operation; 17] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -75,6 +77,7 @@ impl Operation {
         Operation::Notice,
         Operation::State,
         Operation::Norm,
+        Operation::Total,
     ];
 
     /// The operation with this number on the wire, if there is one.
@@ -85,9 +88,11 @@ impl Operation {
     /// Largest payload a frame of this kind may announce.
     pub const fn length_max(self) -> u32 {
         match self {
-            Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters => {
-                CHUNK_BYTES_MAX
-            }
+            Operation::Push
+            | Operation::PushPull
+            | Operation::Initialise
+            | Operation::Parameters
+            | Operation::Total => CHUNK_BYTES_MAX,
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
             Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
             Operation::Release => Release::BYTES as u32,
@@ -117,7 +122,8 @@ impl Operation {
             | Operation::InitialiseState
             | Operation::Parameters
             | Operation::Applied
-            | Operation::State => true,
+            | Operation::State
+            | Operation::Total => true,
             Operation::Retune
             | Operation::Leave
             | Operation::Heartbeat
@@ -137,7 +143,8 @@ impl Operation {
             | Operation::Failure
             | Operation::Notice
             | Operation::State
-            | Operation::Norm => Direction::ToWorker,
+            | Operation::Norm
+            | Operation::Total => Direction::ToWorker,
             _ => Direction::ToHub,
         }
     }
@@ -213,12 +220,12 @@ impl Header {
         wire
     }
 
-    /// Reads a header that came from a worker (`Direction::ToHub`) or from a hub (`Direction::ToWorker`), and bounds
-    /// what it announces.
+    /// Reads a header that came from a worker (`Direction::ToHub`), from a hub (`Direction::ToWorker`) or, between hubs, may
+    /// be either, and bounds what it announces.
     pub fn decode(wire: &[u8; HEADER_BYTES], direction: Direction) -> Result<Header, FrameError> {
         let word = |at: usize| u32::from_le_bytes(wire[at..at + 4].try_into().expect("four bytes"));
         let operation = Operation::from_wire(wire[0]).ok_or(FrameError::Operation(wire[0]))?;
-        if operation.goes() != direction && operation.goes() != Direction::Both {
+        if ![operation.goes(), Direction::Both].contains(&direction) && operation.goes() != Direction::Both {
             return Err(FrameError::Direction(operation));
         }
         let codec = Codec::from_wire(wire[1]).ok_or(FrameError::Codec(wire[1]))?;

@@ -8,7 +8,7 @@ mod state;
 
 pub use control::{Failure, Notice, Retune};
 pub use handshake::{
-    CHALLENGE_BYTES, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
+    CHALLENGE_BYTES, Caller, Challenge, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal,
     VERDICT_BYTES, VERSION, Verdict, stream_proofs,
 };
 pub use header::{Direction, FrameError, HEADER_BYTES, Header, Operation};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
-use paramhub_core::wire::{Failure, Header, Operation};
+use paramhub_core::wire::{Direction, Failure, Header, Operation};
 use paramhub_transport::{Connection, Outgoing, Stream};
 
 use super::lane::Arrival;
@@ -36,7 +36,7 @@ impl Farewells {
     /// Tells a latecomer why its job is over. The stream's buffer is empty, so it takes the frame at once.
     pub(super) fn tell(&mut self, namespace: Namespace, arrival: Arrival, now: Instant) {
         let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) else { return };
-        let Ok(mut stream) = arrival.connect(CONTROL_BYTES_MAX as usize) else { return };
+        let Ok(mut stream) = arrival.connect(Direction::Both, CONTROL_BYTES_MAX as usize) else { return };
         let payload = failure.encode();
         let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
         let told = stream.send(&[Outgoing { header, payload: &payload }]);

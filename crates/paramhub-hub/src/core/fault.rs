@@ -1,13 +1,15 @@
-//! What a worker can do wrong on a stream, in the words its owner will read.
+//! What a worker or another site can do wrong on a stream, in the words people will read.
 
 use std::time::Duration;
 
 use paramhub_core::codec::Codec;
-use paramhub_core::exchange::{Offence, Stranded};
-use paramhub_core::wire::Operation;
+use paramhub_core::exchange::{Awaited, Offence};
+use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
 
-/// Why a core gives up on a rank of a job, or on the job.
+use super::ports::Neighbour;
+
+/// Why a core gives up on who is at the other end of a stream, or on the job.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub(crate) enum Fault {
     #[error(
@@ -41,24 +43,30 @@ pub(crate) enum Fault {
     /// Its connection stands, as far as anyone can tell: it may yet hear why.
     #[error("was lost: it has not been heard for {:.0} s", .0.as_secs_f64())]
     Silent(Duration),
-    #[error("{0}")]
-    Stranded(Stranded),
+    #[error("sent {0:?}, which does not come from there")]
+    NotFromThere(Operation),
+    /// Somebody else's doing.
+    #[error("left the job, but other ranks wait for {awaited}")]
+    Stranded { who: Neighbour, awaited: Awaited },
+    /// The site above has ended the job.
+    #[error("{}", .0.message)]
+    Failed(Failure),
 }
 
 impl Fault {
-    /// The rank at fault where it showed on the stream of `rank`.
-    pub(crate) fn culprit(&self, rank: u32) -> u32 {
+    /// Who is at fault where it showed on the stream of `neighbour`.
+    pub(crate) fn culprit(&self, neighbour: Neighbour) -> Neighbour {
         match self {
-            Fault::Stranded(stranded) => stranded.rank,
-            _ => rank,
+            Fault::Stranded { who, .. } => *who,
+            _ => neighbour,
         }
     }
 
-    /// The message for everybody, which names the rank at fault.
-    pub(crate) fn message(&self, rank: u32) -> String {
+    /// The message for everybody, where `culprit` is how people call who is at fault.
+    pub(crate) fn message(&self, culprit: &str) -> String {
         match self {
-            Fault::Stranded(stranded) => stranded.to_string(),
-            other => format!("rank {rank} {other}"),
+            Fault::Failed(failure) => failure.message.clone(),
+            other => format!("{culprit} {other}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One rank's stream on a core: frames in to its shard, answers out from it.
+//! One port's stream on a core: frames in to its shard, answers out from it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -39,7 +39,7 @@ const DRAIN: Duration = Duration::from_secs(1);
 pub(crate) struct Lane {
     stream: Connection,
     pub(crate) shard: usize,
-    pub(crate) rank: u32,
+    pub(crate) port: u32,
     last_heard: Instant,
     last_sent: Instant,
     reported_silent: bool,
@@ -83,24 +83,24 @@ pub(crate) enum Taken {
 
 struct ShardSink<'a> {
     shard: &'a mut Shard,
-    rank: u32,
+    port: u32,
 }
 
 impl FrameSink for ShardSink<'_> {
     type Error = Fault;
 
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Fault> {
-        self.shard.check(self.rank, header)?;
+        self.shard.check(self.port, header)?;
         Ok(Landing::Staged)
     }
 
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Fault> {
-        self.shard.frame(self.rank, header, Payload::Here(payload.unwrap_or_default()))
+        self.shard.frame(self.port, header, Payload::Here(payload.unwrap_or_default()))
     }
 
     fn placed(&mut self, header: &Header) -> Result<(), Fault> {
-        self.shard.check(self.rank, header)?;
-        self.shard.frame(self.rank, header, Payload::InArena)
+        self.shard.check(self.port, header)?;
+        self.shard.frame(self.port, header, Payload::InArena)
     }
 }
 
@@ -111,8 +111,9 @@ pub(crate) struct Arrival {
 }
 
 impl Arrival {
-    pub(crate) fn connect(self, frame_bytes_max: usize) -> io::Result<Connection> {
-        let (to, max) = (Direction::ToHub, frame_bytes_max);
+    /// `to` is the way of the frames that come.
+    pub(crate) fn connect(self, to: Direction, frame_bytes_max: usize) -> io::Result<Connection> {
+        let max = frame_bytes_max;
         Ok(match self.memory {
             None => Connection::Tcp(TcpStream::new(self.socket, to, max)?),
             Some(memory) => {
@@ -139,15 +140,17 @@ enum Pick {
     Begun(Begun),
     Message,
     Norm,
+    /// A part of what a chunk begins with at another site.
+    Start(u32, u8),
     Answer(u32, Answer),
 }
 
 impl Lane {
-    pub(crate) fn new(stream: Connection, shard: usize, rank: u32, now: Instant) -> Self {
+    pub(crate) fn new(stream: Connection, shard: usize, port: u32, now: Instant) -> Self {
         Lane {
             stream,
             shard,
-            rank,
+            port,
             last_heard: now,
             last_sent: now,
             reported_silent: false,
@@ -194,14 +197,14 @@ impl Lane {
         if self.is_draining() {
             return Ok(if self.stream.discard() { Taken::Closed } else { Taken::Open });
         }
-        let mut sink = ShardSink { shard, rank: self.rank };
+        let mut sink = ShardSink { shard, port: self.port };
         match self.stream.receive(&mut sink, scratch, RECEIVE_BUDGET_BYTES) {
             Ok(received) => {
                 if received.bytes > 0 {
                     self.last_heard = now;
                     shard.count_bytes(received.bytes, 0);
                 }
-                if received.closed && !shard.has_left(self.rank) {
+                if received.closed && !shard.has_left(self.port) {
                     return Err(Fault::Lost("its connection ended without a goodbye".to_string()));
                 }
                 Ok(match received {
@@ -211,19 +214,19 @@ impl Lane {
                 })
             }
             // Having left, it owes nobody an orderly close.
-            Err(ReceiveError::Stream(_)) if shard.has_left(self.rank) => Ok(Taken::Closed),
+            Err(ReceiveError::Stream(_)) if shard.has_left(self.port) => Ok(Taken::Closed),
             Err(ReceiveError::Stream(error)) => Err(Fault::Lost(error.to_string())),
             Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
             Err(ReceiveError::Sink(fault)) => Err(fault),
         }
     }
 
-    /// Sends what the shard owes this rank until nothing is left, the peer takes no more or the budget is spent.
+    /// Sends what the shard owes this port until nothing is left, the peer takes no more or the budget is spent.
     pub(crate) fn flush(&mut self, shard: &mut Shard, now: Instant) -> Result<Flushed, StreamError> {
         let mut bytes = 0;
         loop {
             let mut picks = [Pick::Message; BATCH_FRAMES];
-            let count = pick(shard, self.rank, &mut picks);
+            let count = pick(shard, self.port, &mut picks);
             if count == 0 {
                 self.shut_if_drained()?;
                 return Ok(Flushed::All);
@@ -231,14 +234,14 @@ impl Lane {
             let picks = &picks[..count];
             let mut frames =
                 [Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] }; BATCH_FRAMES];
-            frame(shard, self.rank, picks, &mut frames[..count]);
+            frame(shard, self.port, picks, &mut frames[..count]);
             let headers: [Header; BATCH_FRAMES] = std::array::from_fn(|index| frames[index].header);
             let sent = self.stream.send(&frames[..count])?;
             if sent.bytes > 0 {
                 self.last_sent = now;
             }
             let begun = sent.frames + usize::from(self.stream.unfinished() > 0);
-            settle(shard, self.rank, picks, &headers, sent.frames, begun);
+            settle(shard, self.port, picks, &headers, sent.frames, begun);
             shard.count_bytes(0, sent.bytes);
             bytes += sent.bytes;
             if sent.blocked {
@@ -313,9 +316,9 @@ impl Drop for Lane {
     }
 }
 
-/// Takes the most urgent frames out of the rank's outbox.
-fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize {
-    let outbox = &mut shard.outboxes[rank as usize];
+/// Takes the most urgent frames out of the port's outbox.
+fn pick(shard: &mut Shard, port: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize {
+    let outbox = &mut shard.outboxes[port as usize];
     let mut count = 0;
     let mut add = |pick| {
         picks[count] = pick;
@@ -334,6 +337,17 @@ fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize
     if outbox.norm.is_some() && !outbox.has_begun(Source::Norm) {
         room = room && add(Pick::Norm);
     }
+    if outbox.start_at.is_none() {
+        outbox.start_at = outbox.start.pop_first().map(|slot| (slot, 0));
+    }
+    if let Some((slot, part)) = outbox.start_at {
+        // One a write: there is one place for it to leave from. Sums wait behind all of them.
+        if room && outbox.may_spill() {
+            add(Pick::Start(slot, part));
+            shard.stage_start(port, slot, part);
+        }
+        return count;
+    }
     for (set, answer) in
         [(&mut outbox.applied, Answer::Applied), (&mut outbox.parameters, Answer::Parameters)]
     {
@@ -346,31 +360,35 @@ fn pick(shard: &mut Shard, rank: u32, picks: &mut [Pick; BATCH_FRAMES]) -> usize
         && outbox.may_spill()
         && let Some(slot) = outbox.state.pop_first()
     {
-        picks[count] = Pick::Answer(slot, shard.stage_state(rank, slot));
+        picks[count] = Pick::Answer(slot, shard.stage_state(port, slot));
         count += 1;
     }
     count
 }
 
-fn frame<'a>(shard: &'a Shard, rank: u32, picks: &[Pick], frames: &mut [Outgoing<'a>]) {
+fn frame<'a>(shard: &'a Shard, port: u32, picks: &[Pick], frames: &mut [Outgoing<'a>]) {
     let begun_message = matches!(picks[0], Pick::Begun(begun) if begun.source == Source::Message);
-    let mut messages = shard.outboxes[rank as usize].messages.iter().skip(usize::from(begun_message));
+    let mut messages = shard.outboxes[port as usize].messages.iter().skip(usize::from(begun_message));
     for (frame, pick) in frames.iter_mut().zip(picks) {
         *frame = match *pick {
             Pick::Begun(begun) => {
-                Outgoing { header: begun.header, payload: shard.begun_payload(rank, begun.source) }
+                Outgoing { header: begun.header, payload: shard.of_source(port, begun.source) }
             }
             Pick::Message => {
                 let (header, payload) = messages.next().expect("as many messages as were picked");
                 Outgoing { header: *header, payload }
             }
             Pick::Norm => {
-                let norm = &shard.outboxes[rank as usize].norm;
+                let norm = &shard.outboxes[port as usize].norm;
                 let (header, payload) = norm.as_ref().expect("it was picked");
                 Outgoing { header: *header, payload }
             }
+            Pick::Start(slot, part) => {
+                let (header, payload) = shard.start_frame(port, slot, part);
+                Outgoing { header, payload }
+            }
             Pick::Answer(slot, answer) => {
-                let (header, payload) = shard.answer(rank, slot, answer);
+                let (header, payload) = shard.answer(port, slot, answer);
                 Outgoing { header, payload }
             }
         };
@@ -378,23 +396,38 @@ fn frame<'a>(shard: &'a Shard, rank: u32, picks: &[Pick], frames: &mut [Outgoing
 }
 
 /// Notes what has left whole (the first `whole`), what has begun (the first `begun`), and puts the rest back.
-fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whole: usize, begun: usize) {
+fn settle(shard: &mut Shard, port: u32, picks: &[Pick], headers: &[Header], whole: usize, begun: usize) {
     for (index, pick) in picks.iter().enumerate() {
         let (is_whole, has_begun) = (index < whole, index < begun);
-        let has_arena = shard.has_arena(rank);
+        let has_arena = shard.has_arena(port);
         if let Pick::Answer(slot, _) = *pick
             && has_begun
         {
-            shard.answer_begun(rank, slot);
+            shard.answer_begun(port, slot);
         }
-        let outbox = &mut shard.outboxes[rank as usize];
+        let parts = match *pick {
+            Pick::Start(slot, _) => shard.start_parts(slot),
+            _ => 0,
+        };
+        let source = match *pick {
+            Pick::Answer(slot, Answer::Parameters) if !has_arena => shard.source(port, slot),
+            Pick::Answer(_, Answer::State(_)) => Source::Spill,
+            _ => Source::Empty,
+        };
+        let outbox = &mut shard.outboxes[port as usize];
         match *pick {
+            Pick::Start(slot, part) if has_begun => {
+                outbox.start_at = (part + 1 < parts).then_some((slot, part + 1));
+                if !is_whole {
+                    outbox.begun = Some(Begun { header: headers[index], source: Source::Spill });
+                }
+            }
             Pick::Begun(first) if is_whole => {
                 outbox.begun = None;
                 match first.source {
                     Source::Message => drop(outbox.messages.pop_front()),
                     Source::Norm => outbox.norm = None,
-                    Source::Model(_) | Source::Spill | Source::Empty => {}
+                    Source::Model(_) | Source::Sum(_) | Source::Total(_) | Source::Spill | Source::Empty => {}
                 }
             }
             Pick::Norm if is_whole => outbox.norm = None,
@@ -408,12 +441,7 @@ fn settle(shard: &mut Shard, rank: u32, picks: &[Pick], headers: &[Header], whol
             Pick::Message if has_begun => {
                 outbox.begun = Some(Begun { header: headers[index], source: Source::Message });
             }
-            Pick::Answer(slot, answer) if !is_whole => {
-                let source = match answer {
-                    Answer::Parameters if !has_arena => Source::Model(slot),
-                    Answer::State(_) => Source::Spill,
-                    Answer::Parameters | Answer::Applied => Source::Empty,
-                };
+            Pick::Answer(..) if !is_whole => {
                 outbox.begun = Some(Begun { header: headers[index], source });
             }
             _ => {}
@@ -445,7 +473,7 @@ mod tests {
         let reader = std::thread::spawn(move || std::io::copy(&mut worker, &mut io::sink()).unwrap());
         let now = Instant::now();
         let arrival = Arrival { socket: socket.into(), memory: None };
-        let mut lane = Lane::new(arrival.connect(16 << 10).unwrap(), 0, 0, now);
+        let mut lane = Lane::new(arrival.connect(Direction::ToHub, 16 << 10).unwrap(), 0, 0, now);
         let (mut turns, mut sent_before) = (0, 0);
         while lane.flush(&mut shard, now).unwrap() != Flushed::All {
             let sent = shard.counters().bytes_sent;

@@ -13,6 +13,7 @@ use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
 use super::plan::ShardPlan;
+use super::ports::Neighbour;
 use crate::local::LocalMemory;
 
 /// Commands a core may have waiting; who sends more waits.
@@ -24,7 +25,7 @@ pub(crate) enum CoreCommand {
     /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
     Open(Box<ShardPlan>),
     /// Serve a stream whose handshake is done.
-    Adopt { namespace: Namespace, route: RouteId, rank: u32, socket: OwnedFd, memory: Option<LocalMemory> },
+    Adopt { namespace: Namespace, route: RouteId, port: u32, socket: OwnedFd, memory: Option<LocalMemory> },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
     /// Free all of a job and close its streams, telling them why if it failed; answered by [`CoreEvent::Closed`], a route.
@@ -38,12 +39,12 @@ pub(crate) enum CoreCommand {
 pub(crate) enum CoreEvent {
     /// A route's chunks are allocated, or do not fit.
     Opened { namespace: Namespace, missing_bytes: Option<u64> },
-    /// A job cannot go on, through the fault of `rank`.
-    Faulted { namespace: Namespace, rank: u32, message: String },
-    /// A rank has said goodbye on a route.
-    Left { namespace: Namespace, route: RouteId, rank: u32 },
-    /// A rank has not been heard for a while on some stream, or is heard again.
-    Silence { namespace: Namespace, rank: u32, seconds: Option<f64> },
+    /// A job cannot go on, through the fault of `culprit`.
+    Faulted { namespace: Namespace, culprit: Neighbour, message: String },
+    /// Nothing more will come by a port of a route, or, to a site above, go out.
+    Left { namespace: Namespace, route: RouteId, port: u32 },
+    /// Somebody has not been heard for a while on some stream, or is heard again.
+    Silence { namespace: Namespace, who: Neighbour, seconds: Option<f64> },
     /// A route is freed and its streams are closed.
     Closed { namespace: Namespace, counters: JobCounters },
 }

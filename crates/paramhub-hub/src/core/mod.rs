@@ -11,6 +11,7 @@ mod lane;
 mod mailbox;
 mod outbox;
 mod plan;
+mod ports;
 mod shard;
 mod table;
 
@@ -30,6 +31,7 @@ use table::Table;
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
+pub(crate) use ports::{Neighbour, Ports, Side};
 use shard::Shard;
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
@@ -66,7 +68,7 @@ pub(crate) struct Core {
     last_tick: Instant,
 }
 
-/// A shard and the lanes of its ranks.
+/// A shard and the lanes of its ports.
 struct Hosted {
     shard: Shard,
     route: RouteId,
@@ -156,15 +158,15 @@ impl Core {
         // A token of a lane that is gone may still be among this turn's events.
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let hosted = self.shards.index_mut(lane.shard);
-        let left_before = hosted.shard.has_left(lane.rank);
+        let left_before = hosted.shard.has_left(lane.port);
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
-        let (shard, rank) = (lane.shard, lane.rank);
+        let (shard, port) = (lane.shard, lane.port);
         if hosted.shard.is_releasing() && !self.releasing.contains(&shard) {
             self.releasing.push(shard);
         }
-        if hosted.shard.has_left(rank) && !left_before {
+        if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
-            self.mailbox.tell(CoreEvent::Left { namespace, route, rank });
+            self.mailbox.tell(CoreEvent::Left { namespace, route, port });
         }
         self.answer(shard, now);
         match taken {
@@ -197,11 +199,11 @@ impl Core {
         }
     }
 
-    /// Sends to every rank of a shard that has something new. One that takes no more for now has its turn when the poller
+    /// Sends by every port of a shard that has something new. One that takes no more for now has its turn when the poller
     /// says that it does.
     fn answer(&mut self, shard: usize, now: Instant) {
-        while let Some(rank) = self.shards.index_mut(shard).shard.dirty.pop_first() {
-            if let Some(token) = self.shards.index_mut(shard).lane_of[rank as usize]
+        while let Some(port) = self.shards.index_mut(shard).shard.dirty.pop_first() {
+            if let Some(token) = self.shards.index_mut(shard).lane_of[port as usize]
                 && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable)
             {
                 self.flush(token, now);
@@ -214,6 +216,10 @@ impl Core {
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
+                if flushed == Flushed::All && hosted.shard.says_farewell(lane.port) {
+                    let (namespace, route, port) = (hosted.shard.plan().namespace, hosted.route, lane.port);
+                    self.mailbox.tell(CoreEvent::Left { namespace, route, port });
+                }
                 let (unfinished, is_shm) = (flushed != Flushed::All, lane.is_shm());
                 if lane.is_unannounced() && !self.unannounced.contains(&token) {
                     self.unannounced.push(token);
@@ -254,15 +260,17 @@ impl Core {
     /// A stream cannot go on: the steward decides about the job, and this stream waits for the reason.
     fn fault(&mut self, token: u64, fault: &Fault, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
-        let rank = lane.rank;
+        let port = lane.port;
         let hosted = self.shards.index_mut(lane.shard);
         let told_before = lane.is_draining();
-        let leaves_quietly = hosted.shard.has_left(rank) && matches!(fault, Fault::Lost(_));
-        let namespace = hosted.shard.plan().namespace;
+        let leaves_quietly = hosted.shard.has_left(port) && matches!(fault, Fault::Lost(_));
+        let plan = hosted.shard.plan();
+        let namespace = plan.namespace;
         lane.mute(now);
         if !told_before && !leaves_quietly && !hosted.ending {
-            let (message, rank) = (fault.message(rank), fault.culprit(rank));
-            self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message });
+            let culprit = fault.culprit(plan.ports.neighbour(port));
+            let message = fault.message(&plan.name(culprit));
+            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message });
         }
         if matches!(fault, Fault::Lost(_)) {
             self.drop_lane(token);
@@ -274,7 +282,7 @@ impl Core {
         // Fails only if the descriptor is not in the set, and then there is nothing to take out.
         let _ = self.poller.remove(&lane);
         let hosted = self.shards.index_mut(lane.shard);
-        hosted.lane_of[lane.rank as usize] = None;
+        hosted.lane_of[lane.port as usize] = None;
         self.close_if_over(lane.shard);
     }
 
@@ -297,8 +305,8 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open(plan) => self.open(*plan),
-                CoreCommand::Adopt { namespace, route, rank, socket, memory } => {
-                    self.adopt(namespace, route, rank, Arrival { socket, memory }, now);
+                CoreCommand::Adopt { namespace, route, port, socket, memory } => {
+                    self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
@@ -309,10 +317,10 @@ impl Core {
     }
 
     fn open(&mut self, plan: ShardPlan) {
-        let (namespace, route, workers) = (plan.namespace, plan.route, plan.workers as usize);
+        let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
         let missing_bytes = match Shard::new(plan) {
             Ok(shard) => {
-                let hosted = Hosted { shard, route, lane_of: vec![None; workers], ending: false };
+                let hosted = Hosted { shard, route, lane_of: vec![None; ports], ending: false };
                 let index = self.shards.insert_index(hosted);
                 self.shard_of.insert((namespace, route), index);
                 None
@@ -322,7 +330,7 @@ impl Core {
         self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
     }
 
-    fn adopt(&mut self, namespace: Namespace, route: RouteId, rank: u32, arrival: Arrival, now: Instant) {
+    fn adopt(&mut self, namespace: Namespace, route: RouteId, port: u32, arrival: Arrival, now: Instant) {
         let living =
             self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
         let Some(shard) = living else {
@@ -330,11 +338,12 @@ impl Core {
             return self.farewells.tell(namespace, arrival, now);
         };
         let hosted = self.shards.index_mut(shard);
-        debug_assert!(hosted.lane_of[rank as usize].is_none(), "the directory admits a rank once a route");
-        let frame_bytes_max = hosted.shard.plan().frame_bytes_max();
+        debug_assert!(hosted.lane_of[port as usize].is_none(), "a port is given once");
+        let plan = hosted.shard.plan();
+        let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).from_there());
         let arenas = arrival.memory.as_ref().map(|memory| memory.arenas.clone());
-        let added = arrival.connect(frame_bytes_max).and_then(|stream| {
-            let lane = Lane::new(stream, shard, rank, now);
+        let added = arrival.connect(to, frame_bytes_max).and_then(|stream| {
+            let lane = Lane::new(stream, shard, port, now);
             let token = self.lanes.insert(lane);
             let lane = self.lanes.at_mut(token).expect("it was just put in");
             let added = self.poller.add(&*lane, token, Interest::READABLE);
@@ -346,15 +355,18 @@ impl Core {
         match added {
             Ok(token) => {
                 let hosted = self.shards.index_mut(shard);
-                hosted.lane_of[rank as usize] = Some(token);
+                hosted.lane_of[port as usize] = Some(token);
                 if let Some(arenas) = arenas {
-                    hosted.shard.attach(rank, arenas);
+                    hosted.shard.attach(port, arenas);
                 }
                 self.flush(token, now);
             }
             Err(error) => {
-                let message = Fault::Lost(format!("the hub cannot serve its stream: {error}")).message(rank);
-                self.mailbox.tell(CoreEvent::Faulted { namespace, rank, message });
+                let plan = self.shards.index(shard).shard.plan();
+                let culprit = plan.ports.neighbour(port);
+                let fault = Fault::Lost(format!("the hub cannot serve its stream: {error}"));
+                let message = fault.message(&plan.name(culprit));
+                self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message });
             }
         }
     }
@@ -362,11 +374,15 @@ impl Core {
     /// Tells a rank on one of its streams here.
     fn notify(&mut self, namespace: Namespace, rank: u32, notice: &Notice, now: Instant) {
         let here = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
-        let lane = here.map(|index| (index, self.shards.index(index).lane_of[rank as usize]));
-        if let Some((shard, Some(token))) = lane.into_iter().find(|(_, lane)| lane.is_some()) {
+        let lane = here.filter_map(|index| {
+            let hosted = self.shards.index(index);
+            let port = hosted.shard.plan().ports.of_rank(rank)?;
+            hosted.lane_of[port as usize].map(|token| (index, port, token))
+        });
+        if let Some((shard, port, token)) = lane.into_iter().next() {
             let payload = notice.encode();
             let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Notice) };
-            self.shards.index_mut(shard).shard.outboxes[rank as usize].message(header, payload);
+            self.shards.index_mut(shard).shard.outboxes[port as usize].message(header, payload);
             self.flush(token, now);
         }
     }
@@ -385,13 +401,13 @@ impl Core {
                 .lane_of
                 .iter()
                 .enumerate()
-                .filter_map(|(rank, lane)| lane.map(|lane| (rank, lane)))
+                .filter_map(|(port, lane)| lane.map(|lane| (port, lane)))
                 .collect();
-            for (rank, token) in lanes {
+            for (port, token) in lanes {
                 if let Some(failure) = failure {
                     let payload = failure.encode();
                     let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
-                    self.shards.index_mut(index).shard.outboxes[rank].message(header, payload);
+                    self.shards.index_mut(index).shard.outboxes[port].message(header, payload);
                 }
                 if let Some(lane) = self.lanes.at_mut(token) {
                     lane.drain(now);
@@ -417,22 +433,23 @@ impl Core {
                 self.drop_lane(token);
                 continue;
             }
-            let (rank, index) = (lane.rank, lane.shard);
+            let (port, index) = (lane.port, lane.shard);
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
             let dead_after = hosted.shard.plan().dead_after;
-            let pulse = if hosted.shard.has_left(rank) { None } else { lane.pulse(now, dead_after) };
-            if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[rank as usize].is_empty() {
-                hosted.shard.outboxes[rank as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
+            let who = hosted.shard.plan().ports.neighbour(port);
+            let pulse = if hosted.shard.has_left(port) { None } else { lane.pulse(now, dead_after) };
+            if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[port as usize].is_empty() {
+                hosted.shard.outboxes[port as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
                 self.flush(token, now);
             }
             match pulse {
                 Some(Pulse::Silent(silence)) => {
                     let seconds = Some(silence.as_secs_f64());
-                    self.mailbox.tell(CoreEvent::Silence { namespace, rank, seconds });
+                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds });
                 }
                 Some(Pulse::HeardAgain) => {
-                    self.mailbox.tell(CoreEvent::Silence { namespace, rank, seconds: None });
+                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds: None });
                 }
                 Some(Pulse::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
                 None => {}

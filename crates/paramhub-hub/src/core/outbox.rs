@@ -1,4 +1,4 @@
-//! What one rank is to be sent on one route.
+//! What is to leave by one port of a route.
 
 use std::collections::VecDeque;
 
@@ -6,8 +6,8 @@ use paramhub_core::exchange::Answer;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::{Header, Norm, Operation};
 
-/// Answers and messages for one rank, most urgent first: messages, the norm, then acknowledgements, then parameters by slot, then
-/// optimizer state.
+/// Answers and messages for one worker, most urgent first: messages, the norm, then acknowledgements, then parameters by slot,
+/// then optimizer state. For another site: messages, what chunks begin with, then sums, up or down, by slot.
 ///
 /// It holds no parameters: they leave straight from the model. Only where the model is about to change under a frame that
 /// has begun to leave is that one chunk copied, into `spill`; so no worker ever receives a chunk torn between two steps,
@@ -19,13 +19,19 @@ pub(crate) struct Outbox {
     pub(crate) applied: ReadySet,
     /// Which slot of it is in the exchange's books.
     pub(crate) state: ReadySet,
-    /// Failure, notices and heartbeats; few.
+    /// Chunks that begin at the site there; one in parts is finished before the next.
+    pub(crate) start: ReadySet,
+    pub(crate) start_at: Option<(u32, u8)>,
+    /// Failure, notices, heartbeats and, between sites, news of hyperparameters; few.
     pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
+    messages_max: usize,
     /// The route's part of the norm of the step that is held. There is one at most: the next step is not complete without
     /// this rank, which does not push it before it is answered, behind this.
     pub(crate) norm: Option<(Header, [u8; Norm::BYTES])>,
     /// The frame whose first bytes have left and whose last have not.
     pub(crate) begun: Option<Begun>,
+    /// To a site above: nothing more will leave.
+    pub(crate) said_farewell: bool,
     pub(crate) spill: Vec<u8>,
 }
 
@@ -47,23 +53,33 @@ pub(crate) enum Source {
     Empty,
     /// The model, at this slot.
     Model(u32),
+    /// The sum under way, at this slot.
+    Sum(u32),
+    /// The sum of the step that is over, at this slot.
+    Total(u32),
     /// The outbox's `spill`.
     Spill,
 }
 
-/// Messages an outbox keeps; a rank that does not read them has other troubles than missing the rest.
+/// Messages an outbox keeps beside two changes of each group's hyperparameters; who does not read them has other troubles than
+/// missing the rest.
 const MESSAGES_MAX: usize = 64;
 
 impl Outbox {
-    /// For a route of `slots` chunks whose largest payload has `payload_bytes_max` bytes; allocates all it will need.
-    pub(crate) fn new(slots: u32, payload_bytes_max: usize) -> Self {
+    /// For a route of `slots` chunks whose largest payload has `payload_bytes_max` bytes, in a job of so many groups; allocates
+    /// all it will need.
+    pub(crate) fn new(slots: u32, payload_bytes_max: usize, groups: usize) -> Self {
         Outbox {
             parameters: ReadySet::new(slots),
             applied: ReadySet::new(slots),
             state: ReadySet::new(slots),
+            start: ReadySet::new(slots),
+            start_at: None,
             messages: VecDeque::new(),
+            messages_max: MESSAGES_MAX + 2 * groups,
             norm: None,
             begun: None,
+            said_farewell: false,
             spill: Vec::with_capacity(payload_bytes_max),
         }
     }
@@ -77,12 +93,14 @@ impl Outbox {
         };
     }
 
-    /// Puts a message in, unless there are too many already.
-    pub(crate) fn message(&mut self, header: Header, payload: Vec<u8>) {
+    /// Puts a message in, unless there are too many already: then it says `false`.
+    pub(crate) fn message(&mut self, header: Header, payload: Vec<u8>) -> bool {
         debug_assert_eq!(header.length as usize, payload.len());
-        if self.messages.len() < MESSAGES_MAX {
+        let has_room = self.messages.len() < self.messages_max;
+        if has_room {
             self.messages.push_back((header, payload));
         }
+        has_room
     }
 
     /// Puts in what a held step's chunks of this route add to its norm.
@@ -104,6 +122,8 @@ impl Outbox {
             && self.applied.is_empty()
             && self.parameters.is_empty()
             && self.state.is_empty()
+            && self.start.is_empty()
+            && self.start_at.is_none()
     }
 
     /// Whether `spill` holds nothing of a frame that has begun.
@@ -120,5 +140,7 @@ impl Outbox {
         while self.parameters.pop_first().is_some() {}
         while self.applied.pop_first().is_some() {}
         while self.state.pop_first().is_some() {}
+        while self.start.pop_first().is_some() {}
+        self.start_at = None;
     }
 }

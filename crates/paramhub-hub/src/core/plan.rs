@@ -7,6 +7,7 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::{ChunkMap, Extent};
 use paramhub_core::codec::Codec;
+use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
 use paramhub_core::exchange::{Exchange, Rules};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
@@ -16,18 +17,21 @@ use paramhub_core::wire::{STATE_HEAD_BYTES, State};
 use paramhub_kernels::{Aggregator, Optimizer};
 
 use super::buffer::whole_lines;
+use super::ports::{Neighbour, Ports};
 
 /// What a core must know to serve one route of a job.
 #[derive(Clone)]
 pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
-    pub(crate) workers: u32,
     pub(crate) dead_after: Duration,
     pub(crate) settings: Arc<Settings>,
     pub(crate) map: Arc<ChunkMap>,
-    pub(crate) placement: Arc<Placement>,
+    pub(crate) composed: Arc<Composed>,
+    /// Where in it the hub is.
+    pub(crate) site: SiteId,
     pub(crate) route: RouteId,
+    pub(crate) ports: Arc<Ports>,
     pub(crate) aggregator: Arc<dyn Aggregator>,
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// Of every group at step 0.
@@ -35,6 +39,29 @@ pub(crate) struct ShardPlan {
 }
 
 impl ShardPlan {
+    /// Of the shard's site.
+    pub(crate) fn placement(&self) -> &Placement {
+        &self.composed.placements[usize::from(self.site)]
+    }
+
+    /// Workers of the whole job.
+    pub(crate) fn workers(&self) -> u32 {
+        self.composed.composition.workers()
+    }
+
+    /// Whether sums go on as such, for every site to optimise itself.
+    pub(crate) fn optimizes_here(&self) -> bool {
+        self.composed.composition.optimize_at == OptimizeAt::EverySite
+    }
+
+    /// How people call who is at the other end of a port.
+    pub(crate) fn name(&self, neighbour: Neighbour) -> String {
+        match neighbour {
+            Neighbour::Worker(rank) => format!("rank {rank}"),
+            Neighbour::Site(site) => self.composed.composition.name(site),
+        }
+    }
+
     /// Bytes of the largest payload a worker may send.
     pub(crate) fn frame_bytes_max(&self) -> usize {
         (self.settings.chunk_bytes as usize + STATE_HEAD_BYTES).max(CONTROL_BYTES_MAX as usize)
@@ -106,12 +133,12 @@ impl Slot {
 /// Bytes a shard will take, so that a job can be refused before anything is allocated.
 pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
-    let arrays = 2 + layout.state_slots + layout.parked_ranks;
+    let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
     let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
     // Of each stream: the frame it is about to spill, and the one a read cut off.
-    let streams = u64::from(plan.workers) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
+    let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
     layout.elements as u64 * 4 * arrays as u64
         + layout.encoded_bytes as u64
@@ -126,7 +153,9 @@ pub(super) struct Layout {
     pub(super) slots: Vec<Slot>,
     pub(super) elements: usize,
     pub(super) state_slots: usize,
-    pub(super) parked_ranks: usize,
+    pub(super) parked_members: usize,
+    /// The sums of steps that are over are kept for the sites below.
+    pub(super) keeps_totals: bool,
     pub(super) encoded_bytes: usize,
     pub(super) payload_bytes_max: usize,
     pub(super) rules: Rules,
@@ -137,7 +166,7 @@ impl Layout {
         let settings = &plan.settings;
         let mut offset = 0;
         let slots: Vec<Slot> = plan
-            .placement
+            .placement()
             .chunks(plan.route)
             .iter()
             .map(|&chunk| {
@@ -161,7 +190,8 @@ impl Layout {
             elements: offset,
             // One layout for all chunks: a group that needs less leaves some unused.
             state_slots: plan.groups.iter().map(|h| plan.optimizer.state_slots(h)).max().unwrap_or(0),
-            parked_ranks: if settings.reproducible { plan.workers as usize - 1 } else { 0 },
+            parked_members: if settings.reproducible { plan.ports.members() as usize - 1 } else { 0 },
+            keeps_totals: plan.ports.has_member_sites() && plan.optimizes_here(),
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
             payload_bytes_max: slots
                 .iter()
@@ -169,7 +199,10 @@ impl Layout {
                 .max()
                 .unwrap_or(0),
             rules: Rules {
-                workers: plan.workers,
+                workers: plan.workers(),
+                members: plan.ports.members(),
+                sites_from: plan.ports.workers(),
+                rank_0: plan.ports.rank_0(),
                 consistency: settings.consistency,
                 reproducible: settings.reproducible,
                 has_parameters: settings.has_parameters(),

@@ -1,22 +1,27 @@
 //! One job's chunks on one route: their memory, their books, and what arrives for them.
 
+mod between;
+mod outgoing;
+mod start;
+
 use std::ops::Range;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
-use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Update};
+use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Stranded, Then, Update};
 use paramhub_core::hyperparameters::Schedule;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Norm, Operation, Release, Retune, State};
+use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
 use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, shared};
 
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory};
 use super::fault::Fault;
-use super::outbox::{Outbox, Source};
+use super::outbox::Outbox;
 use super::plan::{Layout, ShardPlan, Slot, memory_bytes};
+use super::ports::Side;
 use crate::local::RankArenas;
 
 /// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
@@ -48,7 +53,9 @@ pub(crate) struct Shard {
     /// Apart from `model`, so that a fast worker's next step never meets a slow worker's unsent parameters.
     merge: Buffer,
     state: Buffer,
-    /// Reproducible mode: contributions of ranks 1 and up that came before a lower rank's, rank by rank.
+    /// The sum that the last update was made of, for sites below that have not been sent it yet; empty where there are none.
+    total: Buffer,
+    /// Reproducible mode: contributions of members 1 and up that came before a lower one's, member by member.
     parked: Vec<Buffer>,
     /// Of every slot: whether `merge` holds a part of the step under way. Not kept in reproducible mode.
     merged: Vec<bool>,
@@ -60,8 +67,9 @@ pub(crate) struct Shard {
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
     pub(crate) outboxes: Vec<Outbox>,
-    /// Ranks whose outbox has something new.
+    /// Ports whose outbox has something new.
     pub(crate) dirty: ReadySet,
+    /// Of every port: a member has left; we have, where a site is above.
     left: Vec<bool>,
     counters: JobCounters,
 }
@@ -76,7 +84,7 @@ impl Shard {
         encoded.try_reserve_exact(layout.encoded_bytes).map_err(full)?;
         encoded.resize(layout.encoded_bytes, 0);
         let mut shard = Shard {
-            exchange: Exchange::new(layout.rules, slots),
+            exchange: Exchange::among_sites(layout.rules, plan.ports.reach()),
             schedules: plan.groups.iter().copied().map(Schedule::new).collect(),
             newest_step: 0,
             state_slots: layout.state_slots,
@@ -84,17 +92,20 @@ impl Shard {
             model: Buffer::zeroed(layout.elements, 0)?,
             merge: Buffer::zeroed(layout.elements, 1)?,
             state: Buffer::zeroed(layout.elements * layout.state_slots, 2)?,
-            parked: (0..layout.parked_ranks)
-                .map(|rank| Buffer::zeroed(layout.elements, 3 + rank % 8))
+            total: Buffer::zeroed(if layout.keeps_totals { layout.elements } else { 0 }, 3)?,
+            parked: (0..layout.parked_members)
+                .map(|member| Buffer::zeroed(layout.elements, 4 + member % 8))
                 .collect::<Result<_, _>>()?,
             merged: vec![false; layout.slots.len()],
             squares: vec![0.0; if layout.rules.two_phase { layout.slots.len() } else { 0 }],
             factor: 1.0,
-            arenas: Arenas::new(plan.workers),
+            arenas: Arenas::new(plan.ports.workers()),
             encoded,
-            outboxes: (0..plan.workers).map(|_| Outbox::new(slots, layout.payload_bytes_max)).collect(),
-            dirty: ReadySet::new(plan.workers),
-            left: vec![false; plan.workers as usize],
+            outboxes: (0..plan.ports.len())
+                .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
+                .collect(),
+            dirty: ReadySet::new(plan.ports.len()),
+            left: vec![false; plan.ports.len() as usize],
             counters: JobCounters::default(),
             slots: layout.slots,
             plan,
@@ -125,32 +136,54 @@ impl Shard {
         }
     }
 
-    /// Whether tensors to and from `rank` stay in an arena.
-    pub(crate) fn has_arena(&self, rank: u32) -> bool {
-        self.arenas.has(rank)
+    /// Whether tensors to and from there stay in an arena.
+    pub(crate) fn has_arena(&self, port: u32) -> bool {
+        port < self.plan.ports.workers() && self.arenas.has(port)
     }
 
-    pub(crate) fn has_left(&self, rank: u32) -> bool {
-        self.left[rank as usize]
+    /// Whether the stream of this port may end: who is at its other end has said goodbye, or we have to a site above.
+    pub(crate) fn has_left(&self, port: u32) -> bool {
+        self.left[port as usize]
+    }
+
+    /// Whether all has been said to a site above, which is told once.
+    pub(crate) fn says_farewell(&mut self, port: u32) -> bool {
+        let is_due = self.plan.ports.side(port) == Side::Above
+            && self.left[port as usize]
+            && self.outboxes[port as usize].is_empty();
+        is_due && !std::mem::replace(&mut self.outboxes[port as usize].said_farewell, true)
     }
 
     /// Refuses a header before its payload is read.
-    pub(crate) fn check(&self, rank: u32, header: &Header) -> Result<(), Fault> {
-        if self.has_left(rank) {
+    pub(crate) fn check(&self, port: u32, header: &Header) -> Result<(), Fault> {
+        let side = self.plan.ports.side(port);
+        if self.has_left(port) && side != Side::Above {
             return Err(Fault::AfterLeave(header.operation));
+        }
+        if !between::may_come(side, header.operation) {
+            return Err(Fault::NotFromThere(header.operation));
         }
         if !header.operation.is_about_a_chunk() {
             return Ok(());
         }
-        let slot = self.slot(header.chunk)?.1;
+        let (index, slot) = self.slot(header.chunk)?;
+        if !self.plan.ports.carries(port, index) {
+            return Err(Fault::Chunk(header.chunk));
+        }
         let of_state = matches!(header.operation, Operation::PullState | Operation::InitialiseState);
         if of_state && header.step as usize >= self.state_slots {
             let (key, slots) = (self.key_name(slot.key), self.state_slots);
             return Err(Fault::StateSlot { chunk: header.chunk, key, slot: header.step, slots });
         }
         let (expected_codec, expected) = match header.operation {
-            Operation::Push | Operation::PushPull => (slot.gradient, slot.extent().bytes(slot.gradient)),
-            Operation::Initialise => (slot.parameter, slot.extent().bytes(slot.parameter)),
+            Operation::Push | Operation::PushPull => {
+                let codec = contributed_as(side, &slot);
+                (codec, slot.extent().bytes(codec))
+            }
+            Operation::Total => (Codec::F32, slot.extent().bytes(Codec::F32)),
+            Operation::Initialise | Operation::Parameters => {
+                (slot.parameter, slot.extent().bytes(slot.parameter))
+            }
             Operation::InitialiseState => (Codec::F32, State::bytes(slot.elements)),
             // Without a payload.
             _ => return Ok(()),
@@ -169,48 +202,56 @@ impl Shard {
     }
 
     /// Does what a whole frame asks. The header has passed [`Shard::check`].
-    pub(crate) fn frame(&mut self, rank: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
+    pub(crate) fn frame(&mut self, port: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
         match header.operation {
-            Operation::PushPull => self.contribute(rank, header, payload, Answer::Parameters),
-            Operation::Push => self.contribute(rank, header, payload, Answer::Applied),
+            Operation::PushPull => self.contribute(port, header, payload, Answer::Parameters),
+            Operation::Push => self.contribute(port, header, payload, Answer::Applied),
             Operation::Pull => {
                 let (index, slot) = self.slot(header.chunk)?;
-                let pulled = self.exchange.pull(index, rank, header.step);
+                let pulled = self.exchange.pull(index, port, header.step);
                 pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
                 self.settle(index);
                 if self.arenas.has_targets() {
                     self.deliver(slot, false);
                 }
-                self.exchange.stranded_at(index).map_err(Fault::Stranded)
+                self.stranded_at(index)
             }
-            Operation::Initialise => self.initialise(rank, header, payload),
+            Operation::Initialise => self.initialise(port, header, payload),
             Operation::PullState => {
                 let (index, slot) = self.slot(header.chunk)?;
                 // Every slot has a number that fits: `check` compared.
-                let pulled = self.exchange.pull_state(index, rank, header.step as u8);
+                let pulled = self.exchange.pull_state(index, port, header.step as u8);
                 pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
                 self.settle(index);
-                self.exchange.stranded_at(index).map_err(Fault::Stranded)
+                self.stranded_at(index)
             }
-            Operation::InitialiseState => self.initialise_state(rank, header, payload.here()),
-            Operation::Retune => self.retune(header.chunk, header.step, payload.here()),
-            Operation::Release => self.release(rank, header.step, payload.here()),
-            Operation::Leave => self.leave(rank),
-            // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
+            Operation::InitialiseState => self.initialise_state(port, header, payload.here()),
+            Operation::Retune => self.retune(port, header, payload.here()),
+            Operation::Release => self.release(port, header.step, payload.here()),
+            Operation::Leave => self.leave(port),
+            Operation::Total => self.lower(header, payload.here()),
+            Operation::Parameters => self.lower_parameters(header, payload.here()),
+            Operation::Failure => Err(between::failure(payload.here())),
+            // Hearing it was all it was for.
             _ => Ok(()),
         }
     }
 
     fn contribute(
         &mut self,
-        rank: u32,
+        port: u32,
         header: &Header,
         payload: Payload<'_>,
         answer: Answer,
     ) -> Result<(), Fault> {
         let (index, slot) = self.slot(header.chunk)?;
+        let (member, codec) = match self.plan.ports.side(port) {
+            Side::Worker(member) => (member, slot.gradient),
+            Side::Below(member) => (member, Codec::F32),
+            Side::Above => unreachable!("`check` lets no contribution in from above"),
+        };
         if self.plan.settings.reject_non_finite
-            && let Some(element) = self.first_non_finite(rank, slot, payload)
+            && let Some(element) = self.first_non_finite(port, slot, payload)
         {
             return Err(Fault::NonFinite {
                 key: self.key_name(slot.key),
@@ -219,85 +260,109 @@ impl Shard {
         }
         let arrival = self
             .exchange
-            .push(index, rank, header.step, answer)
+            .push(index, member, header.step, answer)
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
         self.counters.contributions += 1;
-        self.fold(index, slot, rank, payload, &arrival.fold);
-        if let Some(update) = arrival.update {
+        self.fold(index, slot, member, codec, payload, &arrival.fold);
+        if let Then::Update(update) = arrival.then
+            && self.total.is_empty()
+        {
             let is_of_all = self.plan.settings.consistency == Consistency::Synchronous;
-            self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(rank));
+            self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(member));
             self.optimise(index, slot, update);
             return Ok(());
         }
-        if arrival.is_held {
-            self.hold(index, slot);
+        if !matches!(arrival.then, Then::Wait) {
+            self.gather(index, slot);
         }
-        self.exchange.stranded_at(index).map_err(Fault::Stranded)
+        self.go_on(index, slot, arrival.then)
+    }
+
+    /// What becomes of a sum that waits for more, or that is whole and lies where it belongs.
+    fn go_on(&mut self, index: u32, slot: Slot, then: Then) -> Result<(), Fault> {
+        match then {
+            Then::Wait => {}
+            Then::Hold => self.hold(index, slot),
+            Then::Raise => self.raise(index),
+            Then::Update(update) => {
+                self.keep_total(slot);
+                self.arenas.find_no_sources();
+                self.optimise(index, slot, update);
+                return Ok(());
+            }
+        }
+        self.stranded_at(index)
     }
 
     /// Takes a contribution's payload where it must not stay. What lies in an arena stays there until the step is complete,
     /// unless sums are made in rank order.
-    fn fold(&mut self, index: u32, slot: Slot, rank: u32, payload: Payload<'_>, fold: &Fold) {
+    fn fold(&mut self, index: u32, slot: Slot, member: u32, codec: Codec, payload: Payload<'_>, fold: &Fold) {
+        let workers = self.plan.ports.workers();
         let aggregator = &*self.plan.aggregator;
         let sum = &mut self.merge[slot.range()];
         match (fold, payload) {
             (Fold::Park, Payload::InArena) => {}
             (Fold::Park, Payload::Here(wire)) => {
-                aggregator.assign(&mut self.parked[rank as usize - 1][slot.range()], wire, slot.gradient);
+                aggregator.assign(&mut self.parked[member as usize - 1][slot.range()], wire, codec);
             }
             (Fold::Sum { first, parked }, _) if self.plan.settings.reproducible => {
                 match payload {
-                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, slot.gradient),
-                    Payload::Here(wire) => aggregator.add(sum, wire, slot.gradient),
-                    Payload::InArena => add_from_arena(&self.arenas, rank, aggregator, slot, sum, *first),
+                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, codec),
+                    Payload::Here(wire) => aggregator.add(sum, wire, codec),
+                    Payload::InArena => add_from_arena(&self.arenas, member, aggregator, slot, sum, *first),
                 }
-                for rank in parked.clone() {
-                    match self.arenas.has(rank) {
-                        true => add_from_arena(&self.arenas, rank, aggregator, slot, sum, false),
-                        false => aggregator.add_f32(sum, &self.parked[rank as usize - 1][slot.range()]),
+                for member in parked.clone() {
+                    match member < workers && self.arenas.has(member) {
+                        true => add_from_arena(&self.arenas, member, aggregator, slot, sum, false),
+                        false => aggregator.add_f32(sum, &self.parked[member as usize - 1][slot.range()]),
                     }
                 }
             }
             (Fold::Sum { .. }, Payload::InArena) => {}
             (Fold::Sum { .. }, Payload::Here(wire)) => {
                 match std::mem::replace(&mut self.merged[index as usize], true) {
-                    false => aggregator.assign(sum, wire, slot.gradient),
-                    true => aggregator.add(sum, wire, slot.gradient),
+                    false => aggregator.assign(sum, wire, codec),
+                    true => aggregator.add(sum, wire, codec),
                 }
             }
         }
     }
 
-    /// Completes the sum with what lies in arenas and looks at its norm, block by block; with the last chunk of the step, tells
-    /// everybody.
-    fn hold(&mut self, index: u32, slot: Slot) {
-        let settings = &self.plan.settings;
-        let merged = std::mem::replace(&mut self.merged[index as usize], true) || settings.reproducible;
-        let factor = mean_factor(self.plan.workers);
+    /// Completes the sum with what lies in arenas.
+    fn gather(&mut self, index: u32, slot: Slot) {
+        let reproducible = self.plan.settings.reproducible;
+        let merged = std::mem::replace(&mut self.merged[index as usize], true);
+        if reproducible {
+            return;
+        }
         self.arenas.find_sources(&slot.extent(), None);
-        let mut total = 0.0;
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let sum = &mut self.merge[slot.offset + block.start..slot.offset + block.end];
-            if !settings.reproducible {
-                self.arenas.gather(&*self.plan.aggregator, slot.gradient, block.start, sum, merged);
-            }
-            total += squares(sum, factor);
+            self.arenas.gather(&*self.plan.aggregator, slot.gradient, block.start, sum, merged);
         }
-        self.squares[index as usize] = total;
+    }
+
+    /// Looks at the norm of a sum; with the last chunk of the step, tells everybody.
+    fn hold(&mut self, index: u32, slot: Slot) {
+        let factor = mean_factor(self.plan.workers());
+        let blocks = slot.blocks(BLOCK_ELEMENTS);
+        let total = blocks
+            .map(|block| squares(&self.merge[slot.offset + block.start..slot.offset + block.end], factor));
+        self.squares[index as usize] = total.sum();
         if let Some(step) = self.exchange.held_step() {
             // In the order of slots, whatever the order of arrival.
             let norm = Norm(self.squares.iter().sum());
-            for (outbox, rank) in self.outboxes.iter_mut().zip(0..) {
+            for (outbox, port) in self.outboxes.iter_mut().zip(0..) {
                 outbox.tell_norm(step, norm);
-                self.dirty.insert(rank);
+                self.dirty.insert(port);
             }
         }
     }
 
-    fn release(&mut self, rank: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
+    fn release(&mut self, port: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
         let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
         let Release(factor) = Release::decode(payload).ok_or_else(short)?;
-        self.exchange.release(rank, step).map_err(Fault::Release)?;
+        self.exchange.release(port, step).map_err(Fault::Release)?;
         self.factor = factor;
         Ok(())
     }
@@ -326,7 +391,7 @@ impl Shard {
     fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
         // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
         self.settle(index);
-        self.spill(index, slot);
+        self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
         let step = Step {
             hyperparameters: self.schedules[usize::from(slot.group)].at(update.step),
@@ -365,58 +430,6 @@ impl Shard {
         self.counters.updates += 1;
     }
 
-    fn initialise(&mut self, rank: u32, header: &Header, payload: Payload<'_>) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
-        self.exchange
-            .initialise(index, rank, header.step)
-            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
-        let model = &mut self.model[slot.range()];
-        match payload {
-            Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
-            Payload::InArena => {
-                let place = self.arenas.parameters_place(rank, &slot.extent());
-                read_blocks(&self.arenas, rank, place, slot, slot.parameter, |block, wire| {
-                    convert::decode(wire, &mut model[block], slot.parameter);
-                });
-            }
-        }
-        self.settle(index);
-        self.deliver(slot, true);
-        Ok(())
-    }
-
-    fn initialise_state(&mut self, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
-        let (index, slot) = self.slot(header.chunk)?;
-        let state = State::decode(payload).expect("its length was compared");
-        self.exchange
-            .initialise_state(index, rank, state.updates)
-            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
-        let mut values = state.values;
-        for block in slot.state_blocks(self.state_slots, header.step as usize, self.block_elements) {
-            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
-            convert::decode(wire, &mut self.state[block], Codec::F32);
-            values = rest;
-        }
-        self.outboxes[rank as usize].owe(index, Answer::Applied);
-        self.dirty.insert(rank);
-        Ok(())
-    }
-
-    /// Copies the state owed to `rank` to where it leaves from, and says which slot it is. Nothing that has begun to leave
-    /// may lie there.
-    pub(crate) fn stage_state(&mut self, rank: u32, index: u32) -> Answer {
-        let answer = self.exchange.owed(index, rank).expect("what is in the outbox is owed");
-        let Answer::State(state_slot) = answer else { unreachable!("{answer:?} is in another set") };
-        let slot = self.slots[index as usize];
-        let wire = &mut self.outboxes[rank as usize].spill;
-        wire.clear();
-        wire.extend_from_slice(&State::head(self.exchange.updates(index)));
-        for block in slot.state_blocks(self.state_slots, usize::from(state_slot), self.block_elements) {
-            wire.extend_from_slice(bytemuck::cast_slice(&self.state[block]));
-        }
-        answer
-    }
-
     /// Hands the chunk's parameters out as they are.
     fn deliver(&mut self, slot: Slot, are_new: bool) {
         for block in slot.blocks(BLOCK_ELEMENTS) {
@@ -427,13 +440,15 @@ impl Shard {
         self.arenas.forget_targets();
     }
 
-    fn first_non_finite(&self, rank: u32, slot: Slot, payload: Payload<'_>) -> Option<usize> {
+    fn first_non_finite(&self, worker: u32, slot: Slot, payload: Payload<'_>) -> Option<usize> {
         match payload {
+            // A site has looked at its own.
+            Payload::Here(_) if worker >= self.plan.ports.workers() => None,
             Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
             Payload::InArena => {
-                let place = self.arenas.gradient_place(rank, &slot.extent());
+                let place = self.arenas.gradient_place(worker, &slot.extent());
                 let mut found = None;
-                read_blocks(&self.arenas, rank, place, slot, slot.gradient, |block, wire| {
+                read_blocks(&self.arenas, worker, place, slot, slot.gradient, |block, wire| {
                     let here = finite::first_non_finite(wire, slot.gradient);
                     found = found.or(here.map(|element| block.start + element));
                 });
@@ -442,126 +457,22 @@ impl Shard {
         }
     }
 
-    fn retune(&mut self, group: u32, first_step: u32, payload: &[u8]) -> Result<(), Fault> {
-        let refused = |reason: String| Fault::Retune { group, reason };
-        let groups = self.plan.groups.len();
-        let initial = self
-            .plan
-            .groups
-            .get(group as usize)
-            .ok_or_else(|| refused(format!("the job has no such group, but {groups}, counted from 0")))?;
-        let Retune(next) = Retune::decode(payload)
-            .ok_or_else(|| refused("they are not finite numbers in the agreed layout".to_string()))?;
-        // Against the group's own: state that another group needs begins at zero here, not where it would have.
-        let checked = self.plan.optimizer.check_change(initial, &next);
-        checked.map_err(|error| refused(error.to_string()))?;
-        let changed = self.schedules[group as usize].change(self.newest_step, first_step, next);
-        changed.map_err(|error| refused(error.to_string()))
-    }
-
-    fn leave(&mut self, rank: u32) -> Result<(), Fault> {
-        self.left[rank as usize] = true;
-        let (outboxes, dirty) = (&mut self.outboxes, &mut self.dirty);
-        let mut answers = Vec::new();
-        let freed = |slot: u32, rank: u32, answer: Answer| {
-            outboxes[rank as usize].owe(slot, answer);
-            dirty.insert(rank);
-            answers.push((slot, rank, answer));
-        };
-        let left = self.exchange.leave(rank, freed).map_err(Fault::Stranded);
-        for (slot, rank, answer) in answers {
-            self.arenas.aim(rank, answer);
-            if self.arenas.has_targets() {
-                self.deliver(self.slots[slot as usize], false);
-            }
-        }
-        left
-    }
-
     /// Owes every answer that is due, and notes the ranks in whose arenas parameters must be before theirs leaves.
     fn settle(&mut self, index: u32) {
         let (outboxes, dirty, arenas) = (&mut self.outboxes, &mut self.dirty, &mut self.arenas);
-        self.exchange.settle(index, |rank, answer| {
-            outboxes[rank as usize].owe(index, answer);
-            dirty.insert(rank);
-            arenas.aim(rank, answer);
+        let ports = &self.plan.ports;
+        self.exchange.settle(index, |member, answer| {
+            let port = ports.of_member(index, member);
+            outboxes[port as usize].owe(index, answer);
+            dirty.insert(port);
+            if member < ports.workers() {
+                arenas.aim(member, answer);
+            }
         });
     }
 
-    /// Saves what is still to leave of this chunk's old parameters; at most one frame a rank.
-    fn spill(&mut self, index: u32, slot: Slot) {
-        for rank in 0..self.outboxes.len() {
-            let begun = self.outboxes[rank].begun;
-            if let Some(begun) = begun
-                && begun.source == Source::Model(index)
-            {
-                let mut spill = std::mem::take(&mut self.outboxes[rank].spill);
-                spill.clear();
-                spill.extend_from_slice(self.payload(slot));
-                self.outboxes[rank].spill = spill;
-                self.outboxes[rank].begun.as_mut().expect("it was there").source = Source::Spill;
-            }
-        }
-    }
-
-    /// Saves every frame that has begun to leave, so that the arrays can be freed.
-    pub(crate) fn spill_all(&mut self) {
-        for rank in 0..self.outboxes.len() {
-            if let Some(Source::Model(index)) = self.outboxes[rank].begun.map(|begun| begun.source) {
-                self.spill(index, self.slots[index as usize]);
-            }
-        }
-    }
-
-    /// The chunk's parameters as they travel.
-    fn payload(&self, slot: Slot) -> &[u8] {
-        match slot.parameter {
-            Codec::F32 => bytemuck::cast_slice(&self.model[slot.range()]),
-            _ => &self.encoded[slot.encoded_range()],
-        }
-    }
-
-    /// The frame that answers `rank` for a slot, and its payload.
-    pub(crate) fn answer(&self, rank: u32, index: u32, answer: Answer) -> (Header, &[u8]) {
-        let slot = self.slots[index as usize];
-        let chunk = self.plan.placement.chunks(self.plan.route)[index as usize];
-        let step = self.exchange.answer_version(index, rank);
-        match answer {
-            Answer::Applied => (Header { chunk, step, ..Header::bare(Operation::Applied) }, &[]),
-            Answer::State(state_slot) => {
-                let staged = &self.outboxes[rank as usize].spill[..];
-                let (step, length) = (u32::from(state_slot), staged.len() as u32);
-                (Header { chunk, step, length, ..Header::bare(Operation::State) }, staged)
-            }
-            Answer::Parameters => {
-                let payload = self.payload(slot);
-                let length = payload.len() as u32;
-                let header =
-                    Header { operation: Operation::Parameters, codec: slot.parameter, chunk, step, length };
-                (header, if self.has_arena(rank) { &[] } else { payload })
-            }
-        }
-    }
-
-    /// The payload of a frame that has begun to leave to `rank`.
-    pub(crate) fn begun_payload(&self, rank: u32, source: Source) -> &[u8] {
-        let outbox = &self.outboxes[rank as usize];
-        match source {
-            Source::Empty => &[],
-            Source::Message => &outbox.messages.front().expect("a begun message stays in front").1,
-            Source::Norm => &outbox.norm.as_ref().expect("a begun norm stays").1,
-            Source::Spill => &outbox.spill,
-            Source::Model(index) => self.payload(self.slots[index as usize]),
-        }
-    }
-
-    /// An answer to `rank` has begun to leave.
-    pub(crate) fn answer_begun(&mut self, rank: u32, index: u32) {
-        self.exchange.answer_begun(index, rank);
-    }
-
     fn slot(&self, chunk: u32) -> Result<(u32, Slot), Fault> {
-        match self.plan.placement.locate(chunk) {
+        match self.plan.placement().locate(chunk) {
             Some((route, index)) if route == self.plan.route => Ok((index, self.slots[index as usize])),
             _ => Err(Fault::Chunk(chunk)),
         }
@@ -569,6 +480,14 @@ impl Shard {
 
     fn key_name(&self, key: u32) -> String {
         self.plan.settings.keys.keys()[key as usize].name.clone()
+    }
+
+    fn stranded_at(&self, index: u32) -> Result<(), Fault> {
+        self.exchange.stranded_at(index).map_err(|stranded| self.stranded(stranded))
+    }
+
+    fn stranded(&self, Stranded { member, awaited }: Stranded) -> Fault {
+        Fault::Stranded { who: self.plan.ports.member(member), awaited }
     }
 
     fn offence(&self, chunk: u32, key: u32, offence: Offence) -> Fault {
@@ -583,11 +502,12 @@ impl Shard {
         }
         self.model = Buffer::default();
         self.merge = Buffer::default();
+        self.total = Buffer::default();
         self.squares = Vec::new();
         self.state = Buffer::default();
         self.parked = Vec::new();
         self.encoded = Vec::new();
-        self.arenas = Arenas::new(self.plan.workers);
+        self.arenas = Arenas::new(self.plan.ports.workers());
         self.counters.memory_bytes = 0;
     }
 }
@@ -599,6 +519,14 @@ impl<'a> Payload<'a> {
             Payload::Here(bytes) => bytes,
             Payload::InArena => unreachable!("only tensors lie in arenas"),
         }
+    }
+}
+
+/// How contributions come in.
+fn contributed_as(side: Side, slot: &Slot) -> Codec {
+    match side {
+        Side::Worker(_) => slot.gradient,
+        Side::Below(_) | Side::Above => Codec::F32,
     }
 }
 

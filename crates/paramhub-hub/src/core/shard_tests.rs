@@ -4,15 +4,17 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Dtype;
+use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
+use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Registry;
 
 use super::*;
-use crate::core::outbox::Begun;
+use crate::core::outbox::{Begun, Source};
+use crate::core::ports::{Neighbour, Ports};
 
 /// A shard of all chunks of `keys`, on one core.
 pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
@@ -25,18 +27,20 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let hubs = [HubShape { interfaces: vec![interface], local: None }];
-    let placement = Placement::new(&settings.keys, &map, &hubs).unwrap();
+    let composed = Composed::new(&settings.keys, &map, Composition::flat(hubs.to_vec(), workers)).unwrap();
+    let ports = Ports::new(&composed, 0, 0);
     let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
     let plan = ShardPlan {
         name: "test".into(),
         namespace: Namespace([1; 16]),
-        workers,
         dead_after: Duration::from_secs(30),
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),
         map: Arc::new(map),
-        placement: Arc::new(placement),
+        composed: Arc::new(composed),
+        site: 0,
         route: 0,
+        ports: Arc::new(ports),
         optimizer,
         groups,
     };
@@ -126,10 +130,10 @@ fn a_frame_under_way_keeps_the_values_it_began_with() {
     push_pull(&mut shard, 1, 0, 0, &[7.0, 8.0]).unwrap();
     let source = shard.outboxes[0].begun.unwrap().source;
     assert_eq!(source, Source::Spill);
-    assert_eq!(shard.begun_payload(0, source), wire(&[1.0, 2.0]));
+    assert_eq!(shard.of_source(0, source), wire(&[1.0, 2.0]));
     assert_eq!(answer(&mut shard, 1).1, [7.0, 8.0], "what had not begun leaves with the newest values");
     shard.free();
-    assert_eq!(shard.begun_payload(0, source), wire(&[1.0, 2.0]), "it outlives even the job's buffers");
+    assert_eq!(shard.of_source(0, source), wire(&[1.0, 2.0]), "it outlives even the job's buffers");
 }
 
 #[test]
@@ -174,7 +178,7 @@ fn state_is_given_back_to_its_place_and_keeps_its_values_under_way() {
     assert!(!shard.outboxes[0].may_spill(), "no other state may be staged over it");
     push_pull(&mut shard, 1, 0, 0, &vec![1.0; ELEMENTS]).unwrap();
     answer(&mut shard, 1);
-    assert_eq!(shard.begun_payload(0, Source::Spill), payload, "what has begun to leave changes no more");
+    assert_eq!(shard.of_source(0, Source::Spill), payload, "what has begun to leave changes no more");
     shard.outboxes[0].begun = None;
     let (_, changed) = pull(&mut shard, 1);
     assert_eq!(State::decode(&changed).unwrap().updates, 42);
@@ -249,7 +253,7 @@ fn a_norm_that_has_begun_to_leave_outlives_its_job() {
     let (header, payload) = shard.outboxes[0].norm.unwrap();
     shard.outboxes[0].begun = Some(Begun { header, source: Source::Norm });
     shard.free();
-    assert_eq!(shard.begun_payload(0, Source::Norm), payload);
+    assert_eq!(shard.of_source(0, Source::Norm), payload);
     shard.outboxes[0].begun = None;
     shard.outboxes[0].forget();
     assert!(shard.outboxes[0].is_empty());
@@ -264,7 +268,7 @@ fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time()
     });
     let refused = push_pull(&mut shard, 0, 1, 0, &[0.0; 44]).unwrap_err();
     assert_eq!(
-        refused.message(0),
+        refused.message("rank 0"),
         "rank 0 broke the rules on chunk 1 of key `w`: a gradient came before rank 0 had sent the parameters to start from"
     );
     for (chunk, elements) in [(0, 256), (1, 44)] {
@@ -282,9 +286,9 @@ fn an_optimizer_starts_from_rank_zeros_parameters_and_learns_new_rates_in_time()
     let momentum = Hyperparameters { momentum: 0.9, ..rate(0.1) }.to_wire();
     let refused = take(&mut shard, 0, &header(Operation::Retune, 0, 2, &momentum), &momentum).unwrap_err();
     assert!(
-        refused.message(0).contains("hyperparameters of group 0 that cannot be used"),
+        refused.message("rank 0").contains("hyperparameters of group 0 that cannot be used"),
         "{}",
-        refused.message(0)
+        refused.message("rank 0")
     );
 }
 
@@ -320,7 +324,7 @@ fn groups_have_their_own_numbers_and_one_layout() {
     let mut refused = |group, hyperparameters: Hyperparameters| {
         let payload = hyperparameters.to_wire();
         let retune = header(Operation::Retune, group, 3, &payload);
-        take(&mut shard, 0, &retune, &payload).unwrap_err().message(0)
+        take(&mut shard, 0, &retune, &payload).unwrap_err().message("rank 0")
     };
     let told = refused(2, rate(0.1));
     assert_eq!(
@@ -368,7 +372,7 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
         settings.reject_non_finite = true;
     });
     let fault = |shard: &mut Shard, header: Header, payload: &[u8]| {
-        take(shard, 1, &header, payload).unwrap_err().message(1)
+        take(shard, 1, &header, payload).unwrap_err().message("rank 1")
     };
     let five = wire(&[1.0; 5]);
     let unknown = fault(&mut shard, header(Operation::Push, 9, 0, &five), &five);
@@ -391,8 +395,8 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
     push_pull(&mut shard, 0, 2, 0, &[1.0; 5]).unwrap();
     answer(&mut shard, 0);
     let stranded = push_pull(&mut shard, 0, 2, 1, &[1.0; 5]).unwrap_err();
-    assert_eq!(stranded.culprit(0), 1, "not the one that found out");
-    let stranded = stranded.message(0);
+    assert_eq!(stranded.culprit(Neighbour::Worker(0)), Neighbour::Worker(1), "not the one that found out");
+    let stranded = stranded.message("rank 0");
     assert_eq!(stranded, "rank 1 left the job, but other ranks wait for its contribution to step 1");
 }
 
@@ -435,14 +439,14 @@ fn keys_over_four_gibibytes_are_laid_out_without_wrapping() {
     );
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let placement =
-        Placement::new(&settings.keys, &map, &[HubShape { interfaces: vec![interface], local: None }])
-            .unwrap();
+    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
+    let composed = Composed::new(&settings.keys, &map, Composition::flat(hubs, 2)).unwrap();
     let registry = Registry::with_builtins();
     let plan = ShardPlan {
         optimizer: registry.optimizer("adam").unwrap(),
         map: Arc::new(map),
-        placement: Arc::new(placement),
+        ports: Arc::new(Ports::new(&composed, 0, 0)),
+        composed: Arc::new(composed),
         settings: Arc::new(settings),
         ..shard(2, vec![Key::new("w", [1])], |_| {}).plan().clone()
     };

@@ -1,9 +1,10 @@
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
+use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::STATE_SLOTS_MAX;
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
@@ -11,20 +12,23 @@ use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
 use paramhub_kernels::Registry;
 
-use crate::core::{ShardPlan, memory_bytes};
+use crate::core::{Neighbour, Ports, ShardPlan, memory_bytes};
 
 /// One job at this hub.
 pub(crate) struct Job {
     pub(super) name: String,
     pub(super) namespace: Namespace,
     pub(super) nonce: Nonce,
-    pub(super) workers: u32,
+    pub(super) composed: Arc<Composed>,
+    /// Where in it this hub is.
+    pub(super) site: SiteId,
+    /// Of this hub's routes.
+    pub(super) ports: HashMap<RouteId, Arc<Ports>>,
     pub(super) rendezvous: Duration,
     pub(super) dead_after: Duration,
     pub(super) settings: Arc<Settings>,
-    /// Of the job, this one included.
+    /// Of the site, this one included.
     pub(super) hubs: usize,
-    pub(super) placement: Arc<Placement>,
     /// Values of state the optimizer keeps a parameter.
     pub(super) state_slots: u8,
     /// This hub's routes that carry chunks.
@@ -33,8 +37,10 @@ pub(crate) struct Job {
     pub(super) state: State,
     /// Set where a core found no memory.
     pub(super) missing_bytes: Option<u64>,
+    /// The streams to the sites above have been asked for.
+    pub(super) is_linked: bool,
     pub(super) left: HashSet<(RouteId, u32)>,
-    pub(super) silent: HashSet<u32>,
+    pub(super) silent: HashSet<Neighbour>,
     pub(super) counters: JobCounters,
 }
 
@@ -61,7 +67,12 @@ impl Job {
         let dead_after = seconds("dead_after_s", plan.options.dead_after_s)?;
         let settings = &plan.settings;
         settings.check().map_err(|error| error.to_string())?;
-        if plan.hubs.get(plan.hub as usize) != Some(shape) {
+        let here = plan
+            .composition
+            .sites
+            .get(usize::from(plan.site))
+            .and_then(|site| site.hubs.get(plan.hub as usize));
+        if here != Some(shape) {
             return Err(format!("job `{}` was planned for other interfaces than this hub has", plan.name));
         }
         let optimizer = registry.optimizer(&settings.optimizer.name).map_err(|error| error.to_string())?;
@@ -83,26 +94,31 @@ impl Job {
         })?;
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
-        let placement =
-            Arc::new(Placement::new(&settings.keys, &map, &plan.hubs).map_err(|error| error.to_string())?);
+        let composed = Composed::new(&settings.keys, &map, plan.composition.clone())
+            .map_err(|error| error.to_string())?;
+        let (composed, site) = (Arc::new(composed), plan.site);
+        let placement = &composed.placements[usize::from(site)];
         let (map, settings) = (Arc::new(map), Arc::new(settings.clone()));
         let carries = |route: RouteId| !placement.chunks(route).is_empty();
         let routes: Vec<(RouteId, Route)> = (0..)
             .zip(placement.routes().iter().copied())
             .filter(|&(id, route)| u32::from(route.hub) == plan.hub && carries(id))
             .collect();
+        let ports: HashMap<RouteId, Arc<Ports>> =
+            routes.iter().map(|&(id, _)| (id, Arc::new(Ports::new(&composed, site, id)))).collect();
         let shards: Vec<(u16, ShardPlan)> = routes
             .iter()
             .map(|&(id, route)| {
                 let shard = ShardPlan {
                     name: plan.name.clone(),
                     namespace: plan.namespace,
-                    workers: plan.workers,
                     dead_after,
                     settings: settings.clone(),
                     map: map.clone(),
-                    placement: placement.clone(),
+                    composed: composed.clone(),
+                    site,
                     route: id,
+                    ports: ports[&id].clone(),
                     aggregator: aggregator.clone(),
                     optimizer: optimizer.clone(),
                     groups: groups.clone(),
@@ -114,17 +130,19 @@ impl Job {
             name: plan.name.clone(),
             namespace: plan.namespace,
             nonce: plan.nonce,
-            workers: plan.workers,
             rendezvous,
             dead_after,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             state: State::Opening { routes: routes.len() },
             settings,
-            hubs: plan.hubs.len(),
-            placement,
+            hubs: plan.composition.sites[usize::from(site)].hubs.len(),
+            composed,
+            site,
+            ports,
             state_slots,
             routes,
             missing_bytes: None,
+            is_linked: false,
             left: HashSet::new(),
             silent: HashSet::new(),
             counters: JobCounters::default(),
@@ -140,9 +158,22 @@ impl Job {
         cores.into_iter()
     }
 
-    /// Whether every rank has said goodbye on every route.
+    /// Of its site.
+    pub(super) fn placement(&self) -> &Placement {
+        &self.composed.placements[usize::from(self.site)]
+    }
+
+    /// How people call somebody.
+    pub(super) fn name_of(&self, who: Neighbour) -> String {
+        match who {
+            Neighbour::Worker(rank) => format!("rank {rank}"),
+            Neighbour::Site(site) => self.composed.composition.name(site),
+        }
+    }
+
+    /// Whether everybody has said goodbye by every port, and we to those above.
     pub(super) fn everybody_left(&self) -> bool {
-        self.left.len() == self.routes.len() * self.workers as usize
+        self.left.len() == self.ports.values().map(|ports| ports.len() as usize).sum::<usize>()
     }
 }
 

@@ -1,5 +1,6 @@
 //! The hubs' part in a job: what they report, and what follows for the job.
 
+use paramhub_core::composition::SiteId;
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{ErrorCode, JobCounters, JobState};
 
@@ -10,6 +11,8 @@ use crate::clock::Now;
 pub(super) struct Member {
     pub(super) hub: u32,
     pub(super) shape: HubShape,
+    /// The site it is at.
+    pub(super) site: SiteId,
     /// Whether it has been asked to allocate.
     pub(super) asked: bool,
     pub(super) allocated: bool,
@@ -19,9 +22,9 @@ pub(super) struct Member {
 
 impl Member {
     /// A hub that will have a part in a job.
-    pub(super) fn new(hub: u32, shape: HubShape) -> Self {
+    pub(super) fn new(hub: u32, shape: HubShape, site: SiteId) -> Self {
         let counters = JobCounters::default();
-        Member { hub, shape, asked: false, allocated: false, ended: false, counters }
+        Member { hub, shape, site, asked: false, allocated: false, ended: false, counters }
     }
 
     pub(super) fn describe(&self) -> String {
@@ -33,7 +36,9 @@ impl Job {
     /// A hub has allocated its part.
     pub(crate) fn hub_allocated(&mut self, hub: u32, placement_hash: &str, now: Now) -> Transition {
         let Some(index) = self.member_index(hub) else { return Transition::None };
-        let Some(placed) = &self.placed else { return Transition::None };
+        let Some(placed) = self.placed.get(usize::from(self.members[index].site)) else {
+            return Transition::None;
+        };
         if self.state != JobState::Initialising {
             return Transition::None;
         }
@@ -114,14 +119,9 @@ impl Job {
         }
     }
 
-    /// The hubs that serve the job, in placement order.
+    /// The hubs that serve the job, site by site in placement order.
     pub(crate) fn hubs(&self) -> impl Iterator<Item = u32> + '_ {
         self.members.iter().map(|member| member.hub)
-    }
-
-    /// The shapes of the hubs that serve the job, in placement order.
-    pub(crate) fn shapes(&self) -> Vec<HubShape> {
-        self.members.iter().map(|member| member.shape.clone()).collect()
     }
 
     /// Whether this hub was asked to hold part of the job.

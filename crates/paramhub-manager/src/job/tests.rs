@@ -25,13 +25,20 @@ fn process(number: u8) -> Incarnation {
 
 fn call(rank: u32, number: u8) -> ConnectService {
     let (incarnation, proof) = (process(number), Proof([0; 32]));
-    ConnectService { rank, incarnation, proof, host: format!("node-{number}"), process: u32::from(number) }
+    ConnectService {
+        rank,
+        incarnation,
+        proof,
+        host: format!("node-{number}"),
+        process: u32::from(number),
+        place: Default::default(),
+    }
 }
 
-fn hubs(count: u32) -> Vec<(u32, HubShape)> {
+fn hubs(count: u32) -> Vec<(u32, (HubShape, Place))> {
     let shape = |hub: u32| {
         let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
-        (hub, HubShape { interfaces: vec![interface], local: None })
+        (hub, (HubShape { interfaces: vec![interface], local: None }, Place::default()))
     };
     (0..count).map(shape).collect()
 }
@@ -55,7 +62,7 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
     for rank in 0..workers {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(hub_count)), Transition::Advanced);
+    assert_eq!(job.convene(hubs(hub_count), now()), Transition::Advanced);
     job
 }
 
@@ -66,7 +73,7 @@ fn placing(workers: u32, hub_count: u32) -> Job {
         job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
         assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
     }
-    assert!(job.place(Outline::default(), placed()));
+    assert!(job.place(Outline::default(), vec![placed()]));
     job
 }
 
@@ -83,7 +90,7 @@ fn running(workers: u32, hub_count: u32) -> Job {
 #[test]
 fn a_job_goes_from_rendezvous_to_its_end() {
     let mut job = running(3, 2);
-    assert_eq!(job.initialised().unwrap().placement_hash, "hash");
+    assert_eq!(job.initialised(0).unwrap().placement_hash, "hash");
     assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
     assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
     assert_eq!(job.hub_ended(1, true, "", now()), Transition::Ended { stop: vec![] });
@@ -172,7 +179,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
         panic!("a refusal ends the job");
     };
     assert_eq!((stop, stage(&job)), (vec![0, 2], Stage::Ended));
-    let refused = job.initialised().unwrap_err();
+    let refused = job.initialised(0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::DoesNotFit);
     assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
     assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
@@ -186,7 +193,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let mut job = placing(1, 1);
     assert_eq!(job.hub_allocated(0, "other", now()), Transition::Ended { stop: vec![0] });
-    assert!(job.initialised().unwrap_err().message.contains("other, not hash"));
+    assert!(job.initialised(0).unwrap_err().message.contains("other, not hash"));
 }
 
 #[test]
@@ -254,14 +261,14 @@ fn init_timeouts_name_ranks_then_hubs() {
     job.submit(1, process(1), &settings(), now()).unwrap();
     job.agree(1);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![] });
-    let refused = job.initialised().unwrap_err();
+    let refused = job.initialised(0).unwrap_err();
     assert_eq!(refused.code, ErrorCode::Missing);
     assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
 
     let mut job = placing(1, 2);
     assert_eq!(job.hub_allocated(0, "hash", now()), Transition::None);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
-    let message = job.initialised().unwrap_err().message;
+    let message = job.initialised(0).unwrap_err().message;
     assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
 }
 

@@ -32,14 +32,21 @@ fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
     let mut world = World::new(Vec::new(), 8, 8, now);
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
-    let hub = world.register_hub(shape, "token".into(), now).unwrap();
+    let hub = world.register_hub(shape, Default::default(), "token".into(), now).unwrap();
     let namespace = Namespace([1; 16]);
     let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
     world.admit(Job::new(0, request, namespace, Nonce([2; 32]), now));
     let (incarnation, proof) = (Incarnation([3; 16]), Proof([0; 32]));
-    let call = ConnectService { rank: 0, incarnation, proof, host: String::new(), process: 1 };
+    let call = ConnectService {
+        rank: 0,
+        incarnation,
+        proof,
+        host: String::new(),
+        process: 1,
+        place: Default::default(),
+    };
     world.change(namespace, |job| (job.connect(&call, now).unwrap(), Transition::None)).unwrap();
-    world.convene(namespace);
+    world.convene(namespace, now);
     let levels = Levels::default();
     tracing::subscriber::with_default(levels.clone(), || happens(&mut world, hub, namespace));
     assert_eq!(world.job(namespace).unwrap().state(), JobState::Failed);

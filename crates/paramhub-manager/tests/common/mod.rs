@@ -91,7 +91,14 @@ impl Job {
 
     pub(crate) fn connect_request(&self, rank: u32, incarnation: Incarnation) -> ConnectService {
         let proof = self.nonce.prove_rank(Purpose::Connect, self.namespace, rank, incarnation);
-        ConnectService { rank, incarnation, proof, host: "testhost".into(), process: 1000 + rank }
+        ConnectService {
+            rank,
+            incarnation,
+            proof,
+            host: "testhost".into(),
+            process: 1000 + rank,
+            place: Default::default(),
+        }
     }
 
     pub(crate) fn connect(&self, rank: u32) -> Result<ServiceConnected, ControlError> {
@@ -169,7 +176,8 @@ pub(crate) struct Hub {
 impl Hub {
     pub(crate) fn join(client: &ManagerClient, manner: Manner) -> Hub {
         let shape = shape();
-        let registered = client.register_hub(&RegisterHub { shape: shape.clone() }).unwrap();
+        let registered =
+            client.register_hub(&RegisterHub { shape: shape.clone(), place: Default::default() }).unwrap();
         let quit = Arc::new(AtomicBool::new(false));
         let thread = {
             let (client, registered, quit) = (client.clone(), registered.clone(), quit.clone());
@@ -227,6 +235,7 @@ fn serve(
             acknowledged = numbered.sequence;
             let event = match &numbered.command {
                 HubCommand::Allocate(plan) => allocate(plan, manner),
+                HubCommand::Link { .. } => None,
                 HubCommand::Stop { namespace, reason } => {
                     let (namespace, reason) = (*namespace, reason.clone());
                     Some(HubEvent::Ended { namespace, finished: false, reason })
@@ -247,7 +256,12 @@ fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
     let placement_hash = match manner {
         Manner::Serve => {
             let map = ChunkMap::new(&plan.settings.keys, plan.settings.chunk_bytes).unwrap();
-            let placement = Placement::new(&plan.settings.keys, &map, &plan.hubs).unwrap();
+            let placement = Placement::new(
+                &plan.settings.keys,
+                &map,
+                &plan.composition.sites[usize::from(plan.site)].hubs,
+            )
+            .unwrap();
             placement.hash().to_hex().to_string()
         }
         Manner::PlaceOtherwise => "0".repeat(64),

@@ -3,7 +3,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Proof;
-use paramhub_core::wire::{PROOF_BYTES, Refusal, Verdict};
+use paramhub_core::wire::{Caller, PROOF_BYTES, Refusal, Verdict};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_worker::{Admission, Options, WorkerError};
 
@@ -22,8 +22,9 @@ fn a_hello_says_who_and_which_route() {
     let hub = Hub::new(2);
     let admission = hub.admission(1, settings(&[1000]));
     let (job, peers) = hub.open(admission.clone(), Options::default());
+    let caller = Caller::Worker { rank: 1, shares_parameters: false };
     for (core, peer) in peers.iter().enumerate() {
-        assert_eq!((peer.hello.rank, peer.hello.interface, peer.hello.core), (1, 0, core as u16));
+        assert_eq!((peer.hello.caller, peer.hello.interface, peer.hello.core), (caller, 0, core as u16));
         assert_eq!(
             (peer.hello.namespace, peer.hello.incarnation),
             (admission.namespace, admission.incarnation)

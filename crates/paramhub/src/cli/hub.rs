@@ -12,7 +12,7 @@ use crate::cli::ExitCode;
 use crate::config::{Bytes, Config, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
-use crate::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub};
+use crate::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, host_identity};
 
 /// How often a hub that waits for a signal looks after itself.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -26,6 +26,20 @@ pub(super) struct HubFlags {
     /// What workers dial instead, per interface, where they cannot reach the listening address itself
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_ADVERTISE")]
     advertise: Option<Vec<String>>,
+    /// Serve the workers of this rack: those started with the same name in PARAMHUB_RACK [default: everybody]
+    #[arg(long, value_name = "NAME", env = "PARAMHUB_RACK")]
+    rack: Option<String>,
+    /// Serve this host's workers alone, over shared memory: their sums go on to the hubs of the rack, or to those that serve
+    /// everybody [default: false]
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_HUB_HOST_ONLY"
+    )]
+    host_only: Option<bool>,
     /// Threads that sum and optimise [default: every processor; a quarter of them on loopback]
     #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CORES")]
     cores: Option<usize>,
@@ -67,7 +81,8 @@ impl HubFlags {
         if let Some(switched_off) = self.no_shared_memory {
             config.hub.shared_memory = !switched_off;
         }
-        overlay!(self => config.hub; listen, advertise, streams, spin_us, pin, manager; cores, memory, join, state);
+        overlay!(self => config.hub;
+            listen, advertise, host_only, streams, spin_us, pin, manager; rack, cores, memory, join, state);
     }
 }
 
@@ -127,6 +142,8 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
     let hub = HubConfig {
         listen: section.listen.clone(),
         advertise: section.advertise.clone(),
+        rack: section.rack.clone(),
+        host: section.host_only.then(host_identity),
         cores: section.effective_cores(),
         streams: section.streams,
         shared_memory: section.shared_memory,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
+use paramhub_core::composition::{OptimizeAt, Reduction};
 
 use super::{ManagerUrl, Usage, client, overlay};
 use crate::ManagerClient;
@@ -45,6 +46,13 @@ pub(super) struct RunFlags {
     /// How long a worker may be silent before the job is failed [default: 30]
     #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_DEAD_AFTER")]
     dead_after: Option<f64>,
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// [default: auto]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_REDUCTION")]
+    reduction: Option<Reduction>,
+    /// Where the optimizer runs then: every-site or owner [default: every-site]
+    #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
+    optimize_at: Option<OptimizeAt>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,
@@ -53,7 +61,7 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores; name);
+        overlay!(self => config.run; workers, cores, reduction, optimize_at; name);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -95,6 +103,8 @@ fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCrea
     let options = JobOptions {
         rendezvous_timeout_s: section.rendezvous_timeout_s,
         dead_after_s: section.dead_after_s,
+        reduction: section.reduction,
+        optimize_at: section.optimize_at,
         ..JobOptions::default()
     };
     Ok(client.create_service(&CreateService { name, workers: section.workers, options })?)

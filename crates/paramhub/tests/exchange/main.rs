@@ -12,6 +12,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod sites;
 mod state;
 mod streams;
 mod tenants;

@@ -10,6 +10,7 @@ mod numerics;
 mod offences;
 mod raw;
 mod reproducible;
+mod sites;
 mod state;
 mod tenants;
 

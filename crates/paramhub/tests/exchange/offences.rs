@@ -177,7 +177,14 @@ fn a_rank_that_stops_between_init_and_its_streams_is_named() {
         let prove = |purpose| ticket.nonce.prove_rank(purpose, ticket.namespace, 1, hello.incarnation);
         let (rank, incarnation) = (1, hello.incarnation);
         let proof = prove(Purpose::Connect);
-        let connect = ConnectService { rank, incarnation, proof, host: String::new(), process: 0 };
+        let connect = ConnectService {
+            rank,
+            incarnation,
+            proof,
+            host: String::new(),
+            process: 0,
+            place: Default::default(),
+        };
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };
         cluster.client.init_service(ticket.namespace, &init, PATIENCE).unwrap();

@@ -11,8 +11,8 @@ use paramhub_core::placement::Placement;
 use paramhub_core::service::{ConnectService, InitService};
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES, Verdict,
-    stream_proofs,
+    CHALLENGE_BYTES, Caller, Direction, Failure, HEADER_BYTES, Header, Hello, Operation, VERDICT_BYTES,
+    Verdict, stream_proofs,
 };
 
 use crate::cluster::{Cluster, PATIENCE, Ticket, keys};
@@ -32,14 +32,13 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
     let shape = cluster.client.hubs().unwrap().remove(0).shape;
     let placement = Placement::new(&settings.keys, &map, &[shape]).unwrap();
     Hello {
-        rank,
+        caller: Caller::Worker { rank, shares_parameters: false },
         interface: 0,
         core: 0,
         namespace: ticket.namespace,
         incarnation: Incarnation([rank as u8 + 1; 16]),
         placement: *placement.hash().as_bytes(),
         challenge: [7; CHALLENGE_BYTES],
-        shares_parameters: false,
     }
 }
 
@@ -81,6 +80,7 @@ impl Raw {
             proof: prove(Purpose::Connect),
             host: "by hand".into(),
             process: 0,
+            place: Default::default(),
         };
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings.clone() };

@@ -12,6 +12,7 @@ mod offences;
 mod raw;
 mod reproducible;
 mod shared;
+mod sites;
 mod state;
 mod tenants;
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use paramhub_core::composition::Reduction;
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
@@ -64,6 +65,10 @@ pub(crate) struct TrainFlags {
     /// When workers see each other's gradients: sync, async or staleness:N [default: sync]
     #[arg(long, env = "PARAMHUB_TRAIN_CONSISTENCY")]
     consistency: Option<Consistency>,
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// [default: auto]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
+    reduction: Option<Reduction>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -86,7 +91,7 @@ impl TrainFlags {
         self.url.apply(config);
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
-            codec, chunk_bytes, cores;
+            reduction, codec, chunk_bytes, cores;
             lr, weight_decay, json, save);
     }
 }

@@ -24,7 +24,7 @@ use crate::cli::ExitCode;
 use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, this_program};
-use crate::service::{CoreCounters, CreateService, ServiceCreated};
+use crate::service::{CoreCounters, CreateService, JobOptions, ServiceCreated};
 
 pub(super) use flags::TrainFlags;
 pub(super) use spec::rehearse;
@@ -102,7 +102,8 @@ impl Venue {
         let create = |client: &ManagerClient| -> anyhow::Result<ServiceCreated> {
             let suffix = getrandom::u32().context("the system has no random numbers")?;
             let name = format!("train-{suffix:08x}");
-            let request = CreateService { name, workers: section.workers, options: Default::default() };
+            let options = JobOptions { reduction: section.reduction, ..Default::default() };
+            let request = CreateService { name, workers: section.workers, options };
             Ok(client.create_service(&request)?)
         };
         if section.exchange == ExchangeKind::Local {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use anyhow::{Context, bail};
 use paramhub_core::chunk::ChunkMap;
-use paramhub_core::exchange::{Answer, Exchange, Fold, Rules};
+use paramhub_core::exchange::{Answer, Exchange, Fold, Rules, Then};
 use paramhub_core::wire::{Header, Operation};
 use paramhub_kernels::{Step, convert};
 use paramhub_transport::Waker;
@@ -88,6 +88,9 @@ impl Chunks {
         let slots = optimizer.state_slots(&hyperparameters);
         let rules = Rules {
             workers: spec.workers,
+            members: spec.workers,
+            sites_from: spec.workers,
+            rank_0: Some(0),
             consistency: settings.consistency,
             reproducible: settings.reproducible,
             has_parameters: settings.has_parameters(),
@@ -174,7 +177,7 @@ impl Chunks {
             }
             Operation::Pull => work.exchange.pull(0, rank, header.step)?,
             Operation::Initialise => {
-                work.exchange.initialise(0, rank, header.step)?;
+                work.exchange.initialise(0, Some(rank), header.step)?;
                 let mut model = chunk.model.write().unwrap_or_else(PoisonError::into_inner);
                 convert::decode(payload, &mut model.values, chunk.codec);
                 model.encode(chunk.codec);
@@ -208,7 +211,7 @@ impl Chunks {
             Fold::Sum { first: false, .. } => self.aggregator.add(&mut work.sum, payload, header.codec),
             Fold::Park => bail!("nothing is parked here"),
         }
-        if let Some(update) = arrival.update {
+        if let Then::Update(update) = arrival.then {
             let step = Step {
                 hyperparameters: &self.hyperparameters,
                 number: update.number,

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use chunks::Chunks;
 use paramhub_core::auth::{Incarnation, Proof};
-use paramhub_core::wire::{CHALLENGE_BYTES, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
+use paramhub_core::wire::{CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_worker::{Admission, Options, Transport};
 
@@ -142,7 +142,10 @@ fn shake_hands(
         bail!("a stranger came");
     }
     write_all_by(&mut socket, &Verdict::Welcome { proof, state_slots: 0 }.encode(), deadline)?;
-    Ok((hello.rank, socket))
+    match hello.caller {
+        Caller::Worker { rank, .. } => Ok((rank, socket)),
+        Caller::Hub { .. } => bail!("a hub came"),
+    }
 }
 
 #[cfg(test)]

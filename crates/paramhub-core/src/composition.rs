@@ -1,0 +1,370 @@
+//! Hubs of one kind, composed: sites of hubs below, above and beside one another (PHub section 3.4).
+//!
+//! A **site** is the hubs that together hold a whole model for the members below them: those of a host, of a rack or of
+//! the cluster. A member is a worker or another site. For every chunk the sites form a tree: a site sums what its members
+//! contribute and contributes the sum to the site above, until one site, the chunk's **owner**, has the sum of all
+//! workers' gradients. The answer goes back the same way.
+//!
+//! - A site with a parent has that one above it for every chunk: a host below its rack, racks below a parent hub.
+//! - Sites without a parent are peers. Between them chunks have different owners, so that all links carry alike.
+//!   [`Crossing::Sharded`]: the owner is above all others. [`Crossing::Ring`]: the sum goes round from the owner's successor to
+//!   the owner, and the answer back; every link carries each chunk at most once each way, and the bytes of a site are those
+//!   of a ring's reduce-scatter and all-gather.
+
+mod arrange;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::chunk::ChunkMap;
+use crate::key::KeyTable;
+use crate::limits::{HUBS_MAX, WORKERS_MAX};
+use crate::placement::{HubShape, Placement, ShapeError, deal};
+
+pub use arrange::{ArrangeError, Arranged, arrange};
+
+/// Sites of one job.
+pub const SITES_MAX: usize = HUBS_MAX;
+/// Sites on the way from a worker to the top: host, rack, cluster.
+pub const DEPTH_MAX: usize = 3;
+
+/// Position of a site in its composition.
+pub type SiteId = u16;
+
+/// The sites of a job and how they reduce among one another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Composition {
+    /// At least one.
+    pub sites: Vec<Site>,
+    /// How those without a parent reduce among one another.
+    pub crossing: Crossing,
+    /// Where the optimizer runs.
+    pub optimize_at: OptimizeAt,
+}
+
+/// Hubs that together hold a whole model for the members below them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Site {
+    /// What people call it: `rack r1`, `host w3`; empty where there is only one.
+    pub name: String,
+    /// In the order the site's placement counts them.
+    pub hubs: Vec<HubShape>,
+    /// Ranks it serves directly, ascending.
+    pub workers: Vec<u32>,
+    /// The site above.
+    pub parent: Option<SiteId>,
+}
+
+/// How sites without a parent reduce among one another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Crossing {
+    /// Every chunk has an owner among them, to which the others send.
+    #[default]
+    Sharded,
+    /// Every chunk goes round, from the owner's successor to the owner, and back.
+    Ring,
+}
+
+/// Where the optimizer runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizeAt {
+    /// At every site, on the same global gradient: all models are bit-identical (PHub section 3.4).
+    #[default]
+    EverySite,
+    /// At each chunk's owner, which answers with parameters.
+    Owner,
+}
+
+/// Where a worker or a hub is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Place {
+    /// The rack's name; empty where nobody gave one.
+    pub rack: String,
+    /// What tells the host, and on it the network namespace, from all others. Of a hub: set if it serves its own host only.
+    pub host: String,
+}
+
+/// How sums become those of all workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Reduction {
+    /// By the hubs' places: a flat job if none has any; else through hosts and racks, and between racks as
+    /// [`Sharded`](Self::Sharded) does, or by the hub that serves everybody if there is one.
+    #[default]
+    Auto,
+    /// At one site of all hubs but those that serve a single host.
+    Flat,
+    /// Through hosts and racks; what is left at a parent: the hubs that serve everybody, else those of the first rack.
+    Tree,
+    /// Through hosts and racks, then round a ring of racks.
+    Ring,
+    /// Through hosts and racks; then each rack completes its share of the chunks.
+    Sharded,
+}
+
+impl Reduction {
+    const ALL: [Reduction; 5] =
+        [Reduction::Auto, Reduction::Flat, Reduction::Tree, Reduction::Ring, Reduction::Sharded];
+}
+
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Reduction::Auto => "auto",
+            Reduction::Flat => "flat",
+            Reduction::Tree => "tree",
+            Reduction::Ring => "ring",
+            Reduction::Sharded => "sharded",
+        })
+    }
+}
+
+impl FromStr for Reduction {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let named = Reduction::ALL.into_iter().find(|reduction| reduction.to_string() == text);
+        named.ok_or_else(|| format!("`{text}` is no reduction: there are auto, flat, tree, ring and sharded"))
+    }
+}
+
+impl fmt::Display for OptimizeAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OptimizeAt::EverySite => "every-site",
+            OptimizeAt::Owner => "owner",
+        })
+    }
+}
+
+impl FromStr for OptimizeAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let named = [OptimizeAt::EverySite, OptimizeAt::Owner].into_iter().find(|at| at.to_string() == text);
+        named.ok_or_else(|| format!("the optimizer cannot run at `{text}`: there are every-site and owner"))
+    }
+}
+
+/// Why sites cannot be composed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum CompositionError {
+    /// None, or too many.
+    #[error("a job needs 1 to {SITES_MAX} sites, not {0}")]
+    Sites(usize),
+    /// A site's hubs cannot be placed on.
+    #[error("{site}: {cause}")]
+    Shape {
+        /// Which.
+        site: String,
+        /// Why.
+        cause: ShapeError,
+    },
+    /// A parent that is not there, or above itself, or too high up.
+    #[error("site {0} has no way up of at most {DEPTH_MAX} sites")]
+    Parent(usize),
+    /// A site that would wait for nobody.
+    #[error("{0} has neither workers nor sites below it")]
+    Idle(String),
+    /// The ranks are not 0 to n - 1, each at one site.
+    #[error("rank {0} is at no site, or at two")]
+    Rank(u32),
+}
+
+impl Composition {
+    /// One site for everybody.
+    pub fn flat(hubs: Vec<HubShape>, workers: u32) -> Composition {
+        let site = Site { name: String::new(), hubs, workers: (0..workers).collect(), parent: None };
+        Composition { sites: vec![site], crossing: Crossing::default(), optimize_at: OptimizeAt::default() }
+    }
+
+    /// Whether there is but one site.
+    pub fn is_flat(&self) -> bool {
+        self.sites.len() == 1
+    }
+
+    /// Ranks of the job.
+    pub fn workers(&self) -> u32 {
+        self.sites.iter().map(|site| site.workers.len() as u32).sum()
+    }
+
+    /// The site at which a rank exchanges.
+    pub fn site_of(&self, rank: u32) -> Option<SiteId> {
+        (0..).zip(&self.sites).find(|(_, site)| site.workers.binary_search(&rank).is_ok()).map(|(id, _)| id)
+    }
+
+    /// Whether it can be: everybody has a way to everybody else.
+    ///
+    /// # Errors
+    /// What is wrong first.
+    pub fn check(&self) -> Result<(), CompositionError> {
+        if self.sites.is_empty() || self.sites.len() > SITES_MAX {
+            return Err(CompositionError::Sites(self.sites.len()));
+        }
+        let workers = self.workers();
+        let mut seen = vec![false; workers.min(WORKERS_MAX) as usize];
+        for (id, site) in self.sites.iter().enumerate() {
+            for (hub, shape) in site.hubs.iter().enumerate() {
+                shape
+                    .check(hub)
+                    .map_err(|cause| CompositionError::Shape { site: site.name.clone(), cause })?;
+            }
+            let mut at = site;
+            for _ in 1..DEPTH_MAX {
+                let Some(parent) = at.parent else { break };
+                at = self.sites.get(usize::from(parent)).ok_or(CompositionError::Parent(id))?;
+            }
+            if at.parent.is_some() {
+                return Err(CompositionError::Parent(id));
+            }
+            let is_parent = self.sites.iter().any(|other| other.parent == Some(id as SiteId));
+            if site.workers.is_empty() && !is_parent {
+                return Err(CompositionError::Idle(site.name.clone()));
+            }
+            for &rank in &site.workers {
+                match seen.get_mut(rank as usize) {
+                    Some(seen) if !*seen => *seen = true,
+                    _ => return Err(CompositionError::Rank(rank)),
+                }
+            }
+            if !site.workers.is_sorted() {
+                return Err(CompositionError::Rank(site.workers[0]));
+            }
+        }
+        Ok(())
+    }
+
+    /// The sites without a parent, in order.
+    pub fn tops(&self) -> Vec<SiteId> {
+        (0..).zip(&self.sites).filter(|(_, site)| site.parent.is_none()).map(|(id, _)| id).collect()
+    }
+
+    /// Every chunk's owner, dealt longest first to the sites without a parent by their interfaces' weight.
+    pub fn owners(&self, table: &KeyTable, map: &ChunkMap) -> Vec<SiteId> {
+        let tops = self.tops();
+        let weights: Vec<u64> = tops
+            .iter()
+            .map(|&top| self.sites[usize::from(top)].hubs.iter().map(HubShape::weight).sum())
+            .collect();
+        let mut owners = vec![tops[0]; map.len() as usize];
+        if tops.len() > 1 {
+            for (&top, chunks) in tops.iter().zip(deal(table, map, &weights)) {
+                chunks.into_iter().for_each(|chunk| owners[chunk as usize] = top);
+            }
+        }
+        owners
+    }
+
+    /// The site to which `site` contributes its sum of a chunk; none at the owner itself.
+    pub fn above(&self, site: SiteId, owner: SiteId) -> Option<SiteId> {
+        let parent = self.sites[usize::from(site)].parent;
+        match self.crossing {
+            _ if parent.is_some() => parent,
+            _ if site == owner => None,
+            Crossing::Sharded => Some(owner),
+            Crossing::Ring => Some(self.beside(site, 1)),
+        }
+    }
+
+    /// The sites that contribute to `site` for some chunk, in the order their contributions are summed: those below it,
+    /// which contribute to all chunks, then its peers, which all contribute to the same ones.
+    pub fn member_sites(&self, site: SiteId) -> Vec<SiteId> {
+        let below = (0..).zip(&self.sites).filter(|(_, other)| other.parent == Some(site)).map(|(id, _)| id);
+        let mut members: Vec<SiteId> = below.collect();
+        let tops = self.tops();
+        if tops.contains(&site) && tops.len() > 1 {
+            match self.crossing {
+                Crossing::Sharded => members.extend(tops.into_iter().filter(|&top| top != site)),
+                Crossing::Ring => members.push(self.beside(site, tops.len() - 1)),
+            }
+        }
+        members
+    }
+
+    /// The top that comes `steps` after `top`.
+    fn beside(&self, top: SiteId, steps: usize) -> SiteId {
+        let tops = self.tops();
+        let at = tops.iter().position(|&other| other == top).expect("only tops stand beside others");
+        tops[(at + steps) % tops.len()]
+    }
+
+    /// How people call a site.
+    pub fn name(&self, site: SiteId) -> String {
+        let Some(Site { name, hubs, .. }) = self.sites.get(usize::from(site)) else {
+            return format!("site {site}");
+        };
+        let address = hubs.first().and_then(|hub| hub.interfaces.first()).map(|first| first.address.as_str());
+        match (name.is_empty(), address) {
+            (false, Some(address)) => format!("the hub of {name} ({address})"),
+            (true, Some(address)) => format!("the hub at {address}"),
+            _ => format!("site {site}"),
+        }
+    }
+}
+
+/// A composition with every site's placement: what any two ends of a stream must agree on.
+#[derive(Clone, Debug)]
+pub struct Composed {
+    /// The sites.
+    pub composition: Composition,
+    /// Of every site.
+    pub placements: Vec<Placement>,
+    /// Of every chunk.
+    pub owners: Vec<SiteId>,
+    hash: blake3::Hash,
+}
+
+impl Composed {
+    /// Places every chunk of `map`, cut from `table`, at every site.
+    ///
+    /// # Errors
+    /// If a site's hubs cannot be placed on, or the sites make no tree.
+    pub fn new(table: &KeyTable, map: &ChunkMap, composition: Composition) -> Result<Self, CompositionError> {
+        composition.check()?;
+        let placements = composition
+            .sites
+            .iter()
+            .map(|site| {
+                Placement::new(table, map, &site.hubs)
+                    .map_err(|cause| CompositionError::Shape { site: site.name.clone(), cause })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let owners = composition.owners(table, map);
+        let mut hasher = blake3::Hasher::new_derive_key("paramhub composition v1");
+        for (site, placement) in composition.sites.iter().zip(&placements) {
+            hasher.update(placement.hash().as_bytes());
+            hasher.update(&site.parent.map_or(u32::MAX, u32::from).to_le_bytes());
+        }
+        hasher.update(&[composition.crossing as u8, composition.optimize_at as u8]);
+        owners.iter().for_each(|owner| {
+            hasher.update(&owner.to_le_bytes());
+        });
+        Ok(Composed { hash: hasher.finalize(), composition, placements, owners })
+    }
+
+    /// Digest of all that two hubs must share to understand each other's frames.
+    pub fn hash(&self) -> blake3::Hash {
+        self.hash
+    }
+
+    /// The site above `site` for a chunk.
+    pub fn above(&self, site: SiteId, chunk: u32) -> Option<SiteId> {
+        self.composition.above(site, self.owners[chunk as usize])
+    }
+}

@@ -1,0 +1,171 @@
+//! From places to sites: which hubs serve whom, and which site is above which.
+
+use std::collections::BTreeMap;
+
+use thiserror::Error;
+
+use super::{Composition, Crossing, OptimizeAt, Place, Reduction, Site, SiteId};
+use crate::placement::HubShape;
+
+/// Why places make no sites for everybody.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ArrangeError {
+    /// Nobody serves a worker.
+    #[error(
+        "rank {rank} is in rack {rack:?}, which no hub serves: start one there with --rack, or one without it for everybody"
+    )]
+    Unserved {
+        /// The worker's.
+        rank: u32,
+        /// Its rack.
+        rack: String,
+    },
+    /// Only hubs of single hosts are there.
+    #[error("every hub serves its own host only: start one that serves a rack or everybody")]
+    NoHub,
+}
+
+/// A job's sites, and of each its hubs by their position among those given.
+pub type Arranged = (Composition, Vec<Vec<usize>>);
+
+/// Whom a site serves; ordered as sites are numbered.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Scope {
+    Host(String),
+    Rack(String),
+    Everybody,
+}
+
+/// Arranges hubs and workers, each by its place, into sites.
+///
+/// # Errors
+/// If a worker has no hub.
+pub fn arrange(
+    hubs: &[(HubShape, Place)],
+    workers: &[Place],
+    reduction: Reduction,
+    optimize_at: OptimizeAt,
+) -> Result<Arranged, ArrangeError> {
+    if hubs.iter().all(|(_, place)| !place.host.is_empty()) {
+        return Err(ArrangeError::NoHub);
+    }
+    let scope_of = |place: &Place| match (place.host.is_empty(), place.rack.is_empty()) {
+        (false, _) => Scope::Host(place.host.clone()),
+        (_, false) => Scope::Rack(place.rack.clone()),
+        _ => Scope::Everybody,
+    };
+    let mut serving: BTreeMap<Scope, Vec<usize>> = BTreeMap::new();
+    for (index, (_, place)) in hubs.iter().enumerate() {
+        serving.entry(scope_of(place)).or_default().push(index);
+    }
+    let is_placed = serving.keys().any(|scope| *scope != Scope::Everybody);
+    if reduction == Reduction::Flat || !is_placed {
+        let all: Vec<usize> = (0..hubs.len()).filter(|&hub| hubs[hub].1.host.is_empty()).collect();
+        let shapes = all.iter().map(|&hub| hubs[hub].0.clone()).collect();
+        return Ok((Composition::flat(shapes, workers.len() as u32), vec![all]));
+    }
+
+    // Of every site: ranks.
+    let mut members: BTreeMap<Scope, Vec<u32>> = BTreeMap::new();
+    for (rank, place) in (0..).zip(workers) {
+        let host = Scope::Host(place.host.clone());
+        let rack = Scope::Rack(rack_of(place, &host, &serving, hubs));
+        let scope =
+            [host, rack.clone(), Scope::Everybody].into_iter().find(|scope| serving.contains_key(scope));
+        let Some(scope) = scope else {
+            let Scope::Rack(rack) = rack else { unreachable!("made above") };
+            return Err(ArrangeError::Unserved { rank, rack });
+        };
+        members.entry(scope).or_default().push(rank);
+    }
+    // A site for one worker would only pass on what the worker can send itself.
+    let alone: Vec<Scope> = members
+        .iter()
+        .filter(|(scope, ranks)| matches!(scope, Scope::Host(_)) && ranks.len() == 1)
+        .map(|(scope, _)| scope.clone())
+        .collect();
+    for scope in alone {
+        if let Some(above) = above(&scope, &serving, hubs) {
+            let ranks = members.remove(&scope).expect("it was found there");
+            members.entry(above).or_default().extend(ranks);
+        }
+    }
+    // Whoever is above somebody is needed, too.
+    for scope in members.keys().cloned().collect::<Vec<_>>() {
+        let mut at = scope;
+        while let Some(above) = above(&at, &serving, hubs) {
+            if crosses(&at, reduction) {
+                break;
+            }
+            members.entry(above.clone()).or_default();
+            at = above;
+        }
+    }
+    Ok(compose(&members, &serving, hubs, reduction, optimize_at))
+}
+
+fn compose(
+    members: &BTreeMap<Scope, Vec<u32>>,
+    serving: &BTreeMap<Scope, Vec<usize>>,
+    hubs: &[(HubShape, Place)],
+    reduction: Reduction,
+    optimize_at: OptimizeAt,
+) -> Arranged {
+    let scopes: Vec<&Scope> = members.keys().collect();
+    let number = |scope: &Scope| scopes.iter().position(|other| *other == scope).map(|at| at as SiteId);
+    let mut sites: Vec<Site> = Vec::new();
+    let mut of_sites = Vec::new();
+    for (scope, ranks) in members {
+        let mut workers = ranks.clone();
+        workers.sort_unstable();
+        let name = match scope {
+            Scope::Host(_) => {
+                let first = workers.first().map_or_else(String::new, |rank| format!(" of rank {rank}"));
+                format!("the host{first}")
+            }
+            Scope::Rack(rack) => format!("rack {rack}"),
+            Scope::Everybody => String::new(),
+        };
+        let above = above(scope, serving, hubs).filter(|_| !crosses(scope, reduction));
+        let parent = above.and_then(|above| number(&above));
+        let shapes = serving[scope].iter().map(|&hub| hubs[hub].0.clone()).collect();
+        sites.push(Site { name, hubs: shapes, workers, parent });
+        of_sites.push(serving[scope].clone());
+    }
+    let tops: Vec<usize> = (0..sites.len()).filter(|&site| sites[site].parent.is_none()).collect();
+    if reduction == Reduction::Tree {
+        let is_host = |&&site: &&usize| matches!(scopes[site], Scope::Host(_));
+        let top = *tops.iter().find(|site| !is_host(site)).unwrap_or(&tops[0]);
+        tops.into_iter()
+            .filter(|&site| site != top)
+            .for_each(|site| sites[site].parent = Some(top as SiteId));
+    }
+    let crossing = if reduction == Reduction::Ring { Crossing::Ring } else { Crossing::Sharded };
+    (Composition { sites, crossing, optimize_at }, of_sites)
+}
+
+/// Whether a site's sums go to its peers, whatever hub serves everybody.
+fn crosses(scope: &Scope, reduction: Reduction) -> bool {
+    matches!(scope, Scope::Rack(_)) && matches!(reduction, Reduction::Ring | Reduction::Sharded)
+}
+
+/// The rack a worker is in: its own word, or that of the hub on its host.
+fn rack_of(
+    place: &Place,
+    host: &Scope,
+    serving: &BTreeMap<Scope, Vec<usize>>,
+    hubs: &[(HubShape, Place)],
+) -> String {
+    let by_hub = || serving.get(host).map(|of_host| hubs[of_host[0]].1.rack.clone());
+    if place.rack.is_empty() { by_hub().unwrap_or_default() } else { place.rack.clone() }
+}
+
+/// The site above one, among those that hubs serve.
+fn above(scope: &Scope, serving: &BTreeMap<Scope, Vec<usize>>, hubs: &[(HubShape, Place)]) -> Option<Scope> {
+    let candidates = match scope {
+        Scope::Host(_) => vec![Scope::Rack(hubs[serving[scope][0]].1.rack.clone()), Scope::Everybody],
+        Scope::Rack(_) => vec![Scope::Everybody],
+        Scope::Everybody => vec![],
+    };
+    candidates.into_iter().find(|candidate| serving.contains_key(candidate))
+}

@@ -1,0 +1,127 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::key::Key;
+use crate::placement::InterfaceShape;
+
+fn hub(name: &str, weight: u32) -> HubShape {
+    let interface = InterfaceShape { address: format!("{name}:1"), cores: vec![0], weight };
+    HubShape { interfaces: vec![interface], local: None }
+}
+
+/// Sites by the ranks they serve and their parent.
+fn compose(sites: &[(&[u32], Option<SiteId>)], crossing: Crossing) -> Composition {
+    let site = |(at, &(workers, parent)): (usize, &(&[u32], Option<SiteId>))| Site {
+        name: format!("rack {at}"),
+        hubs: vec![hub(&format!("r{at}"), 1)],
+        workers: workers.to_vec(),
+        parent,
+    };
+    let sites = sites.iter().enumerate().map(site).collect();
+    Composition { sites, crossing, optimize_at: OptimizeAt::EverySite }
+}
+
+fn keys() -> (KeyTable, ChunkMap) {
+    let table = KeyTable::new(vec![Key::new("a", [100_000]), Key::new("b", [5000])]).unwrap();
+    let map = ChunkMap::new(&table, 4096).unwrap();
+    (table, map)
+}
+
+#[test]
+fn sites_that_are_no_tree_are_refused() {
+    let refused = |sites: &[(&[u32], Option<SiteId>)]| compose(sites, Crossing::Ring).check().unwrap_err();
+    assert_eq!(refused(&[]), CompositionError::Sites(0));
+    assert_eq!(refused(&[(&[0], Some(1))]), CompositionError::Parent(0));
+    assert_eq!(refused(&[(&[0], Some(0))]), CompositionError::Parent(0));
+    assert_eq!(refused(&[(&[0], Some(1)), (&[1], Some(0))]), CompositionError::Parent(0));
+    assert_eq!(refused(&[(&[0, 1], None), (&[], None)]), CompositionError::Idle("rack 1".into()));
+    assert_eq!(refused(&[(&[0], None), (&[0], None)]), CompositionError::Rank(0));
+    assert_eq!(refused(&[(&[0], None), (&[2], None)]), CompositionError::Rank(2));
+    assert_eq!(refused(&[(&[1, 0], None)]), CompositionError::Rank(1));
+    let four_high: [(&[u32], Option<SiteId>); 4] =
+        [(&[0], Some(1)), (&[1], Some(2)), (&[2], Some(3)), (&[3], None)];
+    assert_eq!(refused(&four_high), CompositionError::Parent(0));
+    compose(&four_high[1..].iter().map(|_| (&[][..], None)).collect::<Vec<_>>(), Crossing::Ring)
+        .check()
+        .unwrap_err();
+}
+
+#[test]
+fn a_host_below_a_rack_below_a_cluster_is_as_deep_as_it_gets() {
+    let three = compose(&[(&[0, 1], Some(1)), (&[2], Some(2)), (&[], None)], Crossing::Sharded);
+    three.check().unwrap();
+    assert_eq!(three.above(0, 2), Some(1));
+    assert_eq!(three.above(1, 2), Some(2));
+    assert_eq!(three.above(2, 2), None);
+    assert_eq!(three.member_sites(2), [1]);
+    assert_eq!(three.site_of(2), Some(1));
+    assert_eq!(three.site_of(3), None);
+}
+
+#[test]
+fn peers_own_chunks_by_their_weight() {
+    let mut peers = compose(&[(&[0], None), (&[1], None)], Crossing::Sharded);
+    peers.sites[0].hubs[0].interfaces[0].weight = 3;
+    let (table, map) = keys();
+    let owners = peers.owners(&table, &map);
+    let of_first = owners.iter().filter(|&&owner| owner == 0).count();
+    assert!((of_first as f64 / owners.len() as f64 - 0.75).abs() < 0.02, "{of_first} of {}", owners.len());
+}
+
+proptest! {
+    /// Whatever the tree: from every site a chunk's sum reaches its owner, every site above knows who contributes, those who
+    /// contribute to a chunk come first among its members, and nobody contributes twice.
+    #[test]
+    fn every_sum_reaches_its_owner(
+        tops in 1usize..6,
+        below in prop::collection::vec(0usize..6, 0..8),
+        is_ring: bool,
+    ) {
+        let crossing = if is_ring { Crossing::Ring } else { Crossing::Sharded };
+        let mut sites: Vec<(Vec<u32>, Option<SiteId>)> = (0..tops).map(|top| (vec![top as u32], None)).collect();
+        for (rank, parent) in (tops as u32..).zip(&below) {
+            sites.push((vec![rank], Some((parent % tops) as SiteId)));
+        }
+        let borrowed: Vec<_> = sites.iter().map(|(ranks, parent)| (&ranks[..], *parent)).collect();
+        let composition = compose(&borrowed, crossing);
+        composition.check().unwrap();
+        for &owner in &composition.tops() {
+            for site in 0..composition.sites.len() as SiteId {
+                let (mut at, mut hops) = (site, 0);
+                while let Some(above) = composition.above(at, owner) {
+                    prop_assert!(composition.member_sites(above).contains(&at));
+                    (at, hops) = (above, hops + 1);
+                    prop_assert!(hops <= tops + 1);
+                }
+                prop_assert_eq!(at, owner);
+                let contributes: Vec<bool> = composition
+                    .member_sites(site)
+                    .into_iter()
+                    .map(|member| composition.above(member, owner) == Some(site))
+                    .collect();
+                prop_assert!(contributes.is_sorted_by(|a, b| a >= b), "{contributes:?}");
+            }
+        }
+    }
+
+    /// What leaves a peer: no more than a ring's reduce-scatter and all-gather, one way or the other.
+    #[test]
+    fn a_crossing_costs_what_a_ring_does(tops in 2usize..6, is_ring: bool) {
+        let crossing = if is_ring { Crossing::Ring } else { Crossing::Sharded };
+        let ranks: Vec<Vec<u32>> = (0..tops as u32).map(|rank| vec![rank]).collect();
+        let sites: Vec<_> = ranks.iter().map(|ranks| (&ranks[..], None)).collect();
+        let composition = compose(&sites, crossing);
+        let (table, map) = keys();
+        let composed = Composed::new(&table, &map, composition.clone()).unwrap();
+        for site in 0..tops as SiteId {
+            let mut sent = 0;
+            for chunk in 0..map.len() {
+                sent += usize::from(composed.above(site, chunk).is_some());
+                let members = composition.member_sites(site);
+                sent += members.iter().filter(|&&member| composed.above(member, chunk) == Some(site)).count();
+            }
+            let bound = 2.0 * (tops - 1) as f64 / tops as f64 * f64::from(map.len());
+            prop_assert!((sent as f64 - bound).abs() <= 2.0 * tops as f64, "{sent} chunks, {bound}");
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Who is at the other end of a shard's streams.
+//!
+//! A port is one stream's place at a shard: one for each worker of the site, one for each route of a site around that has
+//! chunks in common with this one. Both ends work the same list out from the same placements.
+
+use std::collections::BTreeMap;
+
+use paramhub_core::composition::{Composed, SiteId};
+use paramhub_core::exchange::Reach;
+use paramhub_core::placement::RouteId;
+use paramhub_core::wire::Direction;
+
+/// Where there is none.
+const NONE: u32 = u32::MAX;
+
+/// A worker, or the hubs of another site.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Neighbour {
+    /// By rank.
+    Worker(u32),
+    /// By its place in the composition.
+    Site(SiteId),
+}
+
+/// What a port is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Contributions come in: from the worker of that number here.
+    Worker(u32),
+    /// Contributions come in: from a part of the site that is this member.
+    Below(u32),
+    /// Sums go out, and come back.
+    Above,
+}
+
+impl Side {
+    /// The way of the frames that come from there.
+    pub(crate) fn from_there(self) -> Direction {
+        match self {
+            Side::Worker(_) => Direction::ToHub,
+            Side::Below(_) | Side::Above => Direction::Both,
+        }
+    }
+}
+
+/// A port to a site.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SitePort {
+    pub(crate) side: Side,
+    pub(crate) site: SiteId,
+    /// The route at the other end.
+    pub(crate) route: RouteId,
+}
+
+/// A shard's ports: first its workers by rank, then those to members that are sites, then those to sites above.
+#[derive(Clone, Debug)]
+pub(crate) struct Ports {
+    workers: Vec<u32>,
+    sites: Vec<SitePort>,
+    member_sites: Vec<SiteId>,
+    /// Members that are sites below this one, not beside it.
+    children: usize,
+    /// Of slot `s` and member site `j`, at `s * member_sites + j`.
+    below: Vec<u32>,
+    /// Of every slot.
+    above: Vec<u32>,
+}
+
+impl Ports {
+    /// Of a route of a site.
+    pub(crate) fn new(composed: &Composed, site: SiteId, route: RouteId) -> Ports {
+        let composition = &composed.composition;
+        let member_sites = composition.member_sites(site);
+        let is_child = |member: &&SiteId| composition.sites[usize::from(**member)].parent == Some(site);
+        let children = member_sites.iter().filter(is_child).count();
+        let chunks = composed.placements[usize::from(site)].chunks(route);
+        let route_at = |other: SiteId, chunk: u32| {
+            let located = composed.placements[usize::from(other)].locate(chunk);
+            located.expect("every site places every chunk").0
+        };
+        // Ordered by member and route, so that both ends number them alike.
+        let mut found: BTreeMap<(usize, SiteId, RouteId), Vec<(usize, usize)>> = BTreeMap::new();
+        for (slot, &chunk) in chunks.iter().enumerate() {
+            for (index, &member) in member_sites.iter().enumerate() {
+                if composed.above(member, chunk) == Some(site) {
+                    found.entry((index, member, route_at(member, chunk))).or_default().push((slot, index));
+                }
+            }
+            if let Some(above) = composed.above(site, chunk) {
+                let index = member_sites.len();
+                found.entry((index, above, route_at(above, chunk))).or_default().push((slot, index));
+            }
+        }
+        let workers = composition.sites[usize::from(site)].workers.clone();
+        let mut ports = Ports {
+            sites: Vec::with_capacity(found.len()),
+            children,
+            below: vec![NONE; chunks.len() * member_sites.len()],
+            above: vec![NONE; chunks.len()],
+            workers,
+            member_sites,
+        };
+        for ((index, site, route), slots) in found {
+            let port = ports.len();
+            let is_above = index == ports.member_sites.len();
+            let member = (ports.workers.len() + index) as u32;
+            let side = if is_above { Side::Above } else { Side::Below(member) };
+            ports.sites.push(SitePort { side, site, route });
+            for (slot, index) in slots {
+                match is_above {
+                    true => ports.above[slot] = port,
+                    false => ports.below[slot * ports.member_sites.len() + index] = port,
+                }
+            }
+        }
+        ports
+    }
+
+    /// All of them.
+    pub(crate) fn len(&self) -> u32 {
+        (self.workers.len() + self.sites.len()) as u32
+    }
+
+    /// Workers that exchange here: the ports before this one are theirs.
+    pub(crate) fn workers(&self) -> u32 {
+        self.workers.len() as u32
+    }
+
+    /// Those who contribute: workers and sites.
+    pub(crate) fn members(&self) -> u32 {
+        (self.workers.len() + self.member_sites.len()) as u32
+    }
+
+    /// Whether sites contribute here, to whom answers go.
+    pub(crate) fn has_member_sites(&self) -> bool {
+        !self.member_sites.is_empty()
+    }
+
+    /// The member that is rank 0, if it exchanges here.
+    pub(crate) fn rank_0(&self) -> Option<u32> {
+        (self.workers.first() == Some(&0)).then_some(0)
+    }
+
+    pub(crate) fn side(&self, port: u32) -> Side {
+        match self.site_port(port) {
+            Some(site) => site.side,
+            None => Side::Worker(port),
+        }
+    }
+
+    /// Who is at the other end.
+    pub(crate) fn neighbour(&self, port: u32) -> Neighbour {
+        match self.site_port(port) {
+            Some(site) => Neighbour::Site(site.site),
+            None => Neighbour::Worker(self.workers[port as usize]),
+        }
+    }
+
+    /// Who contributes under that number.
+    pub(crate) fn member(&self, member: u32) -> Neighbour {
+        match self.workers.get(member as usize) {
+            Some(&rank) => Neighbour::Worker(rank),
+            None => Neighbour::Site(self.member_sites[member as usize - self.workers.len()]),
+        }
+    }
+
+    /// Whether a member's departure means that nothing of it or of anybody below it will come.
+    pub(crate) fn is_below(&self, member: u32) -> bool {
+        (member as usize) < self.workers.len() + self.children
+    }
+
+    /// The port of a member that contributes to a slot.
+    pub(crate) fn of_member(&self, slot: u32, member: u32) -> u32 {
+        let Some(index) = (member as usize).checked_sub(self.workers.len()) else { return member };
+        let port = self.below[slot as usize * self.member_sites.len() + index];
+        debug_assert_ne!(port, NONE, "only who contributes is answered");
+        port
+    }
+
+    /// The port through which a slot's sum goes on, if it does.
+    pub(crate) fn above(&self, slot: u32) -> Option<u32> {
+        Some(self.above[slot as usize]).filter(|&port| port != NONE)
+    }
+
+    /// Whether frames about a slot may come in by a port.
+    pub(crate) fn carries(&self, port: u32, slot: u32) -> bool {
+        match self.side(port) {
+            Side::Worker(_) => true,
+            Side::Below(member) => {
+                let index = member as usize - self.workers.len();
+                self.below[slot as usize * self.member_sites.len() + index] == port
+            }
+            Side::Above => self.above[slot as usize] == port,
+        }
+    }
+
+    /// Of every slot, in order.
+    pub(crate) fn reach(&self) -> impl Iterator<Item = Reach> + '_ {
+        (0..self.above.len()).map(|slot| {
+            let at = slot * self.member_sites.len();
+            let sites =
+                self.below[at..at + self.member_sites.len()].iter().filter(|&&port| port != NONE).count();
+            Reach { members: (self.workers.len() + sites) as u32, has_above: self.above[slot] != NONE }
+        })
+    }
+
+    /// The ports to sites, with their numbers.
+    pub(crate) fn to_sites(&self) -> impl Iterator<Item = (u32, SitePort)> + '_ {
+        (self.workers.len() as u32..).zip(self.sites.iter().copied())
+    }
+
+    /// The port at which a rank exchanges.
+    pub(crate) fn of_rank(&self, rank: u32) -> Option<u32> {
+        self.workers.binary_search(&rank).ok().map(|port| port as u32)
+    }
+
+    /// The port of a site's route whose sums come in here.
+    pub(crate) fn from_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
+        let wanted = |port: &SitePort| port.site == site && port.route == route && port.side != Side::Above;
+        self.to_sites().find(|(_, port)| wanted(port)).map(|(number, _)| number)
+    }
+
+    fn site_port(&self, port: u32) -> Option<SitePort> {
+        (port as usize).checked_sub(self.workers.len()).map(|index| self.sites[index])
+    }
+}

@@ -1,0 +1,167 @@
+//! What passes between a shard and those of other sites: sums up, answers down, and what rank 0 tells all.
+
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::{Answer, Then};
+use paramhub_core::wire::{Failure, Header, Operation, Retune};
+use paramhub_kernels::convert;
+
+use super::{BLOCK_ELEMENTS, Shard, encode};
+use crate::core::fault::Fault;
+use crate::core::plan::Slot;
+use crate::core::ports::Side;
+
+/// Whether a frame of that kind may come in by a port.
+pub(super) fn may_come(side: Side, operation: Operation) -> bool {
+    match (side, operation) {
+        // The stream lets through what workers send, and nothing else.
+        (Side::Worker(_), _) => true,
+        (Side::Below(_), Operation::PushPull | Operation::Leave)
+        | (Side::Above, Operation::Total | Operation::Parameters | Operation::Failure | Operation::Notice)
+        | (
+            _,
+            Operation::Initialise | Operation::InitialiseState | Operation::Retune | Operation::Heartbeat,
+        ) => true,
+        _ => false,
+    }
+}
+
+/// Why the job is over, in the words of the site above.
+pub(super) fn failure(payload: &[u8]) -> Fault {
+    match Failure::decode(payload) {
+        Some(failure) => Fault::Failed(failure),
+        None => Fault::Frame("a Failure that cannot be read".into()),
+    }
+}
+
+impl Shard {
+    /// The sum is complete here: on with it to the site above.
+    pub(super) fn raise(&mut self, index: u32) {
+        let above = self.plan.ports.above(index).expect("sums are raised where a site is above");
+        self.outboxes[above as usize].owe(index, Answer::Parameters);
+        self.dirty.insert(above);
+    }
+
+    /// Takes the sum of all workers' gradients, the answer to one that was raised.
+    pub(super) fn lower(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot, then) = self.lowered(header)?;
+        convert::decode(payload, &mut self.merge[slot.range()], Codec::F32);
+        self.go_on(index, slot, then)
+    }
+
+    /// Takes new parameters, made by the chunk's owner: another answer to a sum that was raised.
+    pub(super) fn lower_parameters(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let (index, slot, then) = self.lowered(header)?;
+        let Then::Update(update) = then else { unreachable!("owners optimise in one phase") };
+        self.merged[index as usize] = false;
+        self.settle(index);
+        self.spill(index);
+        self.newest_step = self.newest_step.max(update.step);
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let at = slot.offset + block.start..slot.offset + block.end;
+            let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
+            convert::decode(&payload[bytes], &mut self.model[at.clone()], slot.parameter);
+            let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
+            self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, true);
+        }
+        self.arenas.forget_targets();
+        Ok(())
+    }
+
+    fn lowered(&mut self, header: &Header) -> Result<(u32, Slot, Then), Fault> {
+        let (index, slot) = self.slot(header.chunk)?;
+        // An answer has the version that it makes, one more than the step.
+        let then = self.exchange.lower(index, header.step.wrapping_sub(1));
+        let then = then.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        Ok((index, slot, then))
+    }
+
+    /// Keeps the sum of a step that is about to be over for the sites below. That of the step before has left to all of
+    /// them: without their next contributions this one would not be complete.
+    pub(super) fn keep_total(&mut self, slot: Slot) {
+        if !self.total.is_empty() {
+            self.total[slot.range()].copy_from_slice(&self.merge[slot.range()]);
+        }
+    }
+
+    /// Takes new hyperparameters, and tells the sites around unless it was they who brought the news. They hear it before
+    /// anything of the step it holds from: whoever announces it contributes to that step behind it.
+    pub(super) fn retune(&mut self, port: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let (group, first_step) = (header.chunk, header.step);
+        let refused = |reason: String| Fault::Retune { group, reason };
+        let groups = self.plan.groups.len();
+        let initial = self
+            .plan
+            .groups
+            .get(group as usize)
+            .ok_or_else(|| refused(format!("the job has no such group, but {groups}, counted from 0")))?;
+        let Retune(next) = Retune::decode(payload)
+            .ok_or_else(|| refused("they are not finite numbers in the agreed layout".to_string()))?;
+        // Against the group's own: state that another group needs begins at zero here, not where it would have.
+        let checked = self.plan.optimizer.check_change(initial, &next);
+        checked.map_err(|error| refused(error.to_string()))?;
+        let schedule = &mut self.schedules[group as usize];
+        if schedule.says(first_step, &next) {
+            return Ok(());
+        }
+        let changed = schedule.change(self.newest_step, first_step, next);
+        changed.map_err(|error| refused(error.to_string()))?;
+        let ports = self.plan.ports.clone();
+        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && !self.left[to as usize]) {
+            if !self.outboxes[to as usize].message(*header, payload.to_vec()) {
+                let name = self.plan.name(ports.neighbour(to));
+                return Err(refused(format!("{name} has too many of them to read already")));
+            }
+            self.dirty.insert(to);
+        }
+        Ok(())
+    }
+
+    /// A neighbour has said goodbye. When everybody below has, so do we to those above.
+    pub(super) fn leave(&mut self, port: u32) -> Result<(), Fault> {
+        self.left[port as usize] = true;
+        let ports = self.plan.ports.clone();
+        let (Side::Worker(member) | Side::Below(member)) = ports.side(port) else { return Ok(()) };
+        let is_of_member = |&port: &u32| match ports.side(port) {
+            Side::Worker(other) | Side::Below(other) => other == member,
+            Side::Above => false,
+        };
+        let left = match (0..ports.len()).filter(is_of_member).all(|port| self.left[port as usize]) {
+            true => self.member_left(member),
+            false => Ok(()),
+        };
+        let stays = |port: u32| match ports.side(port) {
+            Side::Worker(member) | Side::Below(member) => ports.is_below(member) && !self.left[port as usize],
+            Side::Above => false,
+        };
+        if !(0..ports.len()).any(stays) {
+            for (above, _) in ports.to_sites().filter(|(_, port)| port.side == Side::Above) {
+                if !std::mem::replace(&mut self.left[above as usize], true) {
+                    self.outboxes[above as usize].message(Header::bare(Operation::Leave), Vec::new());
+                    self.dirty.insert(above);
+                }
+            }
+        }
+        left
+    }
+
+    fn member_left(&mut self, member: u32) -> Result<(), Fault> {
+        let (outboxes, dirty, ports) = (&mut self.outboxes, &mut self.dirty, &self.plan.ports);
+        let mut answers = Vec::new();
+        let freed = |slot: u32, member: u32, answer: Answer| {
+            let port = ports.of_member(slot, member);
+            outboxes[port as usize].owe(slot, answer);
+            dirty.insert(port);
+            answers.push((slot, member, answer));
+        };
+        let left = self.exchange.leave(member, freed);
+        for (slot, member, answer) in answers {
+            if member < self.plan.ports.workers() {
+                self.arenas.aim(member, answer);
+            }
+            if self.arenas.has_targets() {
+                self.deliver(self.slots[slot as usize], false);
+            }
+        }
+        left.map_err(|stranded| self.stranded(stranded))
+    }
+}

@@ -1,0 +1,130 @@
+//! What leaves a shard: the frames that answer, the sums that go up, and where their bytes lie.
+
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::Answer;
+use paramhub_core::wire::{Header, Operation, State};
+
+use super::Shard;
+use crate::core::outbox::Source;
+use crate::core::plan::Slot;
+use crate::core::ports::Side;
+
+impl Shard {
+    /// The frame that is due at a port for a slot, and its payload: an answer, or a sum for the site above.
+    pub(crate) fn answer(&self, port: u32, index: u32, answer: Answer) -> (Header, &[u8]) {
+        let slot = self.slots[index as usize];
+        let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];
+        let side = self.plan.ports.side(port);
+        let step = match side {
+            Side::Worker(member) | Side::Below(member) => self.exchange.answer_version(index, member),
+            Side::Above => self.exchange.step(index),
+        };
+        match answer {
+            Answer::Applied => (Header { chunk, step, ..Header::bare(Operation::Applied) }, &[]),
+            Answer::State(state_slot) => {
+                let staged = &self.outboxes[port as usize].spill[..];
+                let (step, length) = (u32::from(state_slot), staged.len() as u32);
+                (Header { chunk, step, length, ..Header::bare(Operation::State) }, staged)
+            }
+            Answer::Parameters => {
+                let (operation, codec) = match side {
+                    Side::Above => (Operation::PushPull, Codec::F32),
+                    Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, Codec::F32),
+                    _ => (Operation::Parameters, slot.parameter),
+                };
+                let payload = self.of_source(port, self.source(port, index));
+                let header = Header { operation, codec, chunk, step, length: payload.len() as u32 };
+                (header, if self.has_arena(port) { &[] } else { payload })
+            }
+        }
+    }
+
+    /// Where the tensor lies that is due at a port for a slot.
+    pub(crate) fn source(&self, port: u32, index: u32) -> Source {
+        match self.plan.ports.side(port) {
+            Side::Above => Source::Sum(index),
+            Side::Below(_) if self.plan.optimizes_here() => Source::Total(index),
+            _ => Source::Model(index),
+        }
+    }
+
+    /// The payload of a frame that has begun to leave by a port.
+    pub(crate) fn of_source(&self, port: u32, source: Source) -> &[u8] {
+        let outbox = &self.outboxes[port as usize];
+        let slot = |index: u32| self.slots[index as usize];
+        match source {
+            Source::Empty => &[],
+            Source::Message => &outbox.messages.front().expect("a begun message stays in front").1,
+            Source::Norm => &outbox.norm.as_ref().expect("a begun norm stays").1,
+            Source::Spill => &outbox.spill,
+            Source::Model(index) => self.payload(slot(index)),
+            Source::Sum(index) => bytemuck::cast_slice(&self.merge[slot(index).range()]),
+            Source::Total(index) => bytemuck::cast_slice(&self.total[slot(index).range()]),
+        }
+    }
+
+    /// What was due at a port has begun to leave.
+    pub(crate) fn answer_begun(&mut self, port: u32, index: u32) {
+        match self.plan.ports.side(port) {
+            Side::Worker(member) | Side::Below(member) => self.exchange.answer_begun(index, member),
+            // The books wait for its answer.
+            Side::Above => {}
+        }
+    }
+
+    /// Copies the state owed to a worker to where it leaves from, and says which slot it is. Nothing that has begun to leave
+    /// may lie there.
+    pub(crate) fn stage_state(&mut self, worker: u32, index: u32) -> Answer {
+        let answer = self.exchange.owed(index, worker).expect("what is in the outbox is owed");
+        let Answer::State(state_slot) = answer else { unreachable!("{answer:?} is in another set") };
+        self.spill_state(worker, index, usize::from(state_slot));
+        answer
+    }
+
+    /// Copies a slot of the state of a chunk, as it travels, to where it leaves from by a port.
+    pub(super) fn spill_state(&mut self, port: u32, index: u32, state_slot: usize) {
+        let slot = self.slots[index as usize];
+        let wire = &mut self.outboxes[port as usize].spill;
+        wire.clear();
+        wire.extend_from_slice(&State::head(self.exchange.updates(index)));
+        for block in slot.state_blocks(self.state_slots, state_slot, self.block_elements) {
+            wire.extend_from_slice(bytemuck::cast_slice(&self.state[block]));
+        }
+    }
+
+    /// Saves what is still to leave of this chunk's old parameters; at most one frame a port.
+    pub(super) fn spill(&mut self, index: u32) {
+        for port in 0..self.outboxes.len() as u32 {
+            if self.outboxes[port as usize].has_begun(Source::Model(index)) {
+                self.spill_begun(port, Source::Model(index));
+            }
+        }
+    }
+
+    /// Saves every frame that has begun to leave, so that the arrays can be freed.
+    pub(crate) fn spill_all(&mut self) {
+        for port in 0..self.outboxes.len() as u32 {
+            let begun = self.outboxes[port as usize].begun.map(|begun| begun.source);
+            if let Some(source @ (Source::Model(_) | Source::Sum(_) | Source::Total(_))) = begun {
+                self.spill_begun(port, source);
+            }
+        }
+    }
+
+    fn spill_begun(&mut self, port: u32, source: Source) {
+        let mut spill = std::mem::take(&mut self.outboxes[port as usize].spill);
+        spill.clear();
+        spill.extend_from_slice(self.of_source(port, source));
+        let outbox = &mut self.outboxes[port as usize];
+        outbox.spill = spill;
+        outbox.begun.as_mut().expect("a frame has begun").source = Source::Spill;
+    }
+
+    /// The chunk's parameters as they travel.
+    pub(super) fn payload(&self, slot: Slot) -> &[u8] {
+        match slot.parameter {
+            Codec::F32 => bytemuck::cast_slice(&self.model[slot.range()]),
+            _ => &self.encoded[slot.encoded_range()],
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! How chunks begin: with rank 0's parameters and optimizer state, which go on to the other sites.
+
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::Answer;
+use paramhub_core::wire::{Header, Operation, State};
+use paramhub_kernels::convert;
+
+use super::{Payload, Shard, encode, read_blocks};
+use crate::core::fault::Fault;
+use crate::core::ports::Side;
+
+impl Shard {
+    pub(super) fn initialise(
+        &mut self,
+        port: u32,
+        header: &Header,
+        payload: Payload<'_>,
+    ) -> Result<(), Fault> {
+        let (index, slot) = self.slot(header.chunk)?;
+        self.exchange
+            .initialise(index, self.member(port), header.step)
+            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        let model = &mut self.model[slot.range()];
+        match payload {
+            Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
+            Payload::InArena => {
+                let place = self.arenas.parameters_place(port, &slot.extent());
+                read_blocks(&self.arenas, port, place, slot, slot.parameter, |block, wire| {
+                    convert::decode(wire, &mut model[block], slot.parameter);
+                });
+            }
+        }
+        self.settle(index);
+        self.deliver(slot, true);
+        let ports = self.plan.ports.clone();
+        for (to, _) in ports.to_sites().filter(|&(to, _)| to != port && ports.carries(to, index)) {
+            self.outboxes[to as usize].start.insert(index);
+            self.dirty.insert(to);
+        }
+        Ok(())
+    }
+
+    pub(super) fn initialise_state(
+        &mut self,
+        port: u32,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
+        let (index, slot) = self.slot(header.chunk)?;
+        let state = State::decode(payload).expect("its length was compared");
+        self.exchange
+            .initialise_state(index, self.member(port), state.updates)
+            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        let mut values = state.values;
+        for block in slot.state_blocks(self.state_slots, header.step as usize, self.block_elements) {
+            let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
+            convert::decode(wire, &mut self.state[block], Codec::F32);
+            values = rest;
+        }
+        if matches!(self.plan.ports.side(port), Side::Worker(_)) {
+            self.outboxes[port as usize].owe(index, Answer::Applied);
+            self.dirty.insert(port);
+        }
+        Ok(())
+    }
+
+    /// Who contributes by a port; nobody from above.
+    fn member(&self, port: u32) -> Option<u32> {
+        match self.plan.ports.side(port) {
+            Side::Worker(member) | Side::Below(member) => Some(member),
+            Side::Above => None,
+        }
+    }
+
+    /// Frames that begin a chunk at another site: its optimizer state, slot by slot, if it has any yet, then its parameters.
+    pub(crate) fn start_parts(&self, index: u32) -> u8 {
+        match self.exchange.updates(index) {
+            0 => 1,
+            // There are no more slots than a frame can name.
+            _ => self.state_slots as u8 + 1,
+        }
+    }
+
+    /// Copies one of them to where it leaves from by a port. Neither parameters nor state change before all sites have them:
+    /// no step is complete without their contributions.
+    pub(crate) fn stage_start(&mut self, port: u32, index: u32, part: u8) {
+        if part + 1 < self.start_parts(index) {
+            return self.spill_state(port, index, usize::from(part));
+        }
+        let slot = self.slots[index as usize];
+        let model = &self.model[slot.range()];
+        let parameters = encode(model, &mut self.encoded, slot.range(), slot.parameter);
+        let wire = &mut self.outboxes[port as usize].spill;
+        wire.clear();
+        wire.extend_from_slice(parameters);
+    }
+
+    /// The one that was staged.
+    pub(crate) fn start_frame(&self, port: u32, index: u32, part: u8) -> (Header, &[u8]) {
+        let payload = &self.outboxes[port as usize].spill[..];
+        let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];
+        let is_last = part + 1 == self.start_parts(index);
+        let (operation, codec, step) = match is_last {
+            true => (Operation::Initialise, self.slots[index as usize].parameter, self.exchange.step(index)),
+            false => (Operation::InitialiseState, Codec::F32, u32::from(part)),
+        };
+        (Header { operation, codec, chunk, step, length: payload.len() as u32 }, payload)
+    }
+}
