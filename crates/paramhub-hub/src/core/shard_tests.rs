@@ -396,7 +396,7 @@ fn each_fault_names_what_is_wrong_and_changes_nothing() {
     answer(&mut shard, 0);
     let stranded = push_pull(&mut shard, 0, 2, 1, &[1.0; 5]).unwrap_err();
     assert_eq!(stranded.culprit(Neighbour::Worker(0)), Neighbour::Worker(1), "not the one that found out");
-    let stranded = stranded.message("rank 0");
+    let stranded = stranded.message("rank 1");
     assert_eq!(stranded, "rank 1 left the job, but other ranks wait for its contribution to step 1");
 }
 
