@@ -15,6 +15,7 @@ pub mod auth;
 pub mod chunk;
 pub mod codec;
 pub mod consistency;
+pub mod cost;
 pub mod exchange;
 pub mod hyperparameters;
 pub mod key;
