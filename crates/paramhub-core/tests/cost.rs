@@ -164,7 +164,7 @@ fn computation_that_hides_the_exchange_saves_the_hubs_machine() {
     assert_eq!(model.recommend(Some(6.0)).exchange.arrangement, Arrangement::HubBesideOneWorker);
     let short = model.recommend(Some(0.1));
     assert_eq!(short.exchange.arrangement, Arrangement::DedicatedHub);
-    assert!(short.reason.contains("100.000 ms of computation cannot hide"), "{}", short.reason);
+    assert!(short.reason.contains("100.0 ms of computation cannot hide"), "{}", short.reason);
 }
 
 #[test]

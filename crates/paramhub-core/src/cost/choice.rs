@@ -140,7 +140,7 @@ fn cheapest(exchanges: &[Exchange]) -> &Exchange {
 }
 
 fn duration(seconds: f64) -> String {
-    if seconds < 1.0 { format!("{:.3} ms", seconds * 1e3) } else { format!("{seconds:.3} s") }
+    format!("{:.1} ms", seconds * 1e3)
 }
 
 fn machines(count: u32) -> String {

@@ -9,21 +9,27 @@ use super::{CostModel, Network, Rate};
 /// Where hubs stand and how they reduce: PHub's four deployments (section 2.1), then the reductions that sum within each
 /// rack first (section 3.4). Of those, a rack has one hub, with as many interfaces as the other dedicated hubs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
 pub enum Arrangement {
     /// CC: one hub, beside a worker.
+    #[serde(rename = "CC")]
     HubBesideOneWorker,
     /// CS, PShard: a hub beside every worker, each with its part of the model.
+    #[serde(rename = "CS")]
     HubBesideEveryWorker,
     /// NCC, PBox: one dedicated hub.
+    #[serde(rename = "NCC")]
     DedicatedHub,
     /// NCS: several dedicated hubs, each with its part of the model.
+    #[serde(rename = "NCS")]
     DedicatedHubs,
     /// Rack hubs below a parent hub, a machine of its own in the first rack.
+    #[serde(rename = "tree")]
     Tree,
     /// Rack hubs in a ring: reduce-scatter, then all-gather.
+    #[serde(rename = "ring")]
     Ring,
     /// Rack hubs that each sum one part of the model for all racks.
+    #[serde(rename = "sharded")]
     Sharded,
 }
 
@@ -89,11 +95,11 @@ pub enum Link {
 impl fmt::Display for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Link::Worker => "a worker's link",
-            Link::SharedMachine => "the link that worker and hub share",
-            Link::HubInterface => "a hub's interface",
-            Link::ParentInterface => "the parent hub's interface",
-            Link::Core => "a rack's link to the core",
+            Link::Worker => "worker's link",
+            Link::SharedMachine => "link of worker and hub",
+            Link::HubInterface => "hub's interface",
+            Link::ParentInterface => "parent's interface",
+            Link::Core => "rack's link to the core",
         })
     }
 }
