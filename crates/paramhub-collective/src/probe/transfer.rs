@@ -9,14 +9,17 @@ use paramhub_transport::{ReceiveRegion, lend};
 use crate::error::MeshError;
 use crate::handle::Handle;
 use crate::mesh::Mesh;
+use crate::wire::PIECE_BYTES;
 
 /// Tags of a probe's messages: its blocks, and what a receiver asks for.
 const BLOCKS: u64 = u64::from_be_bytes(*b"probe/bl");
 const ORDERS: u64 = u64::from_be_bytes(*b"probe/or");
-/// Blocks announced ahead: with them a round trip of 8 ms at 1 Gbit/s, or of 0.3 ms at 200 Gbit/s, leaves no gap.
+/// Blocks announced ahead: with them a round trip of 16 ms at 1 Gbit/s, or of 0.16 ms at 100 Gbit/s, leaves no gap.
 const WINDOW: usize = 8;
 const BLOCK_BYTES_MIN: u64 = 64 << 10;
-const BLOCK_BYTES_MAX: u64 = 1 << 20;
+/// One frame. Transfers take turns frame by frame, so that of larger blocks several would arrive at once, and when one has
+/// ended would not tell how much has arrived.
+const BLOCK_BYTES_MAX: u64 = PIECE_BYTES as u64;
 /// Blocks of a batch, where it has enough bytes for them: the clock is read after each.
 const BLOCKS_AIM: u64 = 32;
 /// A batch this much longer than asked for makes up for a rate that is underestimated.

@@ -5,7 +5,7 @@ mod report;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::{Args, value_parser};
+use clap::{ArgGroup, Args, value_parser};
 
 use super::Usage;
 use super::models::{Model, element_type};
@@ -21,16 +21,17 @@ use crate::limits::{HUBS_MAX, INTERFACES_MAX};
 /// limits it; with several racks also whether to sum within each rack first. Nothing is measured: `paramhub probe` measures
 /// what links carry. Links are taken to be full duplex.
 #[derive(Args)]
+#[command(group = ArgGroup::new("size").required(true).args(["model", "keys", "bytes"]))]
 pub(super) struct PlanFlags {
     /// Whose tensors: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k or
     /// transformer-1.1b
-    #[arg(long, value_name = "NAME", group = "what", required_unless_present_any = ["keys", "bytes"])]
+    #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// A JSON file of tensors: {"model", "tensors": [{"name", "shape"}, ..]} or the bare list
-    #[arg(long, value_name = "FILE", group = "what")]
+    #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
     /// Bytes of gradients that a worker sends in a step, as in 100M
-    #[arg(long, value_name = "BYTES", group = "what")]
+    #[arg(long, value_name = "BYTES")]
     bytes: Option<Bytes>,
     /// Element type of gradients and parameters: f32, bf16 or f16 [default: f32]
     #[arg(long, conflicts_with = "bytes")]
@@ -52,7 +53,7 @@ pub(super) struct PlanFlags {
     #[arg(long, value_name = "S", value_parser = value_parser!(u32).range(1..=HUBS_MAX as i64))]
     hubs: Option<u32>,
     /// Computation of a step, behind which the exchange can hide
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     compute_ms: Option<f64>,
     /// Print JSON
     #[arg(long)]
@@ -118,7 +119,7 @@ impl PlanFlags {
             (Some(name), _, _) => Model::named(name)?,
             (None, Some(path), _) => Model::read(path)?,
             (None, None, Some(bytes)) => return Ok((None, bytes.0)),
-            (None, None, None) => unreachable!("clap requires one of the three"),
+            (None, None, None) => unreachable!("the group is required"),
         };
         let name = model.name.clone();
         Ok((Some(name), model.keys(element_type(self.dtype.unwrap_or(Codec::F32)), 1)?.bytes()))

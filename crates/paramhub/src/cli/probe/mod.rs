@@ -26,7 +26,7 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Args)]
 pub(super) struct ProbeFlags {
     /// How long all measurements together may take, about. The same at every worker
-    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0, allow_negative_numbers = true)]
     seconds: f64,
     /// Measure disjoint pairs at the same time: quicker, and pairs that share a link share its rate. The same at every worker
     #[arg(long)]
