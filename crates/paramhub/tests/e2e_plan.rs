@@ -88,6 +88,20 @@ fn computation_that_hides_an_exchange_saves_machines() {
 }
 
 #[test]
+fn the_documentation_shows_what_is_printed() {
+    let page = include_str!("../../../docs/planning.md");
+    let mut examples = 0;
+    for block in page.split("```console\n").skip(1) {
+        let (block, _) = block.split_once("```").unwrap();
+        let (command, printed) = block.split_once('\n').unwrap();
+        let arguments = command.strip_prefix("$ paramhub ").unwrap().split_whitespace();
+        assert_eq!(paramhub(arguments).finish().expect_code(0).stdout, printed, "{command}");
+        examples += 1;
+    }
+    assert_eq!(examples, 2);
+}
+
+#[test]
 fn wrong_flags_are_refused_with_the_reason() {
     let sound = ["--bytes", "1M", "--workers", "4", "--rates", "worker=1gbit"];
     plan(sound).finish().expect_code(0);

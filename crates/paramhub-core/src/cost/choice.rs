@@ -124,7 +124,10 @@ impl CostModel {
             machines(exchange.arrangement.hub_machines(network)),
         );
         if let Some(compute_s) = compute_s {
-            reason.push_str(&format!(", and {} of computation cannot hide all of it", duration(compute_s)));
+            reason.push_str(&format!(
+                ", and {} of computation cannot hide all of the exchange",
+                duration(compute_s)
+            ));
         }
         Recommendation { exchange, reason }
     }

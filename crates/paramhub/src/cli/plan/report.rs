@@ -77,12 +77,12 @@ impl Report {
 
     fn heading(&self) -> String {
         let Network { model_bytes, workers, racks, hub_interfaces, rates, .. } = self.network;
-        let mut links = format!("a worker's link {}, a hub's {hub_interfaces} x {}", rates.worker, rates.hub);
+        let mut links = format!("worker {}, hub {hub_interfaces} x {}", rates.worker, rates.hub);
         if let (true, Some(core)) = (racks > 1, rates.core) {
-            links.push_str(&format!(", a rack's to the core {core}"));
+            links.push_str(&format!(", rack to core {core}"));
         }
         format!(
-            "{}{} MB of gradients from each of {workers} workers in {} and as much back; each way: {links}",
+            "{}{} MB of gradients from each of {workers} workers in {}, and as much back\nlinks, each way: {links}",
             self.model.as_ref().map(|name| format!("{name}: ")).unwrap_or_default(),
             megabytes(model_bytes as f64),
             if racks == 1 { "1 rack".into() } else { format!("{racks} racks") },
@@ -106,7 +106,7 @@ impl Report {
             let shared = || carried(Link::SharedMachine);
             let mut hub = carried(Link::HubInterface).or_else(shared).unwrap_or_default();
             if let Some(parent) = carried(Link::ParentInterface) {
-                hub.push_str(&format!(", {parent}"));
+                hub.push_str(&format!(", parent {parent}"));
             }
             let worker = carried(Link::Worker).unwrap_or_else(|| "as hub".into());
             let mut cells = vec![exchange.arrangement.to_string(), hub_machines.to_string(), worker, hub];
