@@ -86,13 +86,14 @@ impl Mesh {
     /// by the receiver. Where a link is faster than such a thread, it is the thread's rate.
     ///
     /// # Errors
-    /// If so many pairs do not fit into the budget, or if the mesh fails.
+    /// If so many pairs do not fit into the budget, if the ranks mean to measure differently, or if the mesh fails.
     pub fn probe(&self, probe: &Probe) -> Result<Bandwidths, MeshError> {
         let rounds = match probe.pairs {
             Pairs::OneByOne => one_by_one(self.size()),
             Pairs::Together => tournament(self.size()),
         };
         let part = self.part(probe, rounds.len() as u32)?;
+        self.compare(probe)?;
         let size = self.size() as usize;
         let mut transfer = Transfer::new(self, part);
         // What has arrived here: from each rank alone, then from each with both directions used.
@@ -123,16 +124,39 @@ impl Mesh {
         Err(MeshError::Configuration { who: self.who().clone(), reason: reason.into() })
     }
 
+    /// Ranks that went through unlike rounds would wait for one another for ever.
+    fn compare(&self, probe: &Probe) -> Result<(), MeshError> {
+        let own = [probe.budget.as_secs_f64(), f64::from(u8::from(probe.pairs == Pairs::Together))];
+        let all = self.exchange(own.to_vec())?;
+        let Some(other) = all.iter().position(|theirs| *theirs != own) else { return Ok(()) };
+        let words = |[seconds, together]: [f64; 2]| {
+            let pairs = if together == 1.0 { "disjoint pairs together" } else { "one pair after the other" };
+            format!("{pairs} in {seconds} s")
+        };
+        let reason = format!(
+            "this rank measures {} and rank {other} {}: all ranks must measure alike",
+            words(own),
+            words([all[other][0], all[other][1]])
+        );
+        Err(MeshError::Configuration { who: self.who().clone(), reason: reason.into() })
+    }
+
     fn share(&self, arrived: Vec<f64>) -> Result<Bandwidths, MeshError> {
         let size = self.size() as usize;
-        let mut all = vec![vec![0.0; 2 * size]; size];
-        all[self.rank() as usize] = arrived;
+        let all = self.exchange(arrived)?;
+        let half = |begin: usize| all.iter().flat_map(|row| row[begin..begin + size].to_vec()).collect();
+        Ok(Bandwidths { size, alone: half(0), both: half(size) })
+    }
+
+    /// Every rank's values, by rank; all have as many.
+    fn exchange(&self, own: Vec<f64>) -> Result<Vec<Vec<f64>>, MeshError> {
+        let mut all = vec![vec![0.0; own.len()]; self.size() as usize];
+        all[self.rank() as usize] = own;
         let outputs = all.iter_mut();
         lend(|lending| {
             let outputs = outputs.map(|output| lending.receive(output)).collect();
             self.allgather(None, outputs)?.wait()
         })?;
-        let half = |begin: usize| all.iter().flat_map(|row| row[begin..begin + size].to_vec()).collect();
-        Ok(Bandwidths { size, alone: half(0), both: half(size) })
+        Ok(all)
     }
 }

@@ -58,6 +58,18 @@ fn too_little_time_is_refused_with_what_would_do() {
 }
 
 #[test]
+fn ranks_that_measure_differently_are_told() {
+    run(3, |mesh| {
+        let pairs = if mesh.rank() == 2 { Pairs::Together } else { Pairs::OneByOne };
+        let refused = mesh.probe(&probe(400, pairs)).unwrap_err().to_string();
+        let other = if mesh.rank() == 2 { "rank 0" } else { "rank 2" };
+        assert!(refused.contains("measure alike") && refused.contains(other), "{refused}");
+        // The mesh is none the worse for it.
+        mesh.probe(&probe(400, Pairs::Together)).unwrap();
+    });
+}
+
+#[test]
 fn a_rank_that_goes_away_ends_the_probe_of_the_others() {
     let outcomes = at_all(meshes(3), |mesh: Mesh| {
         if mesh.rank() == 2 {
