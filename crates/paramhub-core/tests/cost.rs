@@ -1,6 +1,8 @@
 //! The cost model against the paper's figures, against counting by hand, and against itself on random networks.
 
-use paramhub_core::cost::{Arrangement, CostModel, Exchange, Link, Network, NetworkError, Rate, Rates};
+use paramhub_core::cost::{
+    Arrangement, CostModel, Exchange, Link, Network, NetworkError, Prices, Rate, Rates,
+};
 use proptest::prelude::*;
 
 fn rate(text: &str) -> Rate {
@@ -55,6 +57,52 @@ fn table_2_of_the_paper_follows_from_its_formulas() {
             );
         }
     }
+}
+
+/// PHub, section 4.9: machines with 4 GPUs, 25 Gbit ports of a 100 Gbit switch of 32 ports, hubs of 20 ports.
+const PRICES_25: Prices = Prices {
+    worker: 4117.0 + 4.0 * 699.0,
+    worker_port: 260.0,
+    hub: 8407.0,
+    hub_port: 162.5,
+    switch_port: 21077.0 / 32.0 / 4.0,
+    cable: 31.25,
+    oversubscription: 1.0,
+};
+
+#[test]
+fn table_5_of_the_paper_follows_from_its_prices() {
+    // Oversubscription, workers that share a hub, samples a second for $1000.
+    let rows = [(1.0, 44.0, 55.19), (2.0, 65.0, 57.71), (3.0, 76.0, 59.03)];
+    let price = |oversubscription, workers: f64| {
+        Prices { oversubscription, ..PRICES_25 }.per_worker(1.0 / workers, 20)
+    };
+    // The speed of a worker is not printed, but it is the same in all three rows.
+    let speeds = rows.map(|(oversubscription, workers, value)| value * price(oversubscription, workers));
+    let (slowest, fastest) = (speeds.iter().copied().fold(f64::INFINITY, f64::min), speeds[0]);
+    assert!(speeds.iter().all(|&speed| speed <= fastest) && fastest / slowest < 1.05, "{speeds:?}");
+    // Sharded workers of 100 Gbit are as fast, but for the 2 % that reduction between racks takes.
+    let sharded = Prices { worker_port: 795.0, switch_port: 21077.0 / 32.0, cable: 94.0, ..PRICES_25 };
+    let gain = 0.98 * sharded.per_worker(0.0, 0) / price(2.0, 65.0);
+    assert!((gain / (57.71 / 46.11) - 1.0).abs() < 0.10, "{gain}");
+}
+
+#[test]
+fn a_step_has_a_price() {
+    let network =
+        Network { hub_interfaces: 20, ..Network::new(100_000_000, 8, rates("1gbit", "1gbit", None)) };
+    let model = model(network);
+    let of = |arrangement, compute_s| model.value(&model.exchange(arrangement), compute_s, &PRICES_25);
+    let (hub, sharded) = (of(Arrangement::DedicatedHub, 0.1), of(Arrangement::HubBesideEveryWorker, 0.1));
+    assert!(
+        (hub.steps_per_second - 1.25).abs() < 1e-9 && (sharded.steps_per_second - 1.0 / 1.4).abs() < 1e-9
+    );
+    assert!(hub.price_per_worker > sharded.price_per_worker);
+    let value = hub.steps_per_second / hub.price_per_worker * 1000.0;
+    assert!((hub.steps_per_second_per_thousand - value).abs() < 1e-12);
+    // Where the computation hides both, a hub is only dearer.
+    let slow = |arrangement| of(arrangement, 2.0).steps_per_second_per_thousand;
+    assert!(slow(Arrangement::HubBesideEveryWorker) > slow(Arrangement::DedicatedHub));
 }
 
 #[test]

@@ -67,6 +67,22 @@ fn racks_are_told_both_sides_of_the_condition() {
 }
 
 #[test]
+fn prices_tell_what_a_step_costs() {
+    let prices = "worker=6913,worker-port=260,hub=8407,hub-port=162.5,switch-port=165,cable=31.25";
+    let priced = ["--compute-ms", "54", "--prices", prices];
+    let report = json(plan(RACK.into_iter().chain(priced).chain(["--json"])));
+    let value = |arrangement| &of(&report, arrangement)["value"];
+    // 260 + 165 + 31.25 + 4 * 165 + 2 * 31.25 for the worker, an eighth of 8407 + 8 * (162.5 + ..) for the hub.
+    assert!(close(&value("CS")["price_per_worker"], 6913.0 + 1178.75), "{report}");
+    assert!(close(&value("NCC")["price_per_worker"], 8091.75 + (8407.0 + 8.0 * 1081.25) / 8.0), "{report}");
+    assert!(close(&value("NCC")["steps_per_second"], 1.0 / 0.748_13), "{report}");
+    let shown = plan(RACK.into_iter().chain(priced)).finish().expect_code(0).stdout;
+    assert!(shown.contains("steps/s") && shown.contains("8092"), "{shown}");
+    let refused = plan(RACK.into_iter().chain(["--prices", prices])).finish().expect_code(2);
+    assert!(refused.stderr.contains("--compute-ms"), "{}", refused.stderr);
+}
+
+#[test]
 fn bytes_a_file_and_halves_are_sizes_too() {
     let network = ["--workers", "4", "--rates", "worker=1gbit,hub=4gbit", "--json"];
     let bytes = |program| json(program)["network"]["model_bytes"].as_u64().unwrap();
@@ -98,7 +114,7 @@ fn the_documentation_shows_what_is_printed() {
         assert_eq!(paramhub(arguments).finish().expect_code(0).stdout, printed, "{command}");
         examples += 1;
     }
-    assert_eq!(examples, 2);
+    assert_eq!(examples, 3);
 }
 
 #[test]

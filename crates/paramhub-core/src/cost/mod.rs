@@ -1,5 +1,5 @@
 //! What an exchange costs the network, as pure functions: bytes on each kind of link, the time they take at least, and
-//! which deployment or reduction takes least (PHub sections 2.1, 2.3.1 and 3.4).
+//! which deployment or reduction takes least (PHub sections 2.1, 2.3.1 and 3.4); then what a cluster costs to buy (section 4.9).
 //!
 //! Every worker has the same gradient of M bytes at the start of a step and wants M bytes of parameters at its end. Links
 //! are full duplex, so a link takes as long as its busier direction. Hubs compute infinitely fast, chunks are small against
@@ -21,10 +21,12 @@
 
 mod choice;
 mod exchange;
+mod price;
 mod rate;
 
 pub use choice::{Inequality, Recommendation, ReductionChoice};
 pub use exchange::{Arrangement, Exchange, Link, Load};
+pub use price::{Prices, Value};
 pub use rate::{Rate, RateError};
 
 use serde::Serialize;

@@ -1,5 +1,6 @@
 //! `paramhub plan`: which deployment for this model and this network.
 
+mod prices;
 mod report;
 
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ use crate::cli::ExitCode;
 use crate::config::Bytes;
 use crate::cost::{CostModel, Network, Rate, Rates};
 use crate::limits::{HUBS_MAX, INTERFACES_MAX};
+use prices::GivenPrices;
 
 /// Say which deployment of hubs suits a model and a network
 ///
@@ -55,6 +57,11 @@ pub(super) struct PlanFlags {
     /// Computation of a step, behind which the exchange can hide
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     compute_ms: Option<f64>,
+    /// Prices in one currency, as in worker=6913,worker-port=260,hub=8407,hub-port=163,switch-port=165,cable=31: machines
+    /// without network, a port of their cards and of a switch, a cable. With oversubscription=2 the racks' links to the
+    /// core are half as wide. Adds what a step costs
+    #[arg(long, value_name = "PRICES", requires = "compute_ms")]
+    prices: Option<GivenPrices>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -104,7 +111,8 @@ pub(super) fn plan(flags: &PlanFlags) -> anyhow::Result<ExitCode> {
         ..Network::new(bytes, flags.workers, Rates { worker: rates.worker, hub, core: rates.core })
     };
     let model = CostModel::new(network).map_err(|error| Usage(error.to_string()))?;
-    let report = report::Report::new(name, &model, compute_s);
+    let prices = flags.prices.map(|GivenPrices(prices)| prices);
+    let report = report::Report::new(name, &model, compute_s, prices);
     if flags.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {

@@ -3,7 +3,9 @@
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-use crate::cost::{Arrangement, CostModel, Exchange, Link, Network, Recommendation, ReductionChoice};
+use crate::cost::{
+    Arrangement, CostModel, Exchange, Link, Network, Prices, Recommendation, ReductionChoice, Value,
+};
 
 /// Printed with `--json`. Seconds and bytes are of one step.
 #[derive(Serialize)]
@@ -12,6 +14,7 @@ pub(super) struct Report {
     model: Option<String>,
     network: Network,
     compute_s: Option<f64>,
+    prices: Option<Prices>,
     exchanges: Vec<Row>,
     /// In several racks.
     reduction: Option<Reduction>,
@@ -25,6 +28,8 @@ struct Row {
     hub_machines: u32,
     /// What a machine with a hub must carry, both ways together, to hide the exchange behind the computation.
     hub_side_bits_per_second: Option<f64>,
+    /// Where prices are given.
+    value: Option<Value>,
 }
 
 #[derive(Serialize)]
@@ -36,14 +41,23 @@ struct Reduction {
 }
 
 impl Report {
-    pub(super) fn new(name: Option<String>, model: &CostModel, compute_s: Option<f64>) -> Report {
+    /// Prices need `compute_s`.
+    pub(super) fn new(
+        name: Option<String>,
+        model: &CostModel,
+        compute_s: Option<f64>,
+        prices: Option<Prices>,
+    ) -> Report {
         let network = *model.network();
         let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
         let row = |&arrangement: &Arrangement| {
             let exchange = model.exchange(arrangement);
             let hub_side_bits_per_second = compute_s
                 .map(|compute_s| exchange.hub_side_bits_per_second(network.hub_interfaces, compute_s));
-            Row { exchange, hub_machines: arrangement.hub_machines(&network), hub_side_bits_per_second }
+            let value =
+                compute_s.zip(prices).map(|(compute_s, prices)| model.value(&exchange, compute_s, &prices));
+            let hub_machines = arrangement.hub_machines(&network);
+            Row { exchange, hub_machines, hub_side_bits_per_second, value }
         };
         let reduction = model.choose_reduction().map(|choice| Reduction {
             hierarchical_s: choice.inequality.hierarchical_s(),
@@ -54,6 +68,7 @@ impl Report {
             model: name,
             network,
             compute_s,
+            prices,
             exchanges: Arrangement::FLAT.iter().chain(between_racks).map(row).collect(),
             reduction,
             recommendation: model.recommend(compute_s),
@@ -99,9 +114,12 @@ impl Report {
         if self.compute_s.is_some() {
             head.push("to hide it\nlinks as fast");
         }
+        if self.prices.is_some() {
+            head.extend(["price a\nworker", "steps/s\nfor 1000"]);
+        }
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED).set_header(head);
-        for Row { exchange, hub_machines, .. } in &self.exchanges {
+        for Row { exchange, hub_machines, value, .. } in &self.exchanges {
             let carried = |link| exchange.load(link).map(|load| megabytes(load.sent_bytes));
             let shared = || carried(Link::SharedMachine);
             let mut hub = carried(Link::HubInterface).or_else(shared).unwrap_or_default();
@@ -116,6 +134,10 @@ impl Report {
             cells.extend([milliseconds(exchange.seconds), exchange.limit.to_string()]);
             if let Some(compute_s) = self.compute_s {
                 cells.push(beside(exchange.seconds, compute_s));
+            }
+            if let Some(value) = value {
+                cells.push(format!("{:.0}", value.price_per_worker));
+                cells.push(format!("{:.3}", value.steps_per_second_per_thousand));
             }
             table.add_row(cells);
         }
