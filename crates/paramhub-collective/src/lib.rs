@@ -45,6 +45,7 @@ mod inbox;
 mod join;
 mod mesh;
 mod operation;
+mod probe;
 mod schedule;
 mod wire;
 
@@ -54,6 +55,8 @@ pub use error::{MeshError, Who};
 pub use handle::Handle;
 pub use join::MeshListener;
 pub use mesh::Mesh;
+pub use probe::{Bandwidths, Pairs, Probe};
 // The vocabulary of these signatures, so that a caller needs this crate alone.
 pub use paramhub_core::auth::Nonce;
+pub use paramhub_core::cost::Rate;
 pub use paramhub_transport::{ReceiveRegion, SendRegion};

@@ -79,6 +79,10 @@ impl Mesh {
         self.size
     }
 
+    pub(crate) fn who(&self) -> &Who {
+        &self.who
+    }
+
     /// Why the mesh takes no more operations, if it does not.
     pub fn failure(&self) -> Option<MeshError> {
         self.inbox.closed()

@@ -47,6 +47,8 @@ pub enum Purpose {
     MeshDialler,
     /// A rank of a mesh answers the challenge of the peer that dialled it.
     MeshListener,
+    /// Nobody is shown it: it becomes a secret itself.
+    Derive,
 }
 
 impl Purpose {
@@ -59,6 +61,7 @@ impl Purpose {
             Purpose::StreamHub => b"paramhub v1 stream hub",
             Purpose::MeshDialler => b"paramhub v1 mesh dialler",
             Purpose::MeshListener => b"paramhub v1 mesh listener",
+            Purpose::Derive => b"paramhub v1 derived secret",
         }
     }
 }
@@ -71,6 +74,12 @@ impl Nonce {
             hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
         }
         Proof(*hasher.finalize().as_bytes())
+    }
+
+    /// A secret for something else that only this job's members may take part in, for example a mesh. Each gets a label of its
+    /// own.
+    pub fn derive(&self, label: &str) -> Nonce {
+        Nonce(self.prove(Purpose::Derive, &[label.as_bytes()]).0)
     }
 
     /// The proof with which `rank` asks to join.
@@ -189,6 +198,15 @@ mod tests {
         assert!(!proof.matches(&nonce.prove(Purpose::Connect, &[b"a", b"bc"])));
         assert!(!proof.matches(&nonce.prove(Purpose::Init, &[b"ab", b"c"])));
         assert!(!proof.matches(&Nonce([8; 32]).prove(Purpose::Connect, &[b"ab", b"c"])));
+    }
+
+    #[test]
+    fn derived_secrets_differ_by_label_and_nonce() {
+        let nonce = Nonce([7; 32]);
+        assert_eq!(nonce.derive("probe").0, nonce.derive("probe").0);
+        for other in [nonce, nonce.derive("mesh"), Nonce([8; 32]).derive("probe")] {
+            assert!(nonce.derive("probe").0 != other.0);
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //!
 //! A gradient's way through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`] gives each chunk a
 //! [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does with it, and
-//! [`requests`] what the worker makes of the answer.
+//! [`requests`] what the worker makes of the answer. [`cost`] says beforehand what an exchange costs the network.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -16,6 +16,7 @@ pub mod chunk;
 pub mod codec;
 pub mod composition;
 pub mod consistency;
+pub mod cost;
 pub mod exchange;
 pub mod hyperparameters;
 pub mod key;

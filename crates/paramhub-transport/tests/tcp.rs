@@ -116,9 +116,3 @@ fn writing_to_a_closed_peer_is_an_error_and_no_signal() {
     });
     assert!(matches!(end, Some(StreamError::Closed { reset: true })), "{end:?}");
 }
-
-#[test]
-#[should_panic(expected = "from workers or from a hub")]
-fn a_stream_that_receives_both_ways_is_refused() {
-    let _ = TcpStream::new(sockets().0, Direction::Both, 1 << 10);
-}

@@ -4,3 +4,4 @@ mod collectives;
 mod common;
 mod joining;
 mod point_to_point;
+mod probing;

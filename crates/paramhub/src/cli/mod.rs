@@ -6,6 +6,9 @@ mod exit;
 mod hub;
 mod jobs;
 mod manager;
+mod models;
+mod plan;
+mod probe;
 mod run;
 mod train;
 
@@ -39,8 +42,8 @@ First steps:
   paramhub hub                        start a hub for jobs to come
   paramhub run -n 4 -- python x.py    start 4 workers of a job of yours
 
-Every option but `bench`'s can also stand in a file (paramhub.toml, or --config FILE) or in the environment (PARAMHUB_*).
-A flag wins over the environment, and the environment over the file; --print-config shows what holds.
+Every option but those of `bench`, `plan` and `probe` can also stand in a file (paramhub.toml, or --config FILE)
+or in the environment (PARAMHUB_*). A flag wins over the environment, and the environment over the file; --print-config shows what holds.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; `run` passes on its workers' code.";
 
@@ -84,6 +87,10 @@ enum Verb {
     Doctor(doctor::DoctorFlags),
     /// Measure exchanges and kernels on this machine
     Bench(bench::BenchFlags),
+    /// Say which deployment of hubs suits a model and a network
+    Plan(plan::PlanFlags),
+    /// Measure what the network carries between the workers of a job
+    Probe(probe::ProbeFlags),
     /// One process of `bench`.
     #[command(hide = true)]
     BenchPeer(bench::PeerFlags),
@@ -160,6 +167,8 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Run(command) => run::run(&config, command),
         Todo::Doctor(todo) => doctor::doctor(&config, todo),
         Todo::Bench(flags) => bench::bench(flags),
+        Todo::Plan(flags) => plan::plan(&flags),
+        Todo::Probe(flags) => probe::probe(&flags),
         Todo::BenchPeer(flags) => bench::take_part(&flags),
         Todo::TrainWorker(flags) => train::work(&flags),
         Todo::Warden => {
@@ -178,6 +187,8 @@ enum Todo {
     Run(Vec<OsString>),
     Doctor(doctor::Todo),
     Bench(bench::BenchFlags),
+    Plan(plan::PlanFlags),
+    Probe(probe::ProbeFlags),
     BenchPeer(bench::PeerFlags),
     TrainWorker(train::WorkerFlags),
     Warden,
@@ -202,6 +213,8 @@ impl Verb {
             Verb::Run(flags) => Todo::Run(flags.apply(config)),
             Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
             Verb::Bench(flags) => Todo::Bench(flags),
+            Verb::Plan(flags) => Todo::Plan(flags),
+            Verb::Probe(flags) => Todo::Probe(flags),
             Verb::BenchPeer(flags) => Todo::BenchPeer(flags),
             Verb::TrainWorker(flags) => Todo::TrainWorker(flags),
             Verb::Warden => Todo::Warden,

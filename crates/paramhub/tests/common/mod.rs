@@ -57,7 +57,7 @@ pub fn example<'a>(name: &str, arguments: impl IntoIterator<Item = &'a str>) -> 
     program(&example, arguments)
 }
 
-fn program<'a>(path: &Path, arguments: impl IntoIterator<Item = &'a str>) -> Program {
+pub fn program<'a>(path: &Path, arguments: impl IntoIterator<Item = &'a str>) -> Program {
     let folder = Arc::new(tempfile::tempdir().expect("a temporary folder"));
     let mut command = Command::new(path);
     command.args(arguments).current_dir(folder.path());

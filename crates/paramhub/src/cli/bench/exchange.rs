@@ -7,17 +7,18 @@ use serde::Serialize;
 
 use super::ablate::Variant;
 use super::conductor::Program;
-use super::models::Model;
+
 use super::processes::{Run, interrupted, run};
 use super::report::{Summary, megabytes, write_json};
 use super::spec::{Optimizer, Spec, Transport};
 use super::{check_destination, count, usage};
 use crate::cli::ExitCode;
 use crate::cli::Usage;
+use crate::cli::models::{Model, element_type};
 use crate::config::Bytes;
 use crate::launch::Signals;
 use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
-use crate::{Codec, Dtype, Registry};
+use crate::{Codec, Registry};
 
 /// Exchange a model's gradients through a hub, with nothing computed in between
 ///
@@ -130,13 +131,8 @@ impl ExchangeFlags {
             return Err(Usage(why.into()).into());
         }
         let name = model.name.clone();
-        let dtype = match self.dtype {
-            Codec::F32 => Dtype::F32,
-            Codec::F16 => Dtype::F16,
-            Codec::BF16 => Dtype::BF16,
-        };
         let spec = Spec {
-            keys: model.keys(dtype, self.scale)?,
+            keys: model.keys(element_type(self.dtype), self.scale)?,
             workers: self.workers,
             optimizer: self.optimizer,
             cores: self.cores.into(),

@@ -5,7 +5,6 @@ mod breakdown;
 mod conductor;
 mod exchange;
 mod kernels;
-mod models;
 mod numbers;
 mod peer;
 mod plot;

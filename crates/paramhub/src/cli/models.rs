@@ -6,7 +6,7 @@ use anyhow::Context;
 use serde::Deserialize;
 
 use crate::cli::Usage;
-use crate::{Dtype, Key, KeyTable};
+use crate::{Codec, Dtype, Key, KeyTable};
 
 macro_rules! list {
     ($name:literal) => {
@@ -84,6 +84,15 @@ impl Model {
         };
         let keys = self.tensors.into_iter().map(scaled).collect();
         KeyTable::new(keys).map_err(|error| Usage(format!("model {}: {error}", self.name)).into())
+    }
+}
+
+/// The element type that `--dtype` names: tensors lie in memory as they travel.
+pub(super) fn element_type(dtype: Codec) -> Dtype {
+    match dtype {
+        Codec::F32 => Dtype::F32,
+        Codec::F16 => Dtype::F16,
+        Codec::BF16 => Dtype::BF16,
     }
 }
 

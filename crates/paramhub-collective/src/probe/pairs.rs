@@ -1,0 +1,56 @@
+//! Who is measured when.
+
+/// Two ranks, the lower one first.
+pub(super) type Pair = [u32; 2];
+
+/// Each pair in a round of its own.
+pub(super) fn one_by_one(size: u32) -> Vec<Vec<Pair>> {
+    (0..size).flat_map(|low| (low + 1..size).map(move |high| vec![[low, high]])).collect()
+}
+
+/// Rounds of disjoint pairs in which everybody meets everybody once: the circle method. One rank stays, the others move on
+/// by a place a round; with an odd number whoever faces the empty seat pauses.
+pub(super) fn tournament(size: u32) -> Vec<Vec<Pair>> {
+    let seats = size.next_multiple_of(2);
+    let rounds = if size < 2 { 0 } else { seats - 1 };
+    let moving = seats.saturating_sub(1);
+    (0..rounds)
+        .map(|round| {
+            let at = |place: u32| (round + place) % moving;
+            let first = (at(0), seats - 1);
+            let others = (1..seats / 2).map(|place| (at(place), at(moving - place)));
+            std::iter::once(first)
+                .chain(others)
+                .filter(|&(a, b)| a < size && b < size)
+                .map(|(a, b)| [a.min(b), a.max(b)])
+                .collect()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn everybody_meets_everybody_once() {
+        for size in 1..=33 {
+            for rounds in [one_by_one(size), tournament(size)] {
+                let pairs: Vec<Pair> = rounds.iter().flatten().copied().collect();
+                assert!(pairs.iter().all(|pair| pair[0] < pair[1] && pair[1] < size), "{size}: {pairs:?}");
+                let distinct: HashSet<Pair> = pairs.iter().copied().collect();
+                assert_eq!(distinct.len(), pairs.len());
+                assert_eq!(pairs.len() as u32, size * (size - 1) / 2, "{size}");
+                for round in &rounds {
+                    let ranks: HashSet<u32> = round.iter().flatten().copied().collect();
+                    assert_eq!(ranks.len(), 2 * round.len(), "{size}: {round:?} has a rank twice");
+                }
+            }
+        }
+        assert_eq!(tournament(8).len(), 7);
+        assert_eq!(tournament(7).len(), 7);
+        assert_eq!(one_by_one(8).len(), 28);
+    }
+}

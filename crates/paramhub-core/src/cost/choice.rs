@@ -1,0 +1,155 @@
+//! Which arrangement to take, and why.
+
+use serde::Serialize;
+
+use super::{Arrangement, CostModel, Exchange};
+
+/// Two lower bounds that differ by less count as equal: the model knows links no better than that.
+const NEGLIGIBLE: f64 = 0.01;
+
+/// Both sides of PHub's condition for summing within each rack first (section 3.4), in seconds, that is times M:
+/// N (R-1) / (R B_core) > max(N / B_PBox, 1 / B_wkr) + C with C = (R-1) / (R min(B_PBox, B_core)). N is workers in a rack
+/// (their mean, where racks differ), and B_PBox all interfaces of a rack hub together.
+///
+/// Both sides count what crosses the core one way of the two, and the right side adds up the two levels as if the second
+/// began when the first has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Inequality {
+    /// Transfers between racks, where every gradient goes straight to the hub that sums it.
+    pub flat_s: f64,
+    /// Within a rack, at the slower of hub and worker.
+    pub rack_s: f64,
+    /// C: between rack hubs.
+    pub between_racks_s: f64,
+}
+
+impl Inequality {
+    /// The right side.
+    pub fn hierarchical_s(&self) -> f64 {
+        self.rack_s + self.between_racks_s
+    }
+
+    /// Whether summing within each rack first pays.
+    pub fn holds(&self) -> bool {
+        self.flat_s > self.hierarchical_s()
+    }
+}
+
+/// What `--reduction auto` takes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ReductionChoice {
+    /// Why.
+    pub inequality: Inequality,
+    /// The arrangement: [`Arrangement::DedicatedHubs`] where the inequality does not hold, and where it does the
+    /// hierarchical one with the least lower bound.
+    pub chosen: Arrangement,
+    /// What could have been chosen, cheapest first: all hierarchical ones and the flat one.
+    pub candidates: Vec<Exchange>,
+}
+
+/// What a planner would take, of everything there is.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Recommendation {
+    /// Which.
+    pub exchange: Exchange,
+    /// In a sentence.
+    pub reason: String,
+}
+
+impl CostModel {
+    /// Both sides of the paper's condition; `None` in a single rack.
+    pub fn inequality(&self) -> Option<Inequality> {
+        let network = self.network();
+        let core = network.rates.core.filter(|_| network.racks > 1)?;
+        let model = network.model_bytes as f64;
+        let racks = f64::from(network.racks);
+        let below = f64::from(network.workers) / racks;
+        let hub = network.rates.hub.times(network.hub_interfaces);
+        let narrowest = if hub < core { hub } else { core };
+        let others = (racks - 1.0) / racks;
+        Some(Inequality {
+            flat_s: core.seconds(below * others * model),
+            rack_s: hub.seconds(below * model).max(network.rates.worker.seconds(model)),
+            between_racks_s: narrowest.seconds(others * model),
+        })
+    }
+
+    /// Applies the paper's condition; `None` in a single rack. Whenever the condition holds, the lower bound of what is
+    /// chosen is no higher than the flat one's. Where it does not, a hierarchical bound may still be lower, by as much as
+    /// the two levels can overlap.
+    pub fn choose_reduction(&self) -> Option<ReductionChoice> {
+        let inequality = self.inequality()?;
+        let mut candidates: Vec<Exchange> =
+            Arrangement::HIERARCHICAL.iter().map(|&arrangement| self.exchange(arrangement)).collect();
+        let hierarchical = cheapest(&candidates).arrangement;
+        let chosen = if inequality.holds() { hierarchical } else { Arrangement::DedicatedHubs };
+        candidates.push(self.exchange(Arrangement::DedicatedHubs));
+        candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        Some(ReductionChoice { inequality, chosen, candidates })
+    }
+
+    /// What to take: in several racks what [`choose_reduction`](Self::choose_reduction) says, if that is hierarchical, else
+    /// the deployment with the least lower bound. Of those that `compute_s` of computation hides altogether, or that differ
+    /// by less than a hundredth, the one with the fewest machines.
+    pub fn recommend(&self, compute_s: Option<f64>) -> Recommendation {
+        let network = self.network();
+        let reduction = self.choose_reduction();
+        let mut flat: Vec<Exchange> =
+            Arrangement::FLAT.iter().map(|&arrangement| self.exchange(arrangement)).collect();
+        flat.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
+        let all = flat.iter().chain(reduction.iter().flat_map(|choice| &choice.candidates));
+        if let Some(compute_s) = compute_s {
+            let fewest = all
+                .filter(|exchange| exchange.seconds <= compute_s)
+                .min_by_key(|exchange| exchange.arrangement.hub_machines(network));
+            if let Some(exchange) = fewest {
+                let reason = format!(
+                    "its exchange takes at least {} and can hide behind {} of computation; it takes {}",
+                    duration(exchange.seconds),
+                    duration(compute_s),
+                    machines(exchange.arrangement.hub_machines(network)),
+                );
+                return Recommendation { exchange: exchange.clone(), reason };
+            }
+        }
+        let hierarchical = reduction.filter(|choice| choice.inequality.holds());
+        let exchange = match &hierarchical {
+            Some(choice) => self.exchange(choice.chosen),
+            None => cheapest(&flat).clone(),
+        };
+        let mut reason = format!(
+            "its lower bound, {}, is the least{}; it takes {}",
+            duration(exchange.seconds),
+            if hierarchical.is_some() { "" } else { " of the deployments" },
+            machines(exchange.arrangement.hub_machines(network)),
+        );
+        if let Some(compute_s) = compute_s {
+            reason.push_str(&format!(
+                ", and {} of computation cannot hide all of the exchange",
+                duration(compute_s)
+            ));
+        }
+        Recommendation { exchange, reason }
+    }
+}
+
+/// The least lower bound; of those that hardly differ the first.
+fn cheapest(exchanges: &[Exchange]) -> &Exchange {
+    let least = exchanges.iter().map(|exchange| exchange.seconds).fold(f64::INFINITY, f64::min);
+    exchanges
+        .iter()
+        .find(|exchange| exchange.seconds <= least * (1.0 + NEGLIGIBLE))
+        .expect("there is an exchange to choose")
+}
+
+fn duration(seconds: f64) -> String {
+    format!("{:.1} ms", seconds * 1e3)
+}
+
+fn machines(count: u32) -> String {
+    match count {
+        0 => "no machine but the workers'".into(),
+        1 => "1 machine for the hub".into(),
+        count => format!("{count} machines for hubs"),
+    }
+}
