@@ -11,9 +11,9 @@ use std::time::Duration;
 use paramhub_control::ManagerClient;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::{HubShape, InterfaceShape};
-use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_core::service::CoreCounters;
 use paramhub_transport::socket;
-use tracing::{error, info, warn};
+use tracing::{error, warn};
 
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
@@ -65,13 +65,13 @@ impl RunningHub {
             false => (None, None),
         };
         let shape = HubShape { local: local_name, ..shape(&config, &addresses)? };
+        let stop = Arc::new(AtomicBool::new(false));
+        let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.
-        let registered = manager.register_hub(&RegisterHub { shape: shape.clone() })?;
-        info!("joined {} as hub {}", manager.url(), registered.hub);
+        let link = Link::join(manager, shape.clone(), stop.clone(), failure.clone())?;
 
         let (letters, letterbox) = sync_channel(LETTERS);
         let (news, newsbox) = sync_channel(NEWS);
-        let failure = Arc::new(Mutex::new(None));
         let mut threads = Vec::new();
         let mut cores = Vec::new();
         for index in 0..config.cores {
@@ -92,13 +92,6 @@ impl RunningHub {
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
             jobs: HashMap::new(),
-        };
-        let stop = Arc::new(AtomicBool::new(false));
-        let link = Link {
-            client: manager,
-            registered: Arc::new(registered),
-            stop: stop.clone(),
-            failure: failure.clone(),
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
@@ -147,7 +140,7 @@ impl RunningHub {
         self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
     }
 
-    /// Why the hub cannot go on, if so: a core has died, or its manager has forgotten it.
+    /// Why the hub cannot go on, if so: a core has died, or a manager that had forgotten it refuses to take it back.
     pub fn has_failed(&self) -> Option<String> {
         self.failure.lock().expect("no panic while holding it").clone()
     }

@@ -324,7 +324,9 @@ impl World {
 
     /// A hub serves a job that is none of its business, since this manager lost it or the job: it should stop.
     fn disown(&mut self, hub: u32, namespace: Namespace) {
-        let reason = "the connection manager does not know this job any more".to_string();
+        let reason =
+            "the connection manager does not know this job any more: it restarted, or had lost this hub"
+                .to_string();
         self.hubs.command_once(hub, stop_command(namespace, reason));
     }
 

@@ -16,7 +16,7 @@ use paramhub_train::net::NetKind;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use file::load;
-pub(crate) use values::{Bytes, ExchangeKind, Pin, Secret, TrainOptimizer, text};
+pub(crate) use values::{Bytes, ExchangeKind, HubManager, Pin, Secret, TrainOptimizer, text};
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -51,7 +51,8 @@ pub(crate) struct HubSection {
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
-    pub(crate) manager: SocketAddr,
+    #[serde(with = "text")]
+    pub(crate) manager: HubManager,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) join: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,6 +78,8 @@ pub(crate) struct RunSection {
     pub(crate) cores: usize,
     pub(crate) rendezvous_timeout_s: f64,
     pub(crate) dead_after_s: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hubs: Option<u32>,
 }
 
 /// `[train]`
@@ -125,7 +128,7 @@ impl Default for HubSection {
             spin_us: 0,
             pin: Pin::Auto,
             memory: None,
-            manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
+            manager: HubManager::Own(SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT))),
             join: None,
             state: None,
         }
@@ -146,6 +149,11 @@ impl HubSection {
         self.cores.unwrap_or(share.max(1))
     }
 
+    /// Its own connection manager, or a running one that it joins.
+    pub(crate) fn effective_manager(&self) -> HubManager {
+        self.join.clone().map_or_else(|| self.manager.clone(), HubManager::Running)
+    }
+
     pub(crate) fn is_pinned(&self) -> bool {
         match self.pin {
             Pin::Auto => !self.is_loopback_only(),
@@ -164,7 +172,7 @@ impl Default for ManagerSection {
 impl Default for RunSection {
     fn default() -> Self {
         let JobOptions { rendezvous_timeout_s, dead_after_s, .. } = JobOptions::default();
-        RunSection { workers: 1, name: None, cores: 1, rendezvous_timeout_s, dead_after_s }
+        RunSection { workers: 1, name: None, cores: 1, rendezvous_timeout_s, dead_after_s, hubs: None }
     }
 }
 
