@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paramhub import _native
 
@@ -27,6 +27,7 @@ def create_job(
     rendezvous_timeout: float = 60.0,
     lease: float = 120.0,
     dead_after: float = 30.0,
+    hubs: int | None = None,
     patience: float = 0.0,
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
@@ -34,9 +35,9 @@ def create_job(
     ``name`` must be that of no living job. ``admin_token`` is asked for by a manager that listens beyond loopback. All times
     are in seconds: ``rendezvous_timeout`` is how long ranks wait for one another, ``lease`` how long a job without any sign of
     its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
-    is just starting is dialled.
+    is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough.
     """
-    options = {"rendezvous_timeout_s": rendezvous_timeout, "lease_s": lease, "dead_after_s": dead_after}
+    options = {"rendezvous_timeout_s": rendezvous_timeout, "lease_s": lease, "dead_after_s": dead_after, "hubs": hubs}
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
     )
@@ -81,7 +82,7 @@ class Hub:
         """The data addresses."""
         return self._native.addresses
 
-    def create_job(self, name: str, workers: int, **options: float) -> JobTicket:
+    def create_job(self, name: str, workers: int, **options: Any) -> JobTicket:
         """`paramhub.create_job` at this hub."""
         return create_job(self.url, name, workers, admin_token=self._admin_token, **options)
 

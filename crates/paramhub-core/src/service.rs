@@ -28,7 +28,7 @@ pub struct CreateService {
     pub options: JobOptions,
 }
 
-/// Waits and lifetimes of one job, in seconds.
+/// Waits and lifetimes of one job, in seconds, and what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -39,11 +39,15 @@ pub struct JobOptions {
     pub lease_s: f64,
     /// How long a worker may be silent on its streams before the job is failed; at least 1.
     pub dead_after_s: f64,
+    /// ConnectService waits until so many hubs have joined, at most 1,024; every hub that has joined by then serves the
+    /// job. `None` waits for the first hub only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<u32>,
 }
 
 impl Default for JobOptions {
     fn default() -> Self {
-        JobOptions { rendezvous_timeout_s: 60.0, lease_s: 120.0, dead_after_s: 30.0 }
+        JobOptions { rendezvous_timeout_s: 60.0, lease_s: 120.0, dead_after_s: 30.0, hubs: None }
     }
 }
 

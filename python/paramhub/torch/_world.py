@@ -44,6 +44,8 @@ class HubAccess:
     url: str
     admin_token: str | None
     is_embedded: bool
+    hubs: int | None = None
+    """How many hubs a job waits for, where it is more than the first."""
 
 
 class World:
@@ -82,7 +84,7 @@ class World:
             return HubAccess(**told["hub"]), told["trace"]
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
-            access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False)
+            access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False, hubs=_hubs())
         else:
             access = self._start_hub(place)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -211,6 +213,7 @@ class World:
                 admin_token=self.hub.admin_token,
                 rendezvous_timeout=self.options.timeout,
                 dead_after=self.options.dead_after,
+                hubs=self.hub.hubs,
                 patience=10.0,
             )
         except ConnectError as error:
@@ -320,7 +323,7 @@ def init(
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
-    how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
+    how long ranks wait for one another, and for as many hubs as rank 0's ``PARAMHUB_HUBS`` says, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
     noticed at once.
     """
     if _world is not None:
@@ -447,6 +450,16 @@ def _inherited_ticket() -> tuple[str, str, str] | None:
     """The job that `paramhub run` has created for this run."""
     values = [os.environ.get(name, "") for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET")]
     return (values[0], values[1], values[2]) if all(values) else None
+
+
+def _hubs() -> int | None:
+    """How many hubs have joined the manager at PARAMHUB_URL before a job begins."""
+    text = os.environ.get("PARAMHUB_HUBS", "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise MisuseError(f"PARAMHUB_HUBS is `{text}`: how many hubs a job waits for, 1 to 1024")
+    return int(text)
 
 
 def _reachable_address(place: Launched) -> str:
