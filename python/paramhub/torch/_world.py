@@ -323,8 +323,8 @@ def init(
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
-    how long ranks wait for one another, and for as many hubs as rank 0's ``PARAMHUB_HUBS`` says, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
-    noticed at once.
+    how long ranks wait for one another, and for as many hubs at that URL as rank 0's ``PARAMHUB_HUBS`` says. ``dead_after`` is how
+    long a silent rank is thought alive; one whose process ends is noticed at once.
     """
     if _world is not None:
         return
