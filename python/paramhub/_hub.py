@@ -37,7 +37,12 @@ def create_job(
     its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
     is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough.
     """
-    options = {"rendezvous_timeout_s": rendezvous_timeout, "lease_s": lease, "dead_after_s": dead_after, "hubs": hubs}
+    options = {
+        "rendezvous_timeout_s": rendezvous_timeout,
+        "lease_s": lease,
+        "dead_after_s": dead_after,
+        "hubs": hubs,
+    }
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
     )

@@ -238,6 +238,7 @@ def test_without_shared_memory_workers_use_tcp() -> None:
         with pytest.raises(paramhub.ConnectError, match="--no-shared-memory"):
             in_threads(hub, 1, work, transport="shm")
 
+
 def test_a_job_waits_for_its_hubs(hub: paramhub.Hub) -> None:
     ticket = hub.create_job("two-hubs", 1, hubs=2, rendezvous_timeout=0.3)
     with pytest.raises(paramhub.ConnectError, match="of the 2 hubs that it waits for only 1, hub 0"):

@@ -84,7 +84,9 @@ class World:
             return HubAccess(**told["hub"]), told["trace"]
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
-            access = HubAccess(url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False, hubs=_hubs())
+            access = HubAccess(
+                url, os.environ.get("PARAMHUB_ADMIN_TOKEN") or None, is_embedded=False, hubs=_hubs()
+            )
         else:
             access = self._start_hub(place)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -323,8 +325,8 @@ def init(
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
-    how long ranks wait for one another, and for as many hubs at that URL as rank 0's ``PARAMHUB_HUBS`` says. ``dead_after`` is how
-    long a silent rank is thought alive; one whose process ends is noticed at once.
+    how long ranks wait for one another, and for as many hubs at that URL as rank 0's ``PARAMHUB_HUBS`` says. ``dead_after`` is
+    how long a silent rank is thought alive; one whose process ends is noticed at once.
     """
     if _world is not None:
         return
