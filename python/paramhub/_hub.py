@@ -27,6 +27,7 @@ def create_job(
     rendezvous_timeout: float = 60.0,
     lease: float = 120.0,
     dead_after: float = 30.0,
+    hubs: int | None = None,
     patience: float = 0.0,
     reduction: str = "auto",
     optimize_at: str = "every_site",
@@ -36,7 +37,7 @@ def create_job(
     ``name`` must be that of no living job. ``admin_token`` is asked for by a manager that listens beyond loopback. All times
     are in seconds: ``rendezvous_timeout`` is how long ranks wait for one another, ``lease`` how long a job without any sign of
     its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
-    is just starting is dialled.
+    is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough.
 
     Where hubs serve racks or hosts, ``reduction`` says how their sums become those of all workers: ``auto``, ``flat``, ``tree``,
     ``ring`` or ``sharded``; and ``optimize_at`` where the optimizer runs: at ``every_site`` on the same gradient, or at each
@@ -48,6 +49,7 @@ def create_job(
         "dead_after_s": dead_after,
         "reduction": reduction,
         "optimize_at": optimize_at,
+        "hubs": hubs,
     }
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience

@@ -237,3 +237,13 @@ def test_without_shared_memory_workers_use_tcp() -> None:
         assert in_threads(hub, 1, work) == [False]
         with pytest.raises(paramhub.ConnectError, match="--no-shared-memory"):
             in_threads(hub, 1, work, transport="shm")
+
+
+def test_a_job_waits_for_its_hubs(hub: paramhub.Hub) -> None:
+    ticket = hub.create_job("two-hubs", 1, hubs=2, rendezvous_timeout=0.3)
+    with pytest.raises(paramhub.ConnectError, match="of the 2 hubs that it waits for only 1, hub 0"):
+        paramhub.connect(*ticket, 0)
+    with pytest.raises(paramhub.ConnectError, match="waits for 0 hubs: 1 to 1024 are possible"):
+        hub.create_job("no-hubs", 1, hubs=0)
+    with paramhub.connect(*hub.create_job("one-hub", 1, hubs=1), 0) as job:
+        assert job.name == "one-hub"

@@ -29,7 +29,7 @@ pub struct CreateService {
     pub options: JobOptions,
 }
 
-/// Waits and lifetimes of one job, in seconds.
+/// Waits and lifetimes of one job, in seconds, and what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -44,6 +44,10 @@ pub struct JobOptions {
     pub reduction: Reduction,
     /// Where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
+    /// ConnectService waits until so many hubs have joined, at most 1,024; every hub that has joined by then serves the
+    /// job. `None` waits for the first hub only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<u32>,
 }
 
 impl Default for JobOptions {
@@ -52,6 +56,7 @@ impl Default for JobOptions {
             rendezvous_timeout_s: 60.0,
             lease_s: 120.0,
             dead_after_s: 30.0,
+            hubs: None,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
         }

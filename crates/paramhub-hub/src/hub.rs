@@ -14,7 +14,7 @@ use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{CoreCounters, RegisterHub};
 use paramhub_transport::socket;
-use tracing::{error, info, warn};
+use tracing::{error, warn};
 
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
@@ -66,17 +66,18 @@ impl RunningHub {
             false => (None, None),
         };
         let shape = HubShape { local: local_name, ..shape(&config, &addresses)? };
+        let stop = Arc::new(AtomicBool::new(false));
+        let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.
         let place = Place {
             rack: config.rack.clone().unwrap_or_default(),
             host: config.host.clone().unwrap_or_default(),
         };
-        let registered = manager.register_hub(&RegisterHub { shape: shape.clone(), place })?;
-        info!("joined {} as hub {}", manager.url(), registered.hub);
+        let offer = RegisterHub { shape: shape.clone(), place };
+        let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
 
         let (letters, letterbox) = sync_channel(LETTERS);
         let (news, newsbox) = sync_channel(NEWS);
-        let failure = Arc::new(Mutex::new(None));
         let mut threads = Vec::new();
         let mut cores = Vec::new();
         for index in 0..config.cores {
@@ -98,13 +99,6 @@ impl RunningHub {
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
             jobs: HashMap::new(),
-        };
-        let stop = Arc::new(AtomicBool::new(false));
-        let link = Link {
-            client: manager,
-            registered: Arc::new(registered),
-            stop: stop.clone(),
-            failure: failure.clone(),
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
@@ -153,7 +147,7 @@ impl RunningHub {
         self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
     }
 
-    /// Why the hub cannot go on, if so: a core has died, or its manager has forgotten it.
+    /// Why the hub cannot go on, if so: a core has died, or a manager that had forgotten it refuses to take it back.
     pub fn has_failed(&self) -> Option<String> {
         self.failure.lock().expect("no panic while holding it").clone()
     }

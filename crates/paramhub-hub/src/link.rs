@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::{
-    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
+    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands, RegisterHub,
 };
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::core::CoreHandle;
 use crate::steward::{Letter, News};
@@ -21,25 +21,46 @@ const POLL_S: f64 = 1.0;
 const REPORT: Duration = Duration::from_secs(1);
 /// Events kept for a manager that cannot be reached; older ones are forgotten.
 const UNDELIVERED_MAX: usize = 1024;
-/// Pause after the manager could not be reached.
+/// Pause after the manager could not be reached, and before the first attempt to join it again.
 const RETRY: Duration = Duration::from_millis(500);
+/// Longest pause between attempts to join again, each twice the one before.
+const RETRY_MAX: Duration = Duration::from_secs(8);
+/// A manager that forgets a hub sooner than this after it had joined is not one that was just restarted.
+const BRIEF: Duration = Duration::from_secs(10);
+/// How often in a row that may happen before the hub gives up.
+const BRIEF_MAX: u32 = 3;
 
 /// What both conversations share.
 #[derive(Clone)]
 pub(crate) struct Link {
-    pub(crate) client: ManagerClient,
-    pub(crate) registered: Arc<HubRegistered>,
-    pub(crate) stop: Arc<AtomicBool>,
-    pub(crate) failure: Arc<Mutex<Option<String>>>,
+    client: ManagerClient,
+    offer: RegisterHub,
+    /// As what the manager knows this hub; replaced when the hub has joined again.
+    registered: Arc<Mutex<Arc<HubRegistered>>>,
+    stop: Arc<AtomicBool>,
+    failure: Arc<Mutex<Option<String>>>,
 }
 
 impl Link {
-    /// Takes commands to the steward until stopped.
+    /// Joins the manager.
+    pub(crate) fn join(
+        client: ManagerClient,
+        offer: RegisterHub,
+        stop: Arc<AtomicBool>,
+        failure: Arc<Mutex<Option<String>>>,
+    ) -> Result<Link, ControlError> {
+        let registered = client.register_hub(&offer)?;
+        info!("joined {} as hub {}", client.url(), registered.hub);
+        Ok(Link { client, offer, registered: Arc::new(Mutex::new(Arc::new(registered))), stop, failure })
+    }
+
+    /// Takes commands to the steward until stopped, and joins a manager again that has forgotten this hub.
     pub(crate) fn take_commands(self, letters: &SyncSender<Letter>) {
         let mut acknowledged = 0;
+        let mut stay = Stay::begin();
         while !self.stop.load(Ordering::Acquire) {
-            match self.client.poll_commands(&self.registered, &PollCommands { acknowledged, wait_s: POLL_S })
-            {
+            let registered = self.registered();
+            match self.client.poll_commands(&registered, &PollCommands { acknowledged, wait_s: POLL_S }) {
                 Ok(answer) => {
                     for numbered in answer.commands {
                         if numbered.sequence > acknowledged {
@@ -49,6 +70,13 @@ impl Link {
                             }
                         }
                     }
+                }
+                Err(error) if has_forgotten(&error) => {
+                    if !self.join_again(&mut stay, &error) {
+                        return;
+                    }
+                    // Another count of commands has begun.
+                    acknowledged = 0;
                 }
                 Err(error) => self.bear(&error),
             }
@@ -78,8 +106,9 @@ impl Link {
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
             report.jobs.extend(&ended);
-            match self.client.report(&self.registered, &report) {
-                // Events that were not delivered go with the next report.
+            match self.client.report(&self.registered(), &report) {
+                // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
+                // does not know go there, too: it answers with commands to end them.
                 Err(error) if !gone => self.bear(&error),
                 _ => {
                     report.events.clear();
@@ -93,18 +122,91 @@ impl Link {
         }
     }
 
-    /// The manager cannot be reached for now, or has forgotten this hub for good.
+    /// Joins a manager that has forgotten this hub, however long it cannot be reached. False once the hub has stopped, or
+    /// has failed because it is not wanted there.
+    fn join_again(&self, stay: &mut Stay, forgotten: &ControlError) -> bool {
+        let mut pause = stay.end();
+        if stay.brief > BRIEF_MAX {
+            self.fail(format!(
+                "the connection manager at {} has forgotten this hub {BRIEF_MAX} times within {} s of its joining: does \
+                 another hub join it with the same address? It says: {forgotten}",
+                self.client.url(),
+                BRIEF.as_secs()
+            ));
+            return false;
+        }
+        if !self.stop.load(Ordering::Acquire) {
+            warn!(
+                "the connection manager has forgotten this hub, which joins it again; jobs end: {forgotten}"
+            );
+        }
+        loop {
+            std::thread::sleep(pause);
+            if self.stop.load(Ordering::Acquire) {
+                return false;
+            }
+            match self.client.register_hub(&self.offer) {
+                Ok(registered) => {
+                    info!("joined {} again, as hub {}", self.client.url(), registered.hub);
+                    *self.registered.lock().expect("no panic while holding it") = Arc::new(registered);
+                    *stay = Stay { began: Instant::now(), ..*stay };
+                    return true;
+                }
+                // `Internal` is what a manager answers that is stopping.
+                Err(error) if !matches!(error.code(), None | Some(ErrorCode::Internal)) => {
+                    self.fail(format!(
+                        "the connection manager at {} has forgotten this hub and does not let it join again: {error}",
+                        self.client.url()
+                    ));
+                    return false;
+                }
+                Err(error) => warn!("{error}"),
+            }
+            pause = (pause * 2).min(RETRY_MAX);
+        }
+    }
+
+    fn registered(&self) -> Arc<HubRegistered> {
+        self.registered.lock().expect("no panic while holding it").clone()
+    }
+
+    fn fail(&self, reason: String) {
+        self.failure.lock().expect("no panic while holding it").get_or_insert(reason);
+    }
+
+    /// The manager cannot be reached for now, or the other conversation is about to join it again.
     fn bear(&self, error: &ControlError) {
         if self.stop.load(Ordering::Acquire) {
             return;
         }
-        warn!("{error}");
-        if matches!(error.code(), Some(ErrorCode::Unauthorized | ErrorCode::NotFound)) {
-            let reason = format!("the connection manager does not know this hub any more: {error}");
-            self.failure.lock().expect("no panic while holding it").get_or_insert(reason);
+        if !has_forgotten(error) {
+            warn!("{error}");
         }
         std::thread::sleep(RETRY);
     }
+}
+
+/// One time of belonging to a manager, and how many brief ones came before it.
+struct Stay {
+    began: Instant,
+    brief: u32,
+}
+
+impl Stay {
+    fn begin() -> Stay {
+        Stay { began: Instant::now(), brief: 0 }
+    }
+
+    /// Counts it, and says how long to wait before the next.
+    fn end(&mut self) -> Duration {
+        self.brief = if self.began.elapsed() < BRIEF { self.brief + 1 } else { 0 };
+        (RETRY * 2u32.saturating_pow(self.brief.saturating_sub(1))).min(RETRY_MAX)
+    }
+}
+
+/// Whether the manager restarted, or has not heard this hub for too long.
+fn has_forgotten(error: &ControlError) -> bool {
+    matches!(error.code(), Some(ErrorCode::Unauthorized | ErrorCode::NotFound))
 }
 
 fn forget_oldest<T>(undelivered: &mut Vec<T>) {

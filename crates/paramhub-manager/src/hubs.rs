@@ -134,10 +134,6 @@ impl Hubs {
         self.hubs.values_mut().for_each(|hub| hub.heard = now);
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.hubs.is_empty()
-    }
-
     /// All hubs in order of arrival, and whom they serve.
     pub(crate) fn shapes(&self) -> Vec<(u32, (HubShape, Place))> {
         self.hubs.iter().map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()

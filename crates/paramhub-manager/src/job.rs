@@ -29,6 +29,8 @@ use seats::{Seats, list_ranks, list_ranks_with_verb};
 
 /// How long a rank whose InitService connection broke may take to come back before the job fails without it.
 pub(crate) const COME_BACK_S: f64 = 2.0;
+/// Hubs that a message lists before it only counts the rest.
+const HUBS_LISTED: usize = 8;
 
 /// How far a job is, for those who wait. Ordered: a job never goes back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -217,14 +219,14 @@ impl Job {
         }
     }
 
-    /// Whether only a hub is missing for the job to get on.
+    /// Whether only hubs are missing for the job to get on.
     pub(crate) fn is_complete(&self) -> bool {
         self.state == JobState::Connecting && self.seats.are_full()
     }
 
-    /// Every rank is there and `hubs` are at hand: the ranks may go on.
+    /// Every rank is there and `hubs` have joined: if those are enough, the ranks may go on.
     pub(crate) fn convene(&mut self, hubs: Vec<(u32, (HubShape, Place))>, now: Now) -> Transition {
-        if !self.is_complete() || hubs.is_empty() {
+        if !self.is_complete() || hubs.len() < self.hubs_needed() {
             return Transition::None;
         }
         let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
@@ -267,16 +269,21 @@ impl Job {
         })
     }
 
-    /// A rank has waited in ConnectService for as long as it may: it gives up its seat and learns who is missing.
-    pub(crate) fn connect_timed_out(&mut self, rank: u32, ticket: u64) -> ServiceError {
+    /// A rank has waited in ConnectService for as long as it may: it gives up its seat and learns who is missing, ranks
+    /// or hubs.
+    pub(crate) fn connect_timed_out(
+        &mut self,
+        rank: u32,
+        ticket: u64,
+        hubs: &[(u32, (HubShape, Place))],
+    ) -> ServiceError {
         let absent = self.seats.absent();
         let gave_up = self.seats.gave_up();
         let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
         let mut message = match (absent.is_empty(), gave_up.is_empty()) {
-            (true, true) => format!(
-                "every rank of job `{name}` is there, but no hub has joined the connection manager within \
-                 {timeout_s} s: start one with `paramhub hub`"
-            ),
+            (true, true) => {
+                format!("every rank of job `{name}` is there, but {}", self.hubs_missing(hubs))
+            }
             (true, false) => {
                 format!(
                     "job `{name}` was never complete within {timeout_s} s: {} up waiting",
@@ -291,8 +298,42 @@ impl Job {
         if !absent.is_empty() && !gave_up.is_empty() {
             message += &format!(", and {} up waiting before", list_ranks_with_verb(&gave_up, "gave", "gave"));
         }
+        // Whoever waited less long than the first to give up should not look for the fault there.
+        if absent.is_empty() && !gave_up.is_empty() && hubs.len() < self.hubs_needed() {
+            message += &format!("; {}", self.hubs_missing(hubs));
+        }
         self.seats.give_up(rank, ticket);
         refusal(ErrorCode::Missing, message)
+    }
+
+    /// Hubs without which the job does not begin.
+    fn hubs_needed(&self) -> usize {
+        self.options.hubs.map_or(1, |hubs| hubs as usize)
+    }
+
+    fn hubs_missing(&self, hubs: &[(u32, (HubShape, Place))]) -> String {
+        let timeout_s = self.options.rendezvous_timeout_s;
+        let needed = self.hubs_needed();
+        if hubs.is_empty() && needed == 1 {
+            return format!(
+                "no hub has joined the connection manager within {timeout_s} s: start one with `paramhub hub`"
+            );
+        }
+        let listed: Vec<String> = hubs
+            .iter()
+            .take(HUBS_LISTED)
+            .map(|(hub, (shape, _))| members::describe_hub(*hub, shape))
+            .collect();
+        let more = hubs.len() - listed.len();
+        let joined = match (hubs.len(), more) {
+            (0, _) => "none".to_string(),
+            (count, 0) => format!("only {count}, {}", join_words(&listed)),
+            (count, more) => format!("only {count}, {} and {more} more", listed.join(", ")),
+        };
+        format!(
+            "of the {needed} hubs that it waits for {joined} had joined the connection manager within {timeout_s} s: start \
+             the others with `paramhub hub --manager URL`, or create the job for fewer"
+        )
     }
 
     /// The connection on which a rank waited in ConnectService is gone: its seat is free, unless a newer call has it.

@@ -19,7 +19,7 @@ use crate::job::{Stage, Submission, Transition};
 use crate::registry::{Registry, blocking, shutting_down};
 use crate::world::{Caller, Ticket};
 
-/// Joins a rank to its job; returns when every rank has joined and there is a hub.
+/// Joins a rank to its job; returns when every rank has joined and there are as many hubs as it waits for.
 pub(crate) async fn connect(
     registry: &Arc<Registry>,
     namespace: Namespace,
@@ -43,11 +43,14 @@ pub(crate) async fn connect(
     waiting.over = true;
     let ticket = waiting.ticket;
     registry.with(|world| {
+        let hubs = world.hubs.shapes();
         // The last rank may have come between the timeout and this lock.
         world.change(namespace, |job| {
             let still_connecting = *job.subscribe().borrow() == Stage::Connecting;
             let answer = match waited {
-                Waited::TimedOut if still_connecting => Err(job.connect_timed_out(caller.rank, ticket)),
+                Waited::TimedOut if still_connecting => {
+                    Err(job.connect_timed_out(caller.rank, ticket, &hubs))
+                }
                 _ => job.connected(caller.rank, caller.incarnation),
             };
             (answer, Transition::None)

@@ -141,9 +141,9 @@ impl World {
         Ok(value)
     }
 
-    /// Every rank of the job is seated: if there is a hub too, the job gets on.
+    /// Every rank of the job is seated: if the hubs it waits for are there too, the job gets on.
     pub(crate) fn convene(&mut self, namespace: Namespace, now: Now) {
-        if self.hubs.is_empty() || !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
+        if !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
             return;
         }
         let shapes = self.hubs.shapes();
@@ -193,7 +193,7 @@ impl World {
         })?
     }
 
-    /// Lets a hub join, in place of any that had one of its addresses, and the jobs that waited for one get on.
+    /// Lets a hub join, in place of any that had one of its addresses, and the jobs that waited for it get on.
     pub(crate) fn register_hub(
         &mut self,
         shape: HubShape,
@@ -326,7 +326,9 @@ impl World {
 
     /// A hub serves a job that is none of its business, since this manager lost it or the job: it should stop.
     fn disown(&mut self, hub: u32, namespace: Namespace) {
-        let reason = "the connection manager does not know this job any more".to_string();
+        let reason =
+            "the connection manager does not know this job any more: it restarted, or had lost this hub"
+                .to_string();
         self.hubs.command_once(hub, stop_command(namespace, reason));
     }
 
@@ -421,7 +423,7 @@ pub(crate) struct Caller {
 
 /// Checks the arguments of CreateService.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
-    use paramhub_core::limits::{JOB_NAME_BYTES_MAX, WORKERS_MAX};
+    use paramhub_core::limits::{HUBS_MAX, JOB_NAME_BYTES_MAX, WORKERS_MAX};
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
     let name = &request.name;
@@ -439,6 +441,11 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         ));
     }
     let options = &request.options;
+    if let Some(hubs) = options.hubs
+        && !(1..=HUBS_MAX as u32).contains(&hubs)
+    {
+        return refuse(format!("job `{name}` waits for {hubs} hubs: 1 to {HUBS_MAX} are possible"));
+    }
     let bounds = [
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),
         ("lease_s", options.lease_s, 0.1, 604_800.0),

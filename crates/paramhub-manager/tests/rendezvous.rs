@@ -235,6 +235,32 @@ fn leaving_frees_a_rank_and_later_ends_the_job() {
 }
 
 #[test]
+fn a_job_waits_for_all_the_hubs_it_names() {
+    let (_manager, client) = start(config());
+    let first = Hub::join(&client, Manner::Serve);
+    let pair = JobOptions { hubs: Some(2), ..waiting_for(0.5) };
+    let job = Job::create_with(&client, "pair", 1, pair);
+    let refused = job.connect(0);
+    assert_eq!(code(&refused), ErrorCode::Missing);
+    let named =
+        format!("of the 2 hubs that it waits for only 1, hub 0 ({})", first.shape.interfaces[0].address);
+    assert!(message(&refused).contains(&named), "{refused:?}");
+
+    let patient = JobOptions { hubs: Some(2), ..JobOptions::default() };
+    let job = Job::create_with(&client, "patient", 1, patient);
+    let rank = std::thread::spawn({
+        let job = job.clone();
+        move || job.connect(0)
+    });
+    eventually("the rank waits", || job.connected() == [0]);
+    assert_eq!(client.job("patient").unwrap().state, JobState::Connecting);
+    let second = Hub::join(&client, Manner::Serve);
+    let connected = rank.join().unwrap().unwrap();
+    assert_eq!(connected.hubs, [first.shape.clone(), second.shape.clone()]);
+    assert_eq!(connected.options, patient);
+}
+
+#[test]
 fn a_job_nobody_comes_to_holds_nothing_for_longer_than_its_lease() {
     let (_manager, client) = start(config());
     let _hub = Hub::join(&client, Manner::Serve);
@@ -297,6 +323,11 @@ fn names_workers_and_options_are_bounded() {
             let refused = client.create_service(&CreateService { options, ..base.clone() });
             assert_eq!(code(&refused), ErrorCode::BadRequest, "{options:?}");
         }
+    }
+    for hubs in [0, 1025] {
+        let options = JobOptions { hubs: Some(hubs), ..JobOptions::default() };
+        let refused = client.create_service(&CreateService { options, ..base.clone() });
+        assert!(message(&refused).contains("1 to 1024"), "{refused:?}");
     }
     assert!(client.jobs().unwrap().is_empty());
 }

@@ -17,7 +17,7 @@ use paramhub_train::net::NetKind;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use file::load;
-pub(crate) use values::{Bytes, ExchangeKind, Pin, Secret, TrainOptimizer, text};
+pub(crate) use values::{Bytes, ExchangeKind, HubManager, Pin, Secret, TrainOptimizer, text};
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -55,7 +55,8 @@ pub(crate) struct HubSection {
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
-    pub(crate) manager: SocketAddr,
+    #[serde(with = "text")]
+    pub(crate) manager: HubManager,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) join: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -85,6 +86,8 @@ pub(crate) struct RunSection {
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
     pub(crate) optimize_at: OptimizeAt,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hubs: Option<u32>,
 }
 
 /// `[train]`
@@ -137,7 +140,7 @@ impl Default for HubSection {
             spin_us: 0,
             pin: Pin::Auto,
             memory: None,
-            manager: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
+            manager: HubManager::Own(SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT))),
             join: None,
             state: None,
         }
@@ -156,6 +159,11 @@ impl HubSection {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let share = if self.is_loopback_only() { processors / 4 } else { processors };
         self.cores.unwrap_or(share.max(1))
+    }
+
+    /// Its own connection manager, or a running one that it joins.
+    pub(crate) fn effective_manager(&self) -> HubManager {
+        self.join.clone().map_or_else(|| self.manager.clone(), HubManager::Running)
     }
 
     pub(crate) fn is_pinned(&self) -> bool {
@@ -185,6 +193,7 @@ impl Default for RunSection {
             dead_after_s,
             reduction,
             optimize_at,
+            hubs: None,
         }
     }
 }

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{hub, paramhub, wait_until};
+use common::{example, hub, paramhub, wait_until};
 use paramhub::ManagerClient;
-use paramhub::service::{CreateService, JobStatus};
+use paramhub::service::{CreateService, JobStatus, ServiceCreated};
 use rustix::process::Signal;
 
 #[test]
@@ -111,6 +111,27 @@ fn jobs_are_listed_shown_and_stopped() {
     wait_until("the job has ended", || client.job("team/digits").unwrap().state.has_ended());
     let unknown = paramhub(["jobs", "show", "nobody", "--hub", &url]).finish().expect_code(1);
     unknown.expect_error(&["nobody"]);
+}
+
+#[test]
+fn a_job_is_created_for_workers_that_another_launcher_starts() {
+    let (_hub, url) = hub([]);
+    let create = |more: &[&str]| paramhub([&["jobs", "create", "-n", "1", "--hub", &url], more].concat());
+    let printed = create(&["by-hand"]).finish().expect_code(0).stdout;
+    let lines: Vec<(&str, &str)> = printed.lines().filter_map(|line| line.split_once('=')).collect();
+    let names: Vec<&str> = lines.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, ["PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET"]);
+    let worker = example("exchange", ["--steps", "5"]).env("RANK", "0");
+    let worker = lines.into_iter().fold(worker, |worker, (name, value)| worker.env(name, value));
+    worker.finish().expect_code(0);
+
+    let json = create(&["as-json", "--json"]).finish().expect_code(0).stdout;
+    let created: ServiceCreated = serde_json::from_str(&json).unwrap();
+    assert_eq!(ManagerClient::new(&url, None).unwrap().job("as-json").unwrap().namespace, created.namespace);
+    create(&["x", "--hubs", "0"]).finish().expect_code(1).expect_error(&["0 hubs"]);
+    create(&["as-json"]).finish().expect_code(1).expect_error(&["as-json", "jobs stop"]);
+    let lonely = paramhub(["run", "-n", "1", "--hubs", "2", "--", "true"]).finish().expect_code(2);
+    lonely.expect_error(&["--hub URL"]);
 }
 
 #[test]

@@ -47,6 +47,8 @@ class HubAccess:
     is_embedded: bool
     run: str
     """Tells this run's hosts from those of others that use the same hub."""
+    hubs: int | None = None
+    """How many hubs a job waits for, where it is more than the first."""
 
 
 class World:
@@ -90,7 +92,7 @@ class World:
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
             token = os.environ.get("PARAMHUB_ADMIN_TOKEN") or None
-            access = HubAccess(url, token, is_embedded=False, run=secrets.token_hex(8))
+            access = HubAccess(url, token, is_embedded=False, run=secrets.token_hex(8), hubs=_hubs())
         else:
             access = self._start_hub(place)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -257,6 +259,7 @@ class World:
                 admin_token=self.hub.admin_token,
                 rendezvous_timeout=self.options.timeout,
                 dead_after=self.options.dead_after,
+                hubs=self.hub.hubs,
                 patience=10.0,
                 reduction=reduction,
             )
@@ -377,8 +380,8 @@ def init(
     ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
-    how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
-    noticed at once.
+    how long ranks wait for one another, and for as many hubs at that URL as rank 0's ``PARAMHUB_HUBS`` says. ``dead_after`` is
+    how long a silent rank is thought alive; one whose process ends is noticed at once.
 
     Where several ranks share a host that the hub is not on, the first of them runs one more for this host: gradients are summed
     there first, in shared memory, and each byte leaves the host once. ``host_hub`` says whether it does; a hub that asks for
@@ -508,6 +511,16 @@ def _inherited_ticket() -> tuple[str, str, str] | None:
     """The job that `paramhub run` has created for this run."""
     values = [os.environ.get(name, "") for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET")]
     return (values[0], values[1], values[2]) if all(values) else None
+
+
+def _hubs() -> int | None:
+    """How many hubs have joined the manager at PARAMHUB_URL before a job begins."""
+    text = os.environ.get("PARAMHUB_HUBS", "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise MisuseError(f"PARAMHUB_HUBS is `{text}`: how many hubs a job waits for, 1 to 1024")
+    return int(text)
 
 
 def _reachable_address(place: Launched) -> str:

@@ -125,20 +125,45 @@ fn a_timeout_tells_ranks_that_never_came_from_those_that_gave_up() {
     let mut job = job(4);
     let zero = job.connect(&call(0, 0), now()).unwrap();
     let two = job.connect(&call(2, 2), now()).unwrap();
-    let missing = job.connect_timed_out(0, zero).message;
+    let missing = job.connect_timed_out(0, zero, &[]).message;
     assert_eq!(missing, "ranks 1 and 3 have not connected to job `x` within 60 s");
-    let missing = job.connect_timed_out(2, two).message;
+    let missing = job.connect_timed_out(2, two, &[]).message;
     assert_eq!(
         missing,
         "ranks 1 and 3 have not connected to job `x` within 60 s, and rank 0 gave up waiting before"
     );
     // Those that timed out may come again, and it is a hub that is missing then.
     let tickets: Vec<u64> = (0..4).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
-    let missing = job.connect_timed_out(3, tickets[3]);
+    let missing = job.connect_timed_out(3, tickets[3], &[]);
     assert_eq!(missing.code, ErrorCode::Missing);
     assert!(missing.message.contains("no hub has joined"), "{}", missing.message);
-    let missing = job.connect_timed_out(0, tickets[0]).message;
-    assert!(missing.contains("rank 3 gave up"), "{missing}");
+    let missing = job.connect_timed_out(0, tickets[0], &hubs(1)).message;
+    assert_eq!(missing, "job `x` was never complete within 60 s: rank 3 gave up waiting");
+}
+
+#[test]
+fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
+    let mut job = job(2);
+    job.options.hubs = Some(10);
+    let tickets: Vec<u64> = (0..2).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
+    for (joined, listed) in [(0, "none"), (2, "only 2, hub 0 (10.0.0.0:7771) and hub 1 (10.0.0.1:7771)")] {
+        assert_eq!(job.convene(hubs(joined), now()), Transition::None);
+        let missing = job.hubs_missing(&hubs(joined));
+        let expected = format!(
+            "of the 10 hubs that it waits for {listed} had joined the connection manager within 60 s"
+        );
+        assert!(missing.starts_with(&expected), "{missing}");
+    }
+    let missing = job.connect_timed_out(0, tickets[0], &hubs(9)).message;
+    assert!(missing.starts_with("every rank of job `x` is there, but of the 10 hubs"), "{missing}");
+    assert!(missing.contains("hub 7 (10.0.0.7:7771) and 1 more had"), "{missing}");
+    let missing = job.connect_timed_out(1, tickets[1], &hubs(9)).message;
+    assert!(missing.contains("rank 0 gave up waiting; of the 10 hubs"), "{missing}");
+    for rank in 0..2 {
+        job.connect(&call(rank, 9), now()).unwrap();
+    }
+    assert_eq!(job.convene(hubs(10), now()), Transition::Advanced);
+    assert_eq!(job.hubs().count(), 10);
 }
 
 #[test]
@@ -225,7 +250,7 @@ fn the_lease_runs_only_while_nobody_waits() {
     let ticket = job.connect(&call(0, 0), now()).unwrap();
     job.waiting += 1;
     assert_eq!(job.check_time(later(500.0)), Transition::None);
-    job.connect_timed_out(0, ticket);
+    job.connect_timed_out(0, ticket, &[]);
     job.waited(later(500.0));
     assert_eq!(job.check_time(later(619.0)), Transition::None);
     assert_eq!(job.check_time(later(621.0)), Transition::Ended { stop: vec![] });

@@ -2,20 +2,24 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use clap::Args;
 
 use super::{Usage, overlay};
 use crate::cli::ExitCode;
-use crate::config::{Bytes, Config, Pin};
+use crate::config::{Bytes, Config, HubManager, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
-use crate::{HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, host_identity};
+use crate::{ControlError, HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, host_identity};
 
 /// How often a hub that waits for a signal looks after itself.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
+/// How long a hub that starts tries to reach the manager it is to join.
+const JOIN: Duration = Duration::from_secs(60);
+/// Pause between two attempts of that.
+const JOIN_PAUSE: Duration = Duration::from_millis(500);
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -65,10 +69,11 @@ pub(super) struct HubFlags {
     /// Memory that all jobs may take together, as in 4G [default: four fifths of what is free at the start]
     #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_MEMORY")]
     memory: Option<Bytes>,
-    /// Where the hub's own connection manager listens; port 0 takes a free one [default: 127.0.0.1:7770]
-    #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_HUB_MANAGER")]
-    manager: Option<SocketAddr>,
-    /// Join a running connection manager instead of starting one
+    /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in http://HOST:PORT, of a
+    /// running one that the hub joins instead [default: 127.0.0.1:7770]
+    #[arg(long, value_name = "IP:PORT|URL", env = "PARAMHUB_HUB_MANAGER")]
+    manager: Option<HubManager>,
+    /// Join a running connection manager instead of starting one: the same as --manager URL
     #[arg(long, value_name = "URL", env = "PARAMHUB_HUB_JOIN", conflicts_with_all = ["manager", "state"])]
     join: Option<String>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
@@ -81,6 +86,10 @@ impl HubFlags {
         if let Some(switched_off) = self.no_shared_memory {
             config.hub.shared_memory = !switched_off;
         }
+        if self.manager.is_some() {
+            // What the file joins must not win over the flag.
+            config.hub.join = None;
+        }
         overlay!(self => config.hub;
             listen, advertise, host_only, streams, spin_us, pin, manager; rack, cores, memory, join, state);
     }
@@ -89,16 +98,17 @@ impl HubFlags {
 /// A hub with its manager, or one that joined another's.
 enum Serving {
     Embedded(EmbeddedHub),
-    Joined(RunningHub),
+    /// And the manager's URL.
+    Joined(RunningHub, String),
 }
 
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
     raise_descriptor_limit();
-    let serving = start(config)?;
+    let Some(serving) = start(config, &signals)? else { return Ok(ExitCode::SUCCESS) };
     let (url, addresses) = match &serving {
-        Serving::Embedded(hub) => (hub.url().to_owned(), hub.addresses()),
-        Serving::Joined(hub) => (config.hub.join.clone().expect("joined where it says"), hub.addresses()),
+        Serving::Embedded(hub) => (hub.url(), hub.addresses()),
+        Serving::Joined(hub, url) => (url.as_str(), hub.addresses()),
     };
     let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
     let cores = config.hub.effective_cores();
@@ -109,7 +119,7 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         }
         let failure = match &serving {
             Serving::Embedded(hub) => hub.has_failed(),
-            Serving::Joined(hub) => hub.has_failed(),
+            Serving::Joined(hub, _) => hub.has_failed(),
         };
         if failure.is_some() {
             break failure;
@@ -117,7 +127,7 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     };
     match serving {
         Serving::Embedded(hub) => hub.stop(),
-        Serving::Joined(hub) => hub.stop(),
+        Serving::Joined(hub, _) => hub.stop(),
     }
     match failure {
         Some(reason) => bail!("the hub has failed: {reason}"),
@@ -134,7 +144,8 @@ pub(crate) fn raise_descriptor_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-fn start(config: &Config) -> anyhow::Result<Serving> {
+/// None where a signal came first.
+fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> {
     let section = &config.hub;
     if section.listen.is_empty() {
         return Err(Usage("the hub needs an address to listen on: give --listen IP:PORT".into()).into());
@@ -152,13 +163,20 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         memory_bytes: section.memory.map(|bytes| bytes.0),
         ..HubConfig::default()
     };
-    if let Some(url) = &section.join {
-        let manager =
-            ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
-        return Ok(Serving::Joined(RunningHub::start(manager, hub).map_err(explain)?));
-    }
+    let listen = match section.effective_manager() {
+        HubManager::Own(listen) => listen,
+        HubManager::Running(_) if section.state.is_some() && section.join.is_none() => {
+            let problem = "a hub that joins a running connection manager keeps no --state: the manager does";
+            return Err(Usage(problem.into()).into());
+        }
+        HubManager::Running(url) => {
+            let manager =
+                ManagerClient::new(&url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
+            return Ok(join(&manager, &hub, signals)?.map(|hub| Serving::Joined(hub, url)));
+        }
+    };
     let manager = ManagerConfig {
-        listen: section.manager,
+        listen,
         state: section.state.clone(),
         admin_token: config.admin_token(),
         ..ManagerConfig::default()
@@ -167,7 +185,26 @@ fn start(config: &Config) -> anyhow::Result<Serving> {
         EmbeddedError::Hub(error) => explain(error),
         error => error.into(),
     });
-    Ok(Serving::Embedded(embedded?))
+    Ok(Some(Serving::Embedded(embedded?)))
+}
+
+/// Joins a manager that may be starting only now, beside this hub. None where a signal came first.
+fn join(manager: &ManagerClient, hub: &HubConfig, signals: &Signals) -> anyhow::Result<Option<RunningHub>> {
+    let begun = Instant::now();
+    let mut is_first = true;
+    loop {
+        match RunningHub::start(manager.clone(), hub.clone()) {
+            Err(HubError::Manager(error @ ControlError::Unreachable { .. })) if begun.elapsed() < JOIN => {
+                if std::mem::take(&mut is_first) {
+                    eprintln!("paramhub: {error} The hub tries again for {} s", JOIN.as_secs());
+                }
+            }
+            started => return Ok(Some(started.map_err(explain)?)),
+        }
+        if signals.wait(JOIN_PAUSE).is_some() {
+            return Ok(None);
+        }
+    }
 }
 
 /// A configuration that contradicts itself is wrong usage.

@@ -4,12 +4,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
+use paramhub_core::composition::{OptimizeAt, Reduction};
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
 use crate::cli::ExitCode;
 use crate::config::Config;
-use crate::service::{JobState, JobStatus};
+use crate::service::{CreateService, JobOptions, JobState, JobStatus, ServiceCreated};
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -34,6 +35,11 @@ struct Output {
 enum What {
     /// All jobs that the connection manager remembers, oldest first (the default)
     List,
+    /// Create a job for workers that are started otherwise, and print what each of them needs in its environment
+    ///
+    /// Besides these three lines, one of which is the job's secret, a worker needs RANK. A job whose workers do not come ends
+    /// when its lease runs out.
+    Create(CreateFlags),
     /// Everything about one job
     Show {
         /// Its name or namespace
@@ -44,6 +50,49 @@ enum What {
         /// Its name or namespace
         name: String,
     },
+}
+
+#[derive(Args, Clone)]
+struct CreateFlags {
+    /// Its name, unique among the jobs that have not ended
+    name: String,
+    /// Ranks that make it up
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: u32,
+    /// How many hubs must have joined before it begins; all that have serve it [default: the first is enough]
+    #[arg(long, value_name = "N")]
+    hubs: Option<u32>,
+    /// How long workers wait for each other and for the hubs [default: 60]
+    #[arg(long, value_name = "SECONDS")]
+    rendezvous_timeout: Option<f64>,
+    /// How long it is kept without any sign of its workers before it runs [default: 120]
+    #[arg(long, value_name = "SECONDS")]
+    lease: Option<f64>,
+    /// How long a worker may be silent before the job is failed [default: 30]
+    #[arg(long, value_name = "SECONDS")]
+    dead_after: Option<f64>,
+    /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
+    /// [default: auto]
+    #[arg(long, value_name = "HOW")]
+    reduction: Option<Reduction>,
+    /// Where the optimizer runs then: every-site or owner [default: every-site]
+    #[arg(long, value_name = "WHERE")]
+    optimize_at: Option<OptimizeAt>,
+}
+
+impl CreateFlags {
+    fn request(self) -> CreateService {
+        let default = JobOptions::default();
+        let options = JobOptions {
+            rendezvous_timeout_s: self.rendezvous_timeout.unwrap_or(default.rendezvous_timeout_s),
+            lease_s: self.lease.unwrap_or(default.lease_s),
+            dead_after_s: self.dead_after.unwrap_or(default.dead_after_s),
+            reduction: self.reduction.unwrap_or(default.reduction),
+            optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
+            hubs: self.hubs,
+        };
+        CreateService { name: self.name, workers: self.workers, options }
+    }
 }
 
 /// What to do with which job, and how to show it.
@@ -66,6 +115,10 @@ pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
             let jobs = client.jobs()?;
             print(todo.json, &jobs, || list(&jobs))?;
         }
+        What::Create(flags) => {
+            let created = client.create_service(&flags.request())?;
+            print(todo.json, &created, || membership(client.url(), &created))?;
+        }
         What::Show { name } => {
             let job = client.job(&name)?;
             print(todo.json, &job, || show(&job))?;
@@ -81,6 +134,12 @@ pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
 fn print(json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
     println!("{}", if json { serde_json::to_string_pretty(value)? } else { text() });
     Ok(())
+}
+
+/// What [`Membership::from_env`](crate::Membership::from_env) reads, but the rank.
+fn membership(url: &str, job: &ServiceCreated) -> String {
+    let (namespace, nonce) = (job.namespace, String::from(job.nonce));
+    format!("PARAMHUB_URL={url}\nPARAMHUB_JOB={namespace}\nPARAMHUB_SECRET={nonce}")
 }
 
 fn list(jobs: &[JobStatus]) -> String {

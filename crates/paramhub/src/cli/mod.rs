@@ -79,7 +79,7 @@ enum Verb {
     Hub(hub::HubFlags),
     /// Start a connection manager alone, for hubs that join it
     Manager(manager::ManagerFlags),
-    /// List, show or stop jobs
+    /// List, create, show or stop jobs
     Jobs(jobs::JobsFlags),
     /// Start the workers of a job on this machine
     Run(run::RunFlags),

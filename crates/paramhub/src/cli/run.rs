@@ -53,6 +53,10 @@ pub(super) struct RunFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
+    /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it
+    /// [default: the first is enough]
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
+    hubs: Option<u32>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,
@@ -61,7 +65,7 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores, reduction, optimize_at; name);
+        overlay!(self => config.run; workers, cores, reduction, optimize_at; name, hubs);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -73,6 +77,11 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let section = &config.run;
     if section.workers == 0 || section.cores == 0 {
         return Err(Usage("a job needs at least one worker, and a hub at least one core".into()).into());
+    }
+    if config.url.is_none() && section.hubs.is_some_and(|hubs| hubs > 1) {
+        let problem =
+            "the hub that `run` starts is the only one: several need --hub URL, a connection manager's";
+        return Err(Usage(problem.into()).into());
     }
     let signals = Signals::catch()?;
     let (embedded, client) = match config.url {
@@ -105,6 +114,7 @@ fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCrea
         dead_after_s: section.dead_after_s,
         reduction: section.reduction,
         optimize_at: section.optimize_at,
+        hubs: section.hubs,
         ..JobOptions::default()
     };
     Ok(client.create_service(&CreateService { name, workers: section.workers, options })?)

@@ -1,6 +1,7 @@
 //! Values as people write them in flags, in the environment and in the file.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use paramhub_core::settings::has_parameters;
@@ -83,6 +84,41 @@ impl TryFrom<BytesInFile> for Bytes {
 impl From<Bytes> for String {
     fn from(bytes: Bytes) -> String {
         bytes.to_string()
+    }
+}
+
+/// Where a hub's connection manager is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum HubManager {
+    /// The hub's own, listening here.
+    Own(SocketAddr),
+    /// A running one, at this URL.
+    Running(String),
+}
+
+impl FromStr for HubManager {
+    type Err = String;
+
+    /// Only a URL written in full is one: `host:port` could be either.
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains("://") {
+            return Ok(HubManager::Running(text.to_owned()));
+        }
+        text.parse().map(HubManager::Own).map_err(|_| {
+            format!(
+                "`{text}` is neither an IP:PORT for the hub's own connection manager to listen on, nor the URL of a running \
+                 one, as in http://{text}"
+            )
+        })
+    }
+}
+
+impl fmt::Display for HubManager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HubManager::Own(address) => address.fmt(f),
+            HubManager::Running(url) => f.write_str(url),
+        }
     }
 }
 
@@ -205,6 +241,21 @@ mod tests {
         }
         for text in ["", "K", "-1", "1.5G", "99999999999T", "12X"] {
             assert!(text.parse::<Bytes>().unwrap_err().contains("is no size"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_hub_has_its_own_manager_or_joins_one() {
+        for text in ["10.0.0.7:7770", "[::1]:0", "http://10.0.0.7:7770", "http://manager"] {
+            let parsed: HubManager = text.parse().unwrap();
+            assert_eq!(
+                (parsed.to_string().as_str(), text.contains("http")),
+                (text, matches!(parsed, HubManager::Running(_)))
+            );
+        }
+        for text in ["manager:7770", "10.0.0.7", ""] {
+            let refused = text.parse::<HubManager>().unwrap_err();
+            assert!(refused.contains(&format!("as in http://{text}")), "{refused}");
         }
     }
 

@@ -96,6 +96,21 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 impl Program {
+    /// Lets a command start it that replaces itself with the program, as `nsenter` does.
+    pub fn within(mut self, entry: &[String]) -> Self {
+        let mut command = Command::new(&entry[0]);
+        command.args(&entry[1..]).arg(self.command.get_program()).args(self.command.get_args());
+        command.current_dir(self.folder.path());
+        for (name, value) in self.command.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        self.command = command;
+        self
+    }
+
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.command.env(name, value);
         self
