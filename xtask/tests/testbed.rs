@@ -145,3 +145,21 @@ fn whoever_is_killed_in_the_middle_of_building_leaves_nothing() {
     drop(bed);
     assert!(namespaces(&name).is_empty());
 }
+
+#[test]
+fn a_held_testbed_ends_with_the_pipe_of_whoever_holds_it() {
+    let Some(bed) = Testbed::up("held", "--racks 1 --workers 1 --rate 20mbit") else { return };
+    let name = bed.0.clone();
+    drop(bed);
+    let _bed = Testbed(name.clone());
+    let arguments = format!("up --hold --name {name} --racks 1 --workers 2 --rate 20mbit");
+    let mut held = testbed(&arguments);
+    let mut held = Started(held.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts"));
+    let mut line = String::new();
+    BufReader::new(held.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("is up: 1 x 2 workers"), "{line}");
+    assert_eq!(namespaces(&name).len(), 2 + 1 + 1);
+    drop(held.0.stdin.take());
+    assert!(held.0.wait().unwrap().success());
+    assert!(namespaces(&name).is_empty());
+}

@@ -34,12 +34,31 @@ static IPROUTE2: [SystemProgram; 2] = [
 pub(crate) enum Task {
     Help,
     Up(Shape),
-    Down { name: String },
-    Status { name: String },
-    Hosts { name: String },
-    Probe { name: String, json: Option<String> },
-    Exec { name: String, host: String, command: Vec<String> },
-    Run { name: String, scenario: String, json: Option<String> },
+    /// Up until stdin ends.
+    Hold(Shape),
+    Down {
+        name: String,
+    },
+    Status {
+        name: String,
+    },
+    Hosts {
+        name: String,
+    },
+    Probe {
+        name: String,
+        json: Option<String>,
+    },
+    Exec {
+        name: String,
+        host: String,
+        command: Vec<String>,
+    },
+    Run {
+        name: String,
+        scenario: String,
+        json: Option<String>,
+    },
 }
 
 /// Why it cannot be done.
@@ -83,6 +102,7 @@ fn try_to(task: Task) -> Result<(), Problem> {
             guarded(&shape.name, |lock| up(&shape, lock))?;
             println!("testbed {} is up: {}", shape.name, contents(&shape));
         }
+        Task::Hold(shape) => hold(&shape)?,
         Task::Down { name } => {
             let mut lock = Lock::take(&name)?;
             let count = raise::take_down(&name)?;
@@ -149,10 +169,23 @@ fn up(shape: &Shape, lock: &mut Lock) -> Result<(), Problem> {
 /// Up, the scenario, down.
 fn run(name: &str, scenario: &str, json: Option<&str>) -> Result<(), Problem> {
     let shape = scenario::shape(name, scenario)?;
+    up_during(&shape, || scenario::run(&shape, scenario, json))
+}
+
+/// For programs that use a testbed: even where they are killed, their end of a pipe is closed.
+fn hold(shape: &Shape) -> Result<(), Problem> {
+    up_during(shape, || {
+        let read = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        read.map(drop).map_err(|error| Problem::Failed(format!("stdin: {error}")))
+    })
+}
+
+fn up_during(shape: &Shape, work: impl FnOnce() -> Result<(), Problem>) -> Result<(), Problem> {
+    let name = &shape.name;
     guarded(name, |lock| {
-        up(&shape, lock)?;
-        println!("testbed {name} is up: {}", contents(&shape));
-        scenario::run(&shape, scenario, json)?;
+        up(shape, lock)?;
+        println!("testbed {name} is up: {}", contents(shape));
+        work()?;
         raise::take_down(name)?;
         lock.write(None)
     })

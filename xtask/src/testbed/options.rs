@@ -5,7 +5,7 @@ use super::rate::Rate;
 use super::shape::{NAME_DEFAULT, Shape, check_name};
 
 pub(crate) const USAGE: &str = "\
-Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interfaces K] [--core-rate RATE]
+Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interfaces K] [--core-rate RATE] [--hold]
        cargo xtask testbed down | status | hosts | probe [--json FILE]
        cargo xtask testbed exec HOST -- COMMAND...
        cargo xtask testbed run SCENARIO [--json FILE]
@@ -14,6 +14,7 @@ Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interface
   --rate RATE                of each host's link, each way, as in 500mbit
   --hub-interfaces K         of each rack's hub (default: as many as workers)
   --core-rate RATE           between each rack and the core, each way (default: a rack's workers together)
+  --hold                     stay until stdin ends, then take it down again
   --name NAME                with any of them: which testbed (default: phub)
 
 Network namespaces are the hosts. It needs root; where namespaces are not permitted it ends with 3.
@@ -26,11 +27,14 @@ pub(crate) fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Task,
         return Ok(Task::Help);
     }
     if action == "up" {
-        let rest: Vec<String> = arguments.collect();
+        let mut rest: Vec<String> = arguments.collect();
         if rest.iter().any(|argument| ["-h", "--help"].contains(&argument.as_str())) {
             return Ok(Task::Help);
         }
-        return shape(rest.into_iter()).map(Task::Up);
+        let before = rest.len();
+        rest.retain(|argument| argument != "--hold");
+        let task = if rest.len() < before { Task::Hold } else { Task::Up };
+        return shape(rest.into_iter()).map(task);
     }
     let mut words = Words::split(arguments)?;
     let name = words.name();
@@ -149,7 +153,8 @@ mod tests {
         assert_eq!(parse_line("up --racks 2 --workers=4 --rate 500mbit"), Ok(Task::Up(shape.clone())));
         let changed = Shape { name: "b".into(), hub_interfaces: 1, core_rate: Rate(250_000_000), ..shape };
         let line = "up --core-rate 250mbit --racks 2 --name b --workers 4 --rate 500mbit --hub-interfaces 1";
-        assert_eq!(parse_line(line), Ok(Task::Up(changed)));
+        assert_eq!(parse_line(line), Ok(Task::Up(changed.clone())));
+        assert_eq!(parse_line(&line.replace("--name", "--hold --name")), Ok(Task::Hold(changed)));
     }
 
     #[test]

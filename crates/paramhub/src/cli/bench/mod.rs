@@ -4,6 +4,7 @@ mod ablate;
 mod breakdown;
 mod conductor;
 mod exchange;
+mod host;
 mod kernels;
 mod models;
 mod numbers;
@@ -13,6 +14,7 @@ mod processes;
 mod raw;
 mod report;
 mod rounds;
+mod sites;
 mod spec;
 mod statistics;
 mod sweep;
@@ -35,7 +37,7 @@ pub(super) struct BenchFlags {
 
 #[derive(Subcommand)]
 enum What {
-    Exchange(exchange::ExchangeFlags),
+    Exchange(exchange::ExchangeCommand),
     Sweep(sweep::SweepFlags),
     Ablate(ablate::AblateFlags),
     Breakdown(breakdown::BreakdownFlags),
