@@ -34,7 +34,9 @@ fn main() -> ExitCode {
         Ok(Request::TestbedGuard { name }) => testbed::stand_guard(&name),
         Ok(Request::TestbedEnd(arguments)) => testbed::play_end(&arguments),
         Err(problem) => {
-            eprint!("xtask: {problem}\n\n{}", args::usage());
+            let of_testbed = std::env::args().nth(1).is_some_and(|task| task == "testbed");
+            let usage = if of_testbed { testbed::options::USAGE.to_owned() } else { args::usage() };
+            eprint!("xtask: {problem}\n\n{usage}");
             ExitCode::from(2)
         }
     }

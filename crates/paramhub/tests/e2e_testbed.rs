@@ -3,7 +3,7 @@
 mod common;
 
 use common::paramhub;
-use common::testbed::Testbed;
+use common::testbed::{self, Testbed};
 use serde_json::Value;
 
 const KEYS: &str = r#"[{"name": "front", "shape": [64, 3, 7]}, {"name": "bias", "shape": [5]},
@@ -84,6 +84,73 @@ fn a_hub_s_interfaces_share_what_comes_and_goes() {
         shares.iter().all(|share| (0.30..0.40).contains(share)),
         "of what came in, each received {shares:?}"
     );
+}
+
+/// Two deployments, so that there is something to compare; at so low a rate that links are slower than any machine.
+const SCENARIO: &str = r#"
+title = "small"
+model = "resnet18"
+scale = 500
+hosts = ["r0w0", "r0w1"]
+rounds = 2
+iterations = 1
+
+[testbed]
+racks = 1
+workers = 2
+rate = "20mbit"
+
+[[ours]]
+name = "ncc"
+label = "apart"
+hub-hosts = ["r0hub"]
+interfaces = 1
+
+[[ours]]
+name = "cs"
+label = "beside"
+deployment = "cs"
+"#;
+
+#[test]
+fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let (scenario, out) = (folder.path().join("small.toml"), folder.path().join("out.json"));
+    std::fs::write(&scenario, SCENARIO).unwrap();
+    let name = format!("s{}", std::process::id());
+    let mut run =
+        testbed::xtask(&format!("run {} --name {name} --json {}", scenario.display(), out.display()));
+    let ran = run.args(["--", "--paramhub", env!("CARGO_BIN_EXE_paramhub")]).output().unwrap();
+    let (said, complaint) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    match ran.status.code() {
+        Some(0) => {}
+        // Here are no namespaces, or too much else runs to measure anything.
+        Some(3) => return println!("skipped: {}", complaint.trim()),
+        Some(1) if complaint.contains("do not carry their rate") => {
+            return println!("skipped: {}", complaint.trim());
+        }
+        _ => panic!("{said}{complaint}"),
+    }
+    let results: Value = serde_json::from_slice(&std::fs::read(out).unwrap()).expect("valid JSON");
+    for (row, (name, hubs, interfaces)) in
+        [("ours-ncc", 1_u32, 1_u32), ("ours-cs", 2, 1)].into_iter().enumerate()
+    {
+        let row = &results["rows"][row];
+        assert_eq!((row["name"].as_str(), &row["verdict"]["wrong"]), (Some(name), &0.into()));
+        let rounds = row["rounds"].as_array().expect("rounds");
+        assert_eq!(rounds.len(), 2);
+        let settings = &rounds[1]["report"]["settings"];
+        assert_eq!((&settings["hubs"], &settings["interfaces"]), (&hubs.into(), &interfaces.into()));
+        // Nothing is faster than the links; beside the workers, half of it needs no link.
+        let seconds = rounds[1]["seconds"].as_f64().unwrap();
+        let bytes = results["bytes"].as_f64().unwrap() / f64::from(hubs);
+        let payload = results["probes"][1][0]["expected"].as_f64().unwrap();
+        let burst = 128e3;
+        assert!(seconds > (bytes - burst) / payload, "{name}: {seconds} s for {bytes} bytes");
+    }
+    let left = std::fs::read_dir("/run/netns").into_iter().flatten();
+    let left = left.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(&name));
+    assert_eq!(left.count(), 0, "the testbed was left behind");
 }
 
 #[test]

@@ -58,6 +58,8 @@ pub(crate) enum Task {
         name: String,
         scenario: String,
         json: Option<String>,
+        /// For bench/rack/run.
+        more: Vec<String>,
     },
 }
 
@@ -126,7 +128,7 @@ fn try_to(task: Task) -> Result<(), Problem> {
             }
         }
         Task::Exec { name, host, command } => return Err(exec(&expect(&name)?, &host, &command)),
-        Task::Run { name, scenario, json } => run(&name, &scenario, json.as_deref())?,
+        Task::Run { name, scenario, json, more } => run(&name, &scenario, json.as_deref(), &more)?,
     }
     Ok(())
 }
@@ -167,9 +169,9 @@ fn up(shape: &Shape, lock: &mut Lock) -> Result<(), Problem> {
 }
 
 /// Up, the scenario, down.
-fn run(name: &str, scenario: &str, json: Option<&str>) -> Result<(), Problem> {
+fn run(name: &str, scenario: &str, json: Option<&str>, more: &[String]) -> Result<(), Problem> {
     let shape = scenario::shape(name, scenario)?;
-    up_during(&shape, || scenario::run(&shape, scenario, json))
+    up_during(&shape, || scenario::run(&shape, scenario, json, more))
 }
 
 /// For programs that use a testbed: even where they are killed, their end of a pipe is closed.

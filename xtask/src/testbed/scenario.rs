@@ -18,7 +18,7 @@ pub(super) fn shape(name: &str, scenario: &str) -> Result<Shape, Problem> {
 }
 
 /// Measures every row in rounds.
-pub(super) fn run(shape: &Shape, scenario: &str, json: Option<&str>) -> Result<(), Problem> {
+pub(super) fn run(shape: &Shape, scenario: &str, json: Option<&str>, more: &[String]) -> Result<(), Problem> {
     let unable = |error| Problem::Failed(format!("cannot start {CONDUCTOR}: {error}"));
     let mut command = Command::new("python3");
     command.arg(CONDUCTOR).arg(scenario).args(["--name", &shape.name]);
@@ -27,7 +27,7 @@ pub(super) fn run(shape: &Shape, scenario: &str, json: Option<&str>) -> Result<(
     if let Some(path) = json {
         command.args(["--json", path]);
     }
-    let status = command.status().map_err(unable)?;
+    let status = command.args(more).status().map_err(unable)?;
     match status.code() {
         Some(0) => Ok(()),
         code => Err(Problem::Ended(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))),

@@ -70,7 +70,7 @@ impl Drop for Testbed {
 }
 
 /// `cargo xtask testbed`, built if it is not.
-fn xtask(arguments: &str) -> Command {
+pub fn xtask(arguments: &str) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
