@@ -5,7 +5,8 @@ use super::rate::Rate;
 use super::shape::{NAME_DEFAULT, Shape, check_name};
 
 pub(crate) const USAGE: &str = "\
-Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interfaces K] [--core-rate RATE] [--hold]
+Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interfaces K] [--core-rate RATE]
+                              [--congestion NAME] [--hold]
        cargo xtask testbed down | status | hosts | probe [--json FILE]
        cargo xtask testbed exec HOST -- COMMAND...
        cargo xtask testbed run SCENARIO [--json FILE] [-- OPTIONS OF bench/rack/run]
@@ -14,6 +15,7 @@ Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interface
   --rate RATE                of each host's link, each way, as in 500mbit
   --hub-interfaces K         of each rack's hub (default: as many as workers)
   --core-rate RATE           between each rack and the core, each way (default: a rack's workers together)
+  --congestion NAME          of all hosts' TCP, as in reno (default: as outside)
   --hold                     stay until stdin ends, then take it down again
   --name NAME                with any of them: which testbed (default: phub)
 
@@ -80,6 +82,7 @@ pub(crate) fn shape(arguments: impl Iterator<Item = String>) -> Result<Shape, St
     if let Some(rate) = words.take("--core-rate") {
         shape.core_rate = Rate::parse(&rate)?;
     }
+    shape.congestion = words.take("--congestion");
     shape.check()?;
     let positional = std::mem::take(&mut words.positional).into_iter();
     words.finish(positional, shape)
@@ -160,7 +163,9 @@ mod tests {
 
     #[test]
     fn a_shape_is_shown_as_the_flags_that_make_it() {
-        let Ok(Task::Up(shape)) = parse_line("up --racks 3 --workers 5 --rate 2500kbit --name x") else {
+        let Ok(Task::Up(shape)) =
+            parse_line("up --racks 3 --workers 5 --rate 2500kbit --name x --congestion reno")
+        else {
             panic!("it is right")
         };
         assert_eq!(super::shape(shape.to_string().split(' ').map(str::to_owned)), Ok(shape));
@@ -191,6 +196,7 @@ mod tests {
             ("up --racks 1 --workers 2 --rate 1gbit now", "`now`"),
             ("up --racks 1 --workers 2 --rate", "--rate needs a value"),
             ("up --racks 1 --workers 2 --rate 1gbit --name a-b", "a-b"),
+            ("up --racks 1 --workers 2 --rate 1gbit --congestion a;b", "a;b"),
             ("down --name ../x", "../x"),
             ("down all", "`all`"),
             ("status --json x", "writes no file"),

@@ -10,10 +10,10 @@ use super::system::{batch, call, namespaces, remove};
 /// frames. A smaller bucket would have the kernel cut every one into frames, at several times the processor time.
 const BURST_BYTES_MIN: u64 = 72 << 10;
 const BURST_SECONDS: f64 = 0.001;
-/// How long a packet may wait for its turn: what switches of data centers hold.
+/// How long a packet may wait for its turn.
 const QUEUE_SECONDS: f64 = 0.02;
-/// Some such packets at the lowest rates.
-const QUEUE_BYTES_MIN: u64 = 192 << 10;
+/// At low rates, too, some packets of 64 KB of each of many hosts that send to one: what a port of a rack's switch holds.
+const QUEUE_BYTES_MIN: u64 = 2 << 20;
 /// Where each interface of a host with several has a table of its own.
 const TABLE_FIRST: usize = 100;
 
@@ -46,7 +46,7 @@ pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
     let lines: Vec<String> = all.iter().map(|name| format!("netns add {name}")).collect();
     call("ip", &["-batch", "-"], &lines.join("\n")).map_err(Problem::Failed)?;
     for namespace in &all {
-        configure(namespace)?;
+        configure(namespace, shape.congestion.as_deref())?;
     }
     for switch in &switches {
         batch(
@@ -87,14 +87,22 @@ pub(super) fn take_down(name: &str) -> Result<usize, Problem> {
 
 /// A host with several interfaces in one network answers for each address on its own interface alone. No IPv6: what it
 /// says by itself would be counted with the bytes of an exchange.
-fn configure(namespace: &str) -> Result<(), Problem> {
+fn configure(namespace: &str, congestion: Option<&str>) -> Result<(), Problem> {
     let script = "cd /proc/sys/net && \
         for kind in all default; do \
             echo 1 > ipv4/conf/$kind/arp_ignore && echo 2 > ipv4/conf/$kind/arp_announce && \
             echo 0 > ipv4/conf/$kind/rp_filter && \
             { [ ! -e ipv6/conf/$kind ] || echo 1 > ipv6/conf/$kind/disable_ipv6; } || exit 1; \
         done";
-    call("ip", &["netns", "exec", namespace, "sh", "-c", script], "").map(drop).map_err(Problem::Failed)
+    call("ip", &["netns", "exec", namespace, "sh", "-c", script], "").map_err(Problem::Failed)?;
+    let Some(name) = congestion else { return Ok(()) };
+    let script = format!("echo {name} > /proc/sys/net/ipv4/tcp_congestion_control");
+    let chosen = call("ip", &["netns", "exec", namespace, "sh", "-c", &script], "");
+    chosen.map(drop).map_err(|error| {
+        Problem::Failed(format!(
+            "--congestion {name}: {error}; namespaces may use what `sysctl net.ipv4.tcp_allowed_congestion_control` lists"
+        ))
+    })
 }
 
 fn plug(link: &Link) -> [String; 3] {

@@ -28,6 +28,8 @@ pub(crate) struct Shape {
     pub(crate) hub_interfaces: usize,
     /// Between each rack and the core, each way.
     pub(crate) core_rate: Rate,
+    /// How TCP controls congestion on all hosts; None is as outside of the testbed.
+    pub(crate) congestion: Option<String>,
 }
 
 /// A namespace with addresses.
@@ -56,7 +58,15 @@ impl Shape {
     /// A hub with as many interfaces as a rack has workers, and a core that takes all they send.
     pub(crate) fn new(name: &str, racks: usize, workers: usize, rate: Rate) -> Shape {
         let core_rate = Rate(rate.0 * workers as u64);
-        Shape { name: name.to_owned(), racks, workers, rate, hub_interfaces: workers, core_rate }
+        Shape {
+            name: name.to_owned(),
+            racks,
+            workers,
+            rate,
+            hub_interfaces: workers,
+            core_rate,
+            congestion: None,
+        }
     }
 
     pub(crate) fn check(&self) -> Result<(), String> {
@@ -70,7 +80,13 @@ impl Shape {
                 return Err(format!("{flag} {number}: it must be from 1 to {most}"));
             }
         }
-        Ok(())
+        match &self.congestion {
+            // It becomes part of a shell's line.
+            Some(name) if name.is_empty() || name.bytes().any(|byte| !byte.is_ascii_alphanumeric()) => {
+                Err(format!("--congestion {name}: give a name such as cubic"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Rack by rack, workers first.
@@ -131,9 +147,10 @@ impl Shape {
 /// As the flags that ask for it.
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shape { name, racks, workers, rate, hub_interfaces, core_rate } = self;
+        let Shape { name, racks, workers, rate, hub_interfaces, core_rate, congestion } = self;
         write!(f, "--name {name} --racks {racks} --workers {workers} --rate {rate} ")?;
-        write!(f, "--hub-interfaces {hub_interfaces} --core-rate {core_rate}")
+        write!(f, "--hub-interfaces {hub_interfaces} --core-rate {core_rate}")?;
+        congestion.iter().try_for_each(|name| write!(f, " --congestion {name}"))
     }
 }
 
