@@ -10,10 +10,10 @@ use super::system::{batch, call, namespaces, remove};
 /// frames. A smaller bucket would have the kernel cut every one into frames, at several times the processor time.
 const BURST_BYTES_MIN: u64 = 72 << 10;
 const BURST_SECONDS: f64 = 0.001;
-/// How long a packet may wait for its turn.
-const QUEUE_SECONDS: f64 = 0.02;
-/// At low rates, too, some packets of 64 KB of each of many hosts that send to one: what a port of a rack's switch holds.
-const QUEUE_BYTES_MIN: u64 = 2 << 20;
+/// Some packets of 64 KB of each of many hosts that send to one: what a port of a rack's switch may hold.
+const QUEUE_BYTES: u64 = 2 << 20;
+/// Of a fast link the queue is longer, of a slow one shorter: so long may a packet wait for its turn.
+const QUEUE_SECONDS: (f64, f64) = (0.02, 0.1);
 /// Where each interface of a host with several has a table of its own.
 const TABLE_FIRST: usize = 100;
 
@@ -143,7 +143,8 @@ fn route_by_source(number: usize, address: Ipv4Addr) -> [String; 2] {
 
 fn limit(interface: &str, link: &Link) -> String {
     let rate = link.rate;
-    let bytes = |seconds, at_least| ((rate.bytes_per_second() * seconds) as u64).max(at_least);
-    let (burst, queue) = (bytes(BURST_SECONDS, BURST_BYTES_MIN), bytes(QUEUE_SECONDS, QUEUE_BYTES_MIN));
+    let bytes = |seconds| (rate.bytes_per_second() * seconds) as u64;
+    let burst = bytes(BURST_SECONDS).max(BURST_BYTES_MIN);
+    let queue = QUEUE_BYTES.clamp(bytes(QUEUE_SECONDS.0), bytes(QUEUE_SECONDS.1)).max(2 * burst);
     format!("qdisc add dev {interface} root tbf rate {rate} burst {burst} limit {queue}")
 }
