@@ -1,15 +1,17 @@
 //! One end of a flow: a process that sends as much as it can and counts what it receives.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 /// Until the buckets' first burst is over and the congestion window has found its size.
 const WARMUP: Duration = Duration::from_millis(600);
 const WINDOW: Duration = Duration::from_millis(1000);
-/// The other side's window ends a little later.
-const AFTER: Duration = Duration::from_millis(200);
+/// On a busy machine the other side's window may end later.
+const AFTER: Duration = Duration::from_millis(500);
+/// How often a stream that stands still is looked at.
+const TICK: Duration = Duration::from_millis(200);
 /// As large as the stack's largest packets.
 const BUFFER_BYTES: usize = 64 << 10;
 /// A hub's link carries streams of every worker, and one alone hesitates where both ways are full.
@@ -83,36 +85,34 @@ fn run(streams: Vec<TcpStream>) -> std::io::Result<f64> {
 
 fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let end = began + WARMUP + WINDOW + AFTER;
-    stream.set_read_timeout(Some(AFTER))?;
-    stream.set_write_timeout(Some(WINDOW))?;
+    stream.set_read_timeout(Some(TICK))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
     let mut sending = stream.try_clone()?;
     let sender = std::thread::spawn(move || {
         let buffer = [1_u8; BUFFER_BYTES];
         // What cannot be sent, the other side misses and says so.
         while Instant::now() < end && sending.write_all(&buffer).is_ok() {}
+        let _ = sending.shutdown(Shutdown::Write);
     });
-    let speed = receive(stream, began, end);
+    let speed = receive(stream, began);
     sender.join().expect("the sender does not panic");
     speed
 }
 
-/// Reads to the end, counts within the window.
-fn receive(mut stream: TcpStream, began: Instant, end: Instant) -> std::io::Result<f64> {
+/// Counts within the window, and reads until the other side has sent its last: bytes left unread would reset its stream.
+fn receive(mut stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let mut buffer = vec![0_u8; BUFFER_BYTES];
+    let window = began + WARMUP..began + WARMUP + WINDOW;
     let mut bytes = 0_usize;
-    loop {
-        // On a slow link one stream may stand still for a while.
-        let read = stream.read(&mut buffer).or_else(|error| match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(0),
-            _ if Instant::now() >= end => Ok(0),
-            _ => Err(error),
-        })?;
-        let now = Instant::now();
-        if now >= end {
-            return Ok(bytes as f64 / WINDOW.as_secs_f64());
-        }
-        if (began + WARMUP..began + WARMUP + WINDOW).contains(&now) {
-            bytes += read;
+    while Instant::now() < began + PATIENCE {
+        match stream.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) if window.contains(&Instant::now()) => bytes += read,
+            Ok(_) => {}
+            // On a slow link one stream may stand still for a while.
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(error) => return Err(error),
         }
     }
+    Ok(bytes as f64 / WINDOW.as_secs_f64())
 }
