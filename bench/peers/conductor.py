@@ -23,6 +23,8 @@ class Plan:
     is_one_at_a_time: bool
     elements: list
     shapes: list
+    # What makes a command run on each rank's host; nothing where all are on this machine.
+    entrances: list = field(default_factory=list)
 
 
 # Rows are told apart by identity: two may know the same.
@@ -84,7 +86,7 @@ class Peer:
             "optimizer": self.team.optimizer,
         }
         folder = Path(tempfile.mkdtemp(prefix=self.team.name + "-", dir=self.scratch))
-        self.company = Company(self.team, self.binaries, task, folder)
+        self.company = Company(self.team, self.binaries, task, folder, self.plan.entrances)
 
     def stop(self) -> None:
         if self.company:
@@ -99,6 +101,8 @@ class Conductor:
         # What each row does when it is its turn.
         self.turns = []
         self.peers = []
+        # Done before each round, when nobody else does anything.
+        self.before_round = lambda number: None
 
     def add_ours(self, row: rows.Ours, optimizer: str) -> None:
         name = f"ours-{row.name}" + ("" if optimizer == "mean" else f"-{optimizer}")
@@ -131,6 +135,7 @@ class Conductor:
                 self._start_all()
             order = random.Random(self.plan.seed)
             for number in range(self.plan.rounds):
+                self.before_round(number)
                 turns = list(self.turns)
                 order.shuffle(turns)
                 for known, turn in turns:

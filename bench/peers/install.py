@@ -4,13 +4,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rows import Environment
+from rows import ENVIRONMENTS, Environment
 
 HERE = Path(__file__).resolve().parent
 
 
 class NotInstalled(Exception):
     pass
+
+
+def install_all(teams, python: str):
+    """Where each team's programs are, and why those of others are nowhere."""
+    binaries, missing = {}, {}
+    for team in teams:
+        try:
+            binaries[team.name] = install(ENVIRONMENTS[team.environment], python)
+        except NotInstalled as error:
+            missing[team.name] = str(error)
+    return binaries, missing
 
 
 def install(environment: Environment, python: str) -> Path:

@@ -1,6 +1,7 @@
 """paramhub's own rows: `paramhub bench exchange`, which starts and ends its workers and its hub by itself."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -20,28 +21,31 @@ class Failed(Exception):
 
 class Program:
     def __init__(self, path: Path, keys: Path, workers: int, cores: int, scratch: Path):
-        self.path = path
-        self.common = ["--keys", str(keys), "--workers", str(workers), "--cores", str(cores)]
+        self.path, self.keys, self.workers, self.cores = path, keys, workers, cores
         self.scratch = scratch
 
     def probe(self, row: Ours, optimizer: str) -> None:
-        """A single element, to hear whether the flags exist before anybody is timed."""
+        """Next to nothing, to hear whether the flags exist before anybody is timed: a key for each of many hubs."""
         tiny = self.scratch / "tiny.json"
-        tiny.write_text('[{"name": "tiny", "shape": [1]}]')
-        self._run(["--keys", str(tiny), "--workers", "1"], row, optimizer, iterations=1, warmup=0)
+        tiny.write_text(json.dumps([{"name": f"tiny.{number}", "shape": [1]} for number in range(64)]))
+        self._run(tiny, row, optimizer, iterations=1, warmup=0)
 
     def measure(self, row: Ours, optimizer: str, iterations: int, warmup: int) -> dict:
-        return self._run(self.common, row, optimizer, iterations, warmup)
+        return self._run(self.keys, row, optimizer, iterations, warmup)
 
     def command(self, row: Ours, optimizer: str) -> str:
         """As a user would repeat it, but for the keys."""
-        words = ["paramhub", "bench", "exchange", *self.common[2:], "--optimizer", optimizer, *row.flags]
-        return " ".join(words)
+        words = ["paramhub", "bench", "exchange", *self._size(row), "--optimizer", optimizer, *row.flags]
+        return shlex.join(words)
 
-    def _run(self, common: list, row: Ours, optimizer: str, iterations: int, warmup: int) -> dict:
+    def _size(self, row: Ours) -> list:
+        return ["--workers", str(row.workers or self.workers), "--cores", str(row.cores or self.cores)]
+
+    def _run(self, keys: Path, row: Ours, optimizer: str, iterations: int, warmup: int) -> dict:
         result = self.scratch / "ours.json"
         result.unlink(missing_ok=True)
-        words = [str(self.path), "bench", "exchange", *common, "--optimizer", optimizer, *row.flags]
+        words = [str(self.path), "bench", "exchange", "--keys", str(keys), *self._size(row)]
+        words += ["--optimizer", optimizer, *row.flags]
         words += ["--iters", str(iterations), "--warmup", str(warmup), "--json", str(result)]
         done = subprocess.run(
             words,

@@ -2,8 +2,13 @@
 
 import ctypes
 import os
+import platform
+import shutil
 import signal
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -12,8 +17,36 @@ CPUCLOCK_SCHED = 2
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+class Interrupted(BaseException):
+    def __init__(self, number: int):
+        self.number = number
+
+
+def supervised(work) -> int:
+    """Gives `work` a folder of its own; however it ends, so do all processes that it started."""
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in caught:
+        signal.signal(number, interrupt)
+    adopt_orphans()
+    scratch = Path(tempfile.mkdtemp(prefix="paramhub-peers-"))
+    try:
+        return work(scratch)
+    except Interrupted as error:
+        print(f"interrupted by {signal.Signals(error.number).name}; all processes have been ended", file=sys.stderr)
+        return 128 + error.number
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_IGN)
+        kill_all_descendants()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def interrupt(number, _frame):
+    raise Interrupted(number)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
@@ -93,6 +126,16 @@ def loopback_bytes() -> int:
             if name.strip() == "lo":
                 return int(counters.split()[0])
     return 0
+
+
+def machine() -> str:
+    name = "an unknown processor"
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"{len(os.sched_getaffinity(0))} processors of {name}, Linux {platform.release()}"
 
 
 def available_bytes() -> int:

@@ -153,6 +153,9 @@ class Ours:
     name: str
     label: str
     flags: tuple
+    # Where they differ from everybody else's.
+    workers: int = 0
+    cores: int = 0
 
 
 OURS = (

@@ -46,8 +46,8 @@ class Timed:
 class Company:
     """A started team."""
 
-    def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path):
-        self.team = team
+    def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path, entrances: list):
+        self.team, self.entrances = team, entrances
         self.lines, self.ranks, self.started = [], [], []
         # Of shared memory, by name.
         self.segments = set()
@@ -73,12 +73,14 @@ class Company:
         for role in self.team.helpers:
             # Importing the module is what runs a server, says MXNet's documentation.
             self._spawn([str(binaries / "python"), "-c", "import mxnet"], {**variables, "DMLC_ROLE": role})
+        if self.team.launcher and self.entrances:
+            raise Failed("its launcher starts ranks on this machine only")
         if self.team.launcher:
             launcher = [word.format(bin=binaries, workers=workers) for word in self.team.launcher]
             self._spawn(launcher + rank, variables)
         else:
-            for _ in range(workers):
-                self._spawn(rank, variables)
+            for entrance in self.entrances or [[]] * workers:
+                self._spawn([*entrance, *rank], variables)
         self._accept(listener, workers)
         for number, line in enumerate(self.lines):
             line.say({**task, "rank": number, "scratch": str(self.scratch)})

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use crate::stage::Stage;
 use crate::stages;
+use crate::testbed;
 
 /// What the caller asked for.
 #[derive(Debug)]
@@ -11,6 +12,13 @@ pub(crate) enum Request {
     Help,
     ListStages,
     Test(TestOptions),
+    Testbed(testbed::Task),
+    /// Of a testbed's own: takes it down when whoever builds it is gone.
+    TestbedGuard {
+        name: String,
+    },
+    /// Of a testbed's own: one end of the probe's.
+    TestbedEnd(Vec<String>),
 }
 
 /// How `cargo xtask test` runs.
@@ -27,6 +35,9 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, 
     let mut arguments = arguments;
     match arguments.next().as_deref() {
         Some("test") => parse_test(arguments),
+        Some("testbed") => testbed::options::parse(arguments).map(Request::Testbed),
+        Some("testbed-guard") => Ok(Request::TestbedGuard { name: arguments.next().unwrap_or_default() }),
+        Some("testbed-end") => Ok(Request::TestbedEnd(arguments.collect())),
         Some("help" | "--help" | "-h") => Ok(Request::Help),
         Some(other) => Err(format!("no task is named `{other}`")),
         None => Err("a task is missing".to_owned()),
@@ -37,6 +48,7 @@ pub(crate) fn usage() -> String {
     let mut text = "\
 Usage: cargo xtask test [--only STAGE[,STAGE...]] [--keep-going] [--torch VERSION]
        cargo xtask test --list
+       cargo xtask testbed --help      hosts and links on one machine, to measure on
 
   --only STAGES   run these stages alone
   --keep-going    run the remaining stages after one fails

@@ -1,16 +1,18 @@
-//! The project's own tasks. `cargo xtask test` runs everything paramhub tests.
+//! The project's own tasks. `cargo xtask test` runs everything paramhub tests, `cargo xtask testbed` builds racks of hosts
+//! to measure on.
 
 mod args;
 mod command;
 mod packages;
 mod stage;
 mod stages;
+mod testbed;
 mod tools;
 
 use std::path::Path;
 use std::process::ExitCode;
 
-use args::{Request, TestOptions};
+use args::Request;
 
 fn main() -> ExitCode {
     match args::parse(std::env::args().skip(1)) {
@@ -24,15 +26,23 @@ fn main() -> ExitCode {
             }
             ExitCode::SUCCESS
         }
-        Ok(Request::Test(options)) => run_in_workspace_root(&options),
+        Ok(Request::Test(options)) => in_workspace_root(|| stage::run_all(&options)),
+        Ok(Request::Testbed(task @ testbed::Task::Run { .. })) => {
+            in_workspace_root(|| testbed::perform(task))
+        }
+        Ok(Request::Testbed(task)) => testbed::perform(task),
+        Ok(Request::TestbedGuard { name }) => testbed::stand_guard(&name),
+        Ok(Request::TestbedEnd(arguments)) => testbed::play_end(&arguments),
         Err(problem) => {
-            eprint!("xtask: {problem}\n\n{}", args::usage());
+            let of_testbed = std::env::args().nth(1).is_some_and(|task| task == "testbed");
+            let usage = if of_testbed { testbed::options::USAGE.to_owned() } else { args::usage() };
+            eprint!("xtask: {problem}\n\n{usage}");
             ExitCode::from(2)
         }
     }
 }
 
-fn run_in_workspace_root(options: &TestOptions) -> ExitCode {
+fn in_workspace_root(work: impl FnOnce() -> ExitCode) -> ExitCode {
     // Cargo names the package at run time too, should the checkout have moved since it was built.
     let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let root = Path::new(&package).parent().expect("xtask lies in the workspace root");
@@ -40,5 +50,5 @@ fn run_in_workspace_root(options: &TestOptions) -> ExitCode {
         eprintln!("xtask: cannot enter {}: {error}", root.display());
         return ExitCode::FAILURE;
     }
-    stage::run_all(options)
+    work()
 }

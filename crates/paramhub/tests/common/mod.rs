@@ -1,6 +1,8 @@
 //! Starts the real program, with nothing of this machine's configuration, and ends it whatever happens.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
+pub mod testbed;
+
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;

@@ -9,7 +9,8 @@ use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::numbers::Verdict;
-use super::spec::{HubUse, Line, Order, Report, Spec, Turn};
+use super::sites::Sites;
+use super::spec::{HubSeat, HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::statistics::mean;
 use super::usage;
 
@@ -23,6 +24,7 @@ pub(super) const LEAD: Duration = Duration::from_millis(5);
 /// What to do.
 pub(super) struct Program {
     pub(super) spec: Spec,
+    pub(super) sites: Sites,
     pub(super) warmup: u32,
     pub(super) iterations: u32,
     /// What the progress bar says is going on.
@@ -37,6 +39,7 @@ pub(super) struct Measured {
     pub(super) raw: Vec<Timed>,
     /// Of the largest worker.
     pub(super) worker_peak_bytes: u64,
+    /// Of the largest hub.
     pub(super) hub_peak_bytes: u64,
     pub(super) verdict: Verdict,
 }
@@ -47,9 +50,9 @@ pub(super) struct Timed {
     pub(super) seconds: f64,
     /// Mean of the workers.
     pub(super) cpu_seconds_worker: f64,
-    /// The whole process.
+    /// The whole processes of all hubs together.
     pub(super) cpu_seconds_hub: f64,
-    /// Processor seconds of each hub core.
+    /// Processor seconds of each hub core, hub after hub.
     pub(super) core_seconds: Vec<f64>,
 }
 
@@ -95,19 +98,17 @@ pub(super) fn conduct(
 /// All processes, by what they are.
 pub(super) struct Company {
     pub(super) workers: Vec<Line>,
-    pub(super) hub: Line,
+    pub(super) hubs: Vec<Line>,
 }
 
 impl Company {
     fn gather(program: &Program, listener: &UnixListener, is_over: &AtomicBool) -> anyhow::Result<Company> {
         let spec = &program.spec;
-        let mut lines = accept(listener, spec.workers as usize + 1, is_over)?;
-        let mut hub = lines.pop().expect("one more than workers");
-        let at = match ask("the hub", &mut hub, &Order::Host { spec: spec.clone() })? {
-            Report::Hosting(at) => at,
-            other => bail!("the hub answered {other:?}"),
-        };
-        let mut company = Company { workers: lines, hub };
+        let workers = spec.workers as usize;
+        let mut lines = accept(listener, workers + program.sites.hubs().len(), is_over)?;
+        let mut hubs = lines.split_off(workers);
+        let at = open(program, &mut hubs)?;
+        let mut company = Company { workers: lines, hubs };
         for (rank, line) in (0..).zip(&mut company.workers) {
             line.say(&Order::Join { spec: spec.clone(), rank, at: at.clone() })?;
         }
@@ -173,12 +174,43 @@ impl Company {
         self.workers.iter_mut().enumerate().map(|(rank, line)| hear(&format!("worker {rank}"), line))
     }
 
+    /// Of all together.
     fn hub_use(&mut self) -> anyhow::Result<HubUse> {
-        match ask("the hub", &mut self.hub, &Order::Tell)? {
-            Report::Used(used) => Ok(used),
-            other => bail!("the hub answered {other:?}"),
+        let mut all = HubUse::default();
+        for hub in &mut self.hubs {
+            match ask("a hub", hub, &Order::Tell)? {
+                Report::Used(used) => all = all.and(used),
+                other => bail!("a hub answered {other:?}"),
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// Hubs join the first one's manager, one after the other, so that their numbers are their seats'; then there is a job.
+fn open(program: &Program, hubs: &mut [Line]) -> anyhow::Result<Meeting> {
+    let workers = program.spec.workers as usize;
+    let token = token()?;
+    let mut joins = None;
+    for (number, (hub, site)) in hubs.iter_mut().zip(program.sites.hubs()).enumerate() {
+        let seat = HubSeat { listen: site.listen.clone(), joins: joins.clone(), token: token.clone() };
+        let name = program.sites.name(workers + number, workers);
+        match ask(&name, hub, &Order::Host { spec: program.spec.clone(), seat })? {
+            Report::Ready { url } => joins = joins.or(Some(url)),
+            other => bail!("{name} answered {other:?}"),
         }
     }
+    match ask("the first hub", &mut hubs[0], &Order::Open)? {
+        Report::Hosting(at) => Ok(at),
+        other => bail!("the first hub answered {other:?}"),
+    }
+}
+
+/// The manager of a run is nobody else's, wherever it listens.
+fn token() -> anyhow::Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).context("the system has no random numbers")?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 pub(super) fn ask(name: &str, line: &mut Line, order: &Order) -> anyhow::Result<Report> {

@@ -10,6 +10,7 @@ use super::conductor::Program;
 
 use super::processes::{Run, interrupted, run};
 use super::report::{Summary, megabytes, write_json};
+use super::sites::{Deployment, SitesFlags};
 use super::spec::{Optimizer, Spec, Transport};
 use super::{check_destination, count, usage};
 use crate::cli::ExitCode;
@@ -25,6 +26,18 @@ use crate::{Codec, Registry};
 /// Worker processes and a hub's process are started here. At the start of an iteration every worker has all gradients
 /// ready; it pushes them back to front and waits for all parameters. An iteration takes as long as its slowest worker.
 /// After the last, one more exchange is compared with the kernels, number by number.
+///
+/// With --hosts, workers and hubs run where --enter puts them: on hosts of a testbed (docs/rack.md), or behind any other
+/// command that starts a process in a network namespace of this machine.
+#[derive(Args)]
+pub(super) struct ExchangeCommand {
+    #[command(flatten)]
+    exchange: ExchangeFlags,
+    #[command(flatten)]
+    sites: SitesFlags,
+}
+
+/// What is exchanged, and how.
 #[derive(Args, Clone)]
 pub(super) struct ExchangeFlags {
     /// Whose tensors: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k or
@@ -49,7 +62,7 @@ pub(super) struct ExchangeFlags {
     /// What the hub does with the gradients
     #[arg(long, value_enum, default_value_t = Optimizer::Mean)]
     optimizer: Optimizer,
-    /// Cores of the hub
+    /// Cores of each hub
     #[arg(long, value_name = "C", default_value_t = 1, value_parser = value_parser!(u16).range(1..=CORES_MAX as i64))]
     pub(super) cores: u16,
     /// Streams of each worker to each of them
@@ -84,7 +97,13 @@ pub(super) struct Settings {
     keys: usize,
     elements: u64,
     optimizer: Optimizer,
-    cores: usize,
+    /// Null where all is on this machine's loopback.
+    deployment: Option<Deployment>,
+    pub(super) hubs: usize,
+    /// Of the hub that has most.
+    interfaces: usize,
+    /// Of each hub.
+    pub(super) cores: usize,
     /// A worker's to each core.
     streams: usize,
     chunk_bytes: u32,
@@ -96,16 +115,27 @@ pub(super) struct Settings {
     shared_parameters: bool,
 }
 
-pub(super) fn exchange(flags: &ExchangeFlags) -> anyhow::Result<ExitCode> {
+pub(super) fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
+    let flags = &command.exchange;
     let signals = Signals::catch()?;
     let (model, spec) = flags.spec()?;
+    let sites = command.sites.sites(spec.workers)?;
+    if spec.is_raw && sites.deployment().is_some() {
+        let why = "--raw measures loopback: on hosts of a testbed its own probe tells what links carry";
+        return Err(Usage(why.into()).into());
+    }
     check_destination("--json", flags.json.as_deref())?;
     check_memory(&spec)?;
     let bytes_per_worker = spec.keys.bytes();
-    let settings = flags.settings(&spec);
+    let settings = Settings {
+        deployment: sites.deployment(),
+        hubs: sites.hubs().len(),
+        interfaces: sites.interfaces(),
+        ..flags.settings(&spec)
+    };
     println!("{}", headline(&model, bytes_per_worker, &settings));
     let label = "exchanges".into();
-    let program = Program { spec, warmup: flags.warmup, iterations: flags.iters, label };
+    let program = Program { spec, sites, warmup: flags.warmup, iterations: flags.iters, label };
     let measured = match run(&program, &signals)? {
         Run::Measured(measured) => measured,
         Run::Interrupted(signal) => return Ok(interrupted(signal)),
@@ -153,6 +183,9 @@ impl ExchangeFlags {
             keys: spec.keys.len(),
             elements: spec.keys.elements(),
             optimizer: spec.optimizer,
+            deployment: None,
+            hubs: 1,
+            interfaces: 1,
             cores: spec.cores,
             streams: spec.streams,
             chunk_bytes: spec.chunk_bytes,
@@ -169,7 +202,13 @@ impl ExchangeFlags {
 fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
     let Settings { keys, elements, dtype, iters, warmup, scale, .. } = settings;
     let scaled = if *scale > 1 { format!(", every tensor divided by {scale}") } else { String::new() };
-    let scenery: Vec<String> = scenery(settings).into_iter().map(|(_, text)| text).collect();
+    let deployed = settings.deployment.map(|deployment| {
+        let name = deployment.to_possible_value().expect("none is skipped");
+        let (hubs, interfaces) = (count(settings.hubs, "hub"), count(settings.interfaces, "interface"));
+        format!("{}: {hubs} with up to {interfaces}", name.get_name())
+    });
+    let scenery: Vec<String> =
+        deployed.into_iter().chain(scenery(settings).into_iter().map(|(_, text)| text)).collect();
     format!(
         "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {iters} iterations after {warmup} to \
          warm up",
@@ -182,9 +221,10 @@ fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
 /// What an exchange runs on, each with its name.
 fn scenery(settings: &Settings) -> [(&'static str, String); 5] {
     let optimizer = settings.optimizer.to_possible_value().expect("none is skipped");
+    let hub = if settings.hubs == 1 { "the hub" } else { "each hub" };
     [
         ("workers", count(settings.workers as usize, "worker")),
-        ("cores", format!("{} at the hub", count(settings.cores, "core"))),
+        ("cores", format!("{} at {hub}", count(settings.cores, "core"))),
         ("streams", format!("{} a worker and core", count(settings.streams, "stream"))),
         ("chunk size", format!("chunks of {}", Bytes(settings.chunk_bytes.into()))),
         ("optimizer", format!("optimizer {}", optimizer.get_name())),

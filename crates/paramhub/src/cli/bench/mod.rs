@@ -4,6 +4,7 @@ mod ablate;
 mod breakdown;
 mod conductor;
 mod exchange;
+mod host;
 mod kernels;
 mod numbers;
 mod peer;
@@ -12,6 +13,7 @@ mod processes;
 mod raw;
 mod report;
 mod rounds;
+mod sites;
 mod spec;
 mod statistics;
 mod sweep;
@@ -34,7 +36,7 @@ pub(super) struct BenchFlags {
 
 #[derive(Subcommand)]
 enum What {
-    Exchange(exchange::ExchangeFlags),
+    Exchange(exchange::ExchangeCommand),
     Sweep(sweep::SweepFlags),
     Ablate(ablate::AblateFlags),
     Breakdown(breakdown::BreakdownFlags),

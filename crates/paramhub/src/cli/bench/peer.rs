@@ -1,4 +1,4 @@
-//! The processes of a benchmark: workers, and the hub.
+//! The processes of a benchmark: its workers. Hubs are in [`super::host`].
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -7,16 +7,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use clap::Args;
 
-use super::ablate::{Server, Variant, join_by_worker, serve_by_worker};
-use super::breakdown;
+use super::ablate::{Variant, join_by_worker};
 use super::numbers::{self, START, Verdict};
-use super::raw::{self, Raw};
-use super::spec::{self, HubUse, Line, Meeting, Order, Report, Spec, Turn};
+use super::raw::Raw;
+use super::spec::{self, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
+use super::{breakdown, host};
 use crate::cli::ExitCode;
-use crate::cli::hub::raise_descriptor_limit;
-use crate::embedded::{EmbeddedConfig, EmbeddedHub};
-use crate::service::CreateService;
 use crate::{Job, Member, Membership, Options, SharedTensor, Sharing, Tensor, Transport, WorkerError};
 
 /// Fills parameters nobody has written: no number in any dtype.
@@ -35,7 +32,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     let mut line = Line::new(socket);
     line.say(&Report::Here { seat: flags.seat })?;
     match line.hear()? {
-        Some(Order::Host { spec }) => host(&spec, &mut line)?,
+        Some(Order::Host { spec, seat }) => host::host(&spec, seat, &mut line)?,
         Some(Order::Teach { lesson }) => breakdown::teach(&lesson, &mut line)?,
         Some(Order::Attend { lesson, rank, at }) => breakdown::learn(&lesson, rank, at, &mut line)?,
         Some(Order::Join { spec, rank, at }) => Worker::join(spec, rank, at)?.work(&mut line)?,
@@ -43,45 +40,6 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
         None => {}
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// A hub, its manager and the raw server.
-fn host(spec: &Spec, line: &mut Line) -> anyhow::Result<()> {
-    raise_descriptor_limit();
-    let raw = raw::serve(spec)?;
-    let (hub, at) = match spec.variant {
-        Variant::WorkerByInterface => {
-            let Server { job, addresses } = serve_by_worker(spec)?;
-            (None, Meeting { url: String::new(), job, cores: addresses, raw })
-        }
-        variant => {
-            let mut config = EmbeddedConfig::with_cores(spec.cores);
-            config.hub.streams = spec.streams;
-            config.hub.registry = variant.registry(spec.cores)?;
-            let hub = EmbeddedHub::start(config)?;
-            let request =
-                CreateService { name: "bench".into(), workers: spec.workers, options: Default::default() };
-            let job = hub.client().create_service(&request)?;
-            let url = hub.url().to_owned();
-            (Some(hub), Meeting { url, job, cores: Vec::new(), raw })
-        }
-    };
-    line.say(&Report::Hosting(at))?;
-    while let Some(order) = line.hear()? {
-        let Order::Tell = order else { bail!("the launcher gave a hub a worker's order") };
-        if let Some(reason) = hub.as_ref().and_then(EmbeddedHub::has_failed) {
-            bail!("the hub has failed: {reason}");
-        }
-        line.say(&Report::Used(HubUse {
-            cpu_seconds: usage::cpu_seconds(),
-            core_seconds: usage::core_seconds(),
-            peak_bytes: usage::peak_bytes(),
-        }))?;
-    }
-    if let Some(hub) = hub {
-        hub.stop();
-    }
-    Ok(())
 }
 
 /// One rank, its gradients always ready.

@@ -7,8 +7,9 @@ use anyhow::{Context, bail};
 use paramhub_train::THREADS_VARIABLE;
 
 use super::conductor::{Measured, Program, conduct};
+use super::sites::Sites;
 use crate::cli::ExitCode;
-use crate::launch::{Ended, Launch, Line, Signals, Watch, describe, this_program};
+use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
 
 /// What came of starting them.
 pub(super) enum Run<M> {
@@ -18,12 +19,15 @@ pub(super) enum Run<M> {
 
 /// Runs a program.
 pub(super) fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Measured>> {
-    launch(program.spec.workers, signals, |listener, is_over| conduct(program, listener, is_over))
+    launch(&program.sites, program.spec.workers, signals, |listener, is_over| {
+        conduct(program, listener, is_over)
+    })
 }
 
-/// Starts so many workers' processes and a hub's, and conducts them on a thread of its own while this one watches over
+/// Starts so many workers' processes and the hubs', each at its site, and conducts them on a thread of its own while this one watches over
 /// them.
 pub(super) fn launch<M: Send>(
+    sites: &Sites,
     workers: u32,
     signals: &Signals,
     conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
@@ -36,8 +40,8 @@ pub(super) fn launch<M: Send>(
     let socket = scratch.path().join("launcher");
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
     let workers = workers as usize;
-    let commands = (0..=workers).map(|seat| {
-        let mut command = this_program().context("cannot find this program's own file")?;
+    let commands = (0..workers + sites.hubs().len()).map(|seat| {
+        let mut command = sites.command(seat, workers)?;
         command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
         // As of `train`'s workers.
         command.env(THREADS_VARIABLE, "1");
@@ -47,11 +51,11 @@ pub(super) fn launch<M: Send>(
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let conductor = threads.spawn(|| conduct(&listener, &is_over));
-        let ended = launch.supervise(signals, &mut Lines { workers });
+        let ended = launch.supervise(signals, &mut Lines { sites, workers });
         is_over.store(true, Ordering::Release);
         (ended, conductor.join().expect("the conductor does not panic"))
     });
-    judge(&ended, measured, workers)
+    judge(&ended, measured, sites, workers)
 }
 
 /// Says so, and how to end.
@@ -61,33 +65,36 @@ pub(super) fn interrupted(signal: i32) -> ExitCode {
     ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
 }
 
-fn judge<M>(ended: &Ended, measured: anyhow::Result<M>, workers: usize) -> anyhow::Result<Run<M>> {
+fn judge<M>(
+    ended: &Ended,
+    measured: anyhow::Result<M>,
+    sites: &Sites,
+    workers: usize,
+) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }
     // One that was killed explains what the others say.
+    let name = |seat| sites.name(seat, workers);
     let killed = ended.failed.iter().find(|&&seat| ended.exits[seat].code().is_none());
     if let Some(&seat) = killed {
-        bail!("the benchmark failed: {} {}", name(seat, workers), describe(ended.exits[seat]));
+        bail!("the benchmark failed: {} {}", name(seat), describe(ended.exits[seat]));
     }
     let measured = measured.context("the benchmark failed")?;
     if let Some(&seat) = ended.failed.first() {
-        bail!("the benchmark failed: {} {}", name(seat, workers), describe(ended.exits[seat]));
+        bail!("the benchmark failed: {} {}", name(seat), describe(ended.exits[seat]));
     }
     Ok(Run::Measured(measured))
 }
 
-fn name(seat: usize, workers: usize) -> String {
-    if seat == workers { "the hub".into() } else { format!("worker {seat}") }
-}
-
 /// Whatever the processes print is a complaint.
-struct Lines {
+struct Lines<'a> {
+    sites: &'a Sites,
     workers: usize,
 }
 
-impl Watch for Lines {
+impl Watch for Lines<'_> {
     fn line(&mut self, line: Line) {
-        eprintln!("[{}] {}", name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
+        eprintln!("[{}] {}", self.sites.name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
     }
 }

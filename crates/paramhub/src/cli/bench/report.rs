@@ -30,11 +30,11 @@ pub(super) struct Summary {
     raw_ratio: Option<f64>,
     /// Mean over workers and iterations.
     cpu_seconds_worker: f64,
-    /// Mean over iterations, of the hub's whole process.
+    /// Mean over iterations, of the hubs' whole processes together.
     cpu_seconds_hub: f64,
     raw_cpu_seconds_worker: Option<f64>,
     raw_cpu_seconds_hub: Option<f64>,
-    /// Each core's processor time by wall time, during exchanges.
+    /// Each core's processor time by wall time, during exchanges; hub after hub.
     hub_busy: Vec<f64>,
     hub_peak_bytes: u64,
     /// The largest worker's.
@@ -122,15 +122,26 @@ impl Summary {
         row("algbw", &|column| format!("{:.2} GB/s", bandwidths(column).0));
         row("busbw", &|column| format!("{:.2} GB/s", bandwidths(column).1));
         row("CPU time of a worker", &|column| milliseconds(column.cpu_seconds_worker));
-        row("CPU time of the hub", &|column| milliseconds(column.cpu_seconds_hub));
+        row(
+            if self.settings.hubs == 1 { "CPU time of the hub" } else { "CPU time of all hubs" },
+            &|column| milliseconds(column.cpu_seconds_hub),
+        );
         let mut row = |what: String, value: String| {
             table.add_row([what, value]);
         };
         for (core, busy) in self.hub_busy.iter().enumerate() {
-            row(format!("hub core {core} busy"), format!("{:.0} %", 100.0 * busy));
+            let (hub, of_hub) = (core / self.settings.cores, core % self.settings.cores);
+            let name = match self.settings.hubs {
+                1 => format!("hub core {core} busy"),
+                _ => format!("hub {hub}, core {of_hub} busy"),
+            };
+            row(name, format!("{:.0} %", 100.0 * busy));
         }
         row("peak memory of a worker".into(), megabytes(self.worker_peak_bytes));
-        row("peak memory of the hub".into(), megabytes(self.hub_peak_bytes));
+        row(
+            format!("peak memory of the {}hub", if self.settings.hubs == 1 { "" } else { "largest " }),
+            megabytes(self.hub_peak_bytes),
+        );
         if let Some(ratio) = self.raw_ratio {
             row("raw time by exchange time".into(), format!("{ratio:.3}"));
         }

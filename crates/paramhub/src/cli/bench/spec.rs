@@ -1,7 +1,7 @@
 //! What is exchanged, and what launcher and processes say to one another: a line of JSON each.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -117,7 +117,18 @@ pub(super) enum Turn {
     Raw,
 }
 
-/// Where the workers meet the hub.
+/// What a hub must know of itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct HubSeat {
+    /// An interface each, on ports that are free. The manager listens on the first hub's first.
+    pub(super) listen: Vec<IpAddr>,
+    /// The manager of the first hub; the first has none to join.
+    pub(super) joins: Option<String>,
+    /// What hubs show to the manager.
+    pub(super) token: String,
+}
+
+/// Where the workers meet the hubs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Meeting {
     /// The hub's connection manager; empty where there is none.
@@ -133,8 +144,10 @@ pub(super) struct Meeting {
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
 pub(super) enum Order {
-    /// Be the hub. Answered by [`Report::Hosting`].
-    Host { spec: Spec },
+    /// Be a hub. Answered by [`Report::Ready`].
+    Host { spec: Spec, seat: HubSeat },
+    /// All hubs have joined the first: create the job. Answered by it with [`Report::Hosting`].
+    Open,
     /// Be this rank of the job. Answered by [`Report::Joined`].
     Join { spec: Spec, rank: u32, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
@@ -160,6 +173,10 @@ pub(super) enum Report {
     Here {
         seat: usize,
     },
+    /// A hub is there, with the URL of its manager.
+    Ready {
+        url: String,
+    },
     Hosting(Meeting),
     Joined,
     Done {
@@ -180,6 +197,18 @@ pub(super) struct HubUse {
     /// Each of its cores.
     pub(super) core_seconds: Vec<f64>,
     pub(super) peak_bytes: u64,
+}
+
+impl HubUse {
+    /// Of two hubs together: the largest peak, and cores one after the other.
+    pub(super) fn and(mut self, other: HubUse) -> HubUse {
+        self.core_seconds.extend(other.core_seconds);
+        HubUse {
+            cpu_seconds: self.cpu_seconds + other.cpu_seconds,
+            core_seconds: self.core_seconds,
+            peak_bytes: self.peak_bytes.max(other.peak_bytes),
+        }
+    }
 }
 
 /// One end of the conversation.

@@ -27,7 +27,7 @@ pub(super) fn conduct(
             other => bail!("the hub answered {other:?}"),
         },
     };
-    let mut company = Company { workers: lines, hub };
+    let mut company = Company { workers: lines, hubs: vec![hub] };
     for (rank, line) in (0..).zip(&mut company.workers) {
         line.say(&Order::Attend { lesson: lesson.clone(), rank, at: at.clone() })?;
     }

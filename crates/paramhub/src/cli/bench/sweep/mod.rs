@@ -15,6 +15,7 @@ use super::exchange::{ExchangeFlags, check_memory};
 use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
+use super::sites::Sites;
 use crate::cli::ExitCode;
 use crate::launch::Signals;
 
@@ -83,6 +84,7 @@ fn program(flags: &SweepFlags, round: u32, point: &SweepPoint) -> Program {
     let (rounds, axis) = (flags.rounds, flags.over);
     Program {
         spec: point.spec.clone(),
+        sites: Sites::here(),
         warmup: flags.exchange.warmup,
         iterations: flags.exchange.iters,
         label: format!("round {} of {rounds}, {} {}", round + 1, axis.name(), axis.text(point.value)),

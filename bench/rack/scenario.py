@@ -1,0 +1,86 @@
+"""What a scenario file says: a testbed, and rows that are measured on its hosts."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rows
+
+try:
+    import tomllib
+except ImportError:
+    raise SystemExit("scenarios are TOML, which Python reads from 3.11 on") from None
+
+
+@dataclass
+class Row:
+    """One of ours: `paramhub bench exchange`, with its processes on hosts."""
+
+    name: str
+    label: str
+    deployment: str = "ncc"
+    # The scenario's, unless the row has others.
+    hosts: list = field(default_factory=list)
+    hub_hosts: list = field(default_factory=list)
+    # Of each hub, how many are used; 0 for all.
+    interfaces: int = 0
+    cores: int = 0
+    transport: str = "auto"
+    flags: list = field(default_factory=list)
+
+    def as_ours(self, testbed, scenario) -> rows.Ours:
+        hosts = self.hosts or scenario.hosts
+        flags = ["--hosts", ",".join(testbed.with_addresses(host) for host in hosts)]
+        if self.hub_hosts:
+            hubs = [testbed.with_addresses(host, self.interfaces) for host in self.hub_hosts]
+            flags += ["--hub-hosts", ",".join(hubs)]
+        flags += ["--enter", " ".join(testbed.entrance("{host}")), "--deployment", self.deployment]
+        flags += ["--transport", self.transport, *self.flags]
+        return rows.Ours(self.name, self.label, tuple(flags), workers=len(hosts), cores=self.cores)
+
+
+@dataclass
+class Scenario:
+    title: str
+    # The flags of `testbed up`, without their hyphens.
+    testbed: dict
+    hosts: list
+    model: str = "resnet18"
+    scale: int = 1
+    optimizer: str = "mean"
+    # Of each hub.
+    cores: int = 1
+    rounds: int = 5
+    iterations: int = 3
+    warmup: int = 1
+    ours: list = field(default_factory=list)
+    # Names of bench/peers/rows.py, as gloo-buckets.
+    peers: list = field(default_factory=list)
+
+    @staticmethod
+    def read(path: Path) -> "Scenario":
+        try:
+            with open(path, "rb") as file:
+                said = tomllib.load(file)
+            return Scenario(**{**said, "ours": [build(Row, row) for row in said.get("ours", [])]})
+        except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
+            raise SystemExit(f"{path}: {error}") from None
+
+    def testbed_flags(self) -> str:
+        return " ".join(f"--{name} {value}" for name, value in self.testbed.items())
+
+    def teams(self) -> list:
+        """The peers' teams, each with the forms that are wanted of it."""
+        found = []
+        for team in rows.TEAMS:
+            forms = tuple(form for form in team.forms if f"{team.name}-{form.name}" in self.peers)
+            if forms:
+                found.append(dataclasses.replace(team, forms=forms))
+        known = {f"{team.name}-{form.name}" for team in rows.TEAMS for form in team.forms}
+        if strangers := set(self.peers) - known:
+            raise SystemExit(f"peers: there is no {', '.join(sorted(strangers))}; there are {', '.join(sorted(known))}")
+        return found
+
+
+def build(kind, said: dict):
+    return kind(**{name.replace("-", "_"): value for name, value in said.items()})

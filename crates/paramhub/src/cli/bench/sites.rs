@@ -1,0 +1,261 @@
+//! Where the processes of an exchange run: all on this machine, or each on a host of a testbed.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::Command;
+use std::str::FromStr;
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use crate::cli::Usage;
+use crate::launch::this_program;
+
+/// What stands for the host's name in `--enter`.
+const HOST: &str = "{host}";
+
+#[derive(Args, Clone)]
+pub(super) struct SitesFlags {
+    /// Hosts of the workers, each with its address, as in r0w0=10.64.0.1,r0w1=10.64.0.2
+    ///
+    /// Ranks are spread over them evenly, neighbours together. Addresses after a + are further interfaces, which a hub
+    /// beside the worker listens on, too.
+    #[arg(long, value_name = "HOST=IP[+IP],..", value_delimiter = ',')]
+    hosts: Vec<Host>,
+    /// Hosts of hubs alone, each with the addresses of all its interfaces
+    #[arg(long, value_name = "HOST=IP[+IP],..", value_delimiter = ',', requires = "hosts")]
+    hub_hosts: Vec<Host>,
+    /// Where the hubs are [default: ncc]
+    #[arg(long, value_enum, requires = "hosts")]
+    deployment: Option<Deployment>,
+    /// What makes a command run on a host, as in \"ip netns exec phub-{host}\"; split at its spaces
+    #[arg(long, value_name = "COMMAND", requires = "hosts")]
+    enter: Option<String>,
+}
+
+/// Which hosts have hubs (PHub, section 3.4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Deployment {
+    /// One hub, on a host of its own
+    Ncc,
+    /// A hub on each of several hosts of their own
+    Ncs,
+    /// One hub, beside the workers of the first host
+    Cc,
+    /// A hub beside the workers of every host
+    Cs,
+}
+
+/// A name with the addresses it has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Host {
+    name: String,
+    addresses: Vec<IpAddr>,
+}
+
+impl FromStr for Host {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Host, String> {
+        let (name, addresses) =
+            text.split_once('=').ok_or_else(|| format!("{text} has no address: give HOST=IP"))?;
+        if name.is_empty() || name.contains(char::is_whitespace) {
+            return Err(format!("`{name}` is no name of a host"));
+        }
+        let parse = |text: &str| text.parse().map_err(|_| format!("{name}: `{text}` is no IP address"));
+        let addresses = addresses.split('+').map(parse).collect::<Result<_, String>>()?;
+        Ok(Host { name: name.to_owned(), addresses })
+    }
+}
+
+/// All processes, by what they are.
+#[derive(Clone, Debug)]
+pub(super) struct Sites {
+    /// None where all are on this machine.
+    deployment: Option<Deployment>,
+    /// Each rank's host; empty where all are here.
+    workers: Vec<String>,
+    hubs: Vec<HubSite>,
+    /// Words before a command that is to run on a host.
+    enter: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct HubSite {
+    /// None: here.
+    host: Option<String>,
+    /// An interface each.
+    pub(super) listen: Vec<IpAddr>,
+}
+
+impl Sites {
+    /// One hub on loopback.
+    pub(super) fn here() -> Sites {
+        let hub = HubSite { host: None, listen: vec![Ipv4Addr::LOCALHOST.into()] };
+        Sites { deployment: None, workers: Vec::new(), hubs: vec![hub], enter: Vec::new() }
+    }
+
+    pub(super) fn hubs(&self) -> &[HubSite] {
+        &self.hubs
+    }
+
+    pub(super) fn deployment(&self) -> Option<Deployment> {
+        self.deployment
+    }
+
+    /// Of the hub that has most.
+    pub(super) fn interfaces(&self) -> usize {
+        self.hubs.iter().map(|hub| hub.listen.len()).max().unwrap_or(0)
+    }
+
+    /// Starts this program once more, where this seat is: workers by rank, then hubs.
+    pub(super) fn command(&self, seat: usize, workers: usize) -> anyhow::Result<Command> {
+        let program = this_program().context("cannot find this program's own file")?;
+        let Some(host) = self.host(seat, workers).filter(|_| !self.enter.is_empty()) else {
+            return Ok(program);
+        };
+        let mut words = self.enter.iter().map(|word| word.replace(HOST, host));
+        let mut command = Command::new(words.next().expect("it is not empty"));
+        command.args(words).arg(program.get_program()).args(program.get_args());
+        Ok(command)
+    }
+
+    /// What a seat is called in messages.
+    pub(super) fn name(&self, seat: usize, workers: usize) -> String {
+        let what = match seat.checked_sub(workers) {
+            None => format!("worker {seat}"),
+            Some(_) if self.hubs.len() == 1 => "the hub".to_owned(),
+            Some(number) => format!("hub {number}"),
+        };
+        match self.host(seat, workers) {
+            Some(host) => format!("{what} on {host}"),
+            None => what,
+        }
+    }
+
+    fn host(&self, seat: usize, workers: usize) -> Option<&str> {
+        match seat.checked_sub(workers) {
+            None => self.workers.get(seat).map(String::as_str),
+            Some(number) => self.hubs.get(number).and_then(|hub| hub.host.as_deref()),
+        }
+    }
+}
+
+impl SitesFlags {
+    pub(super) fn sites(&self, workers: u32) -> Result<Sites, Usage> {
+        if self.hosts.is_empty() {
+            return Ok(Sites::here());
+        }
+        let workers = workers as usize;
+        if self.hosts.len() > workers {
+            return Err(Usage(format!(
+                "--hosts: there are {} of them for {workers} workers: give at most as many",
+                self.hosts.len()
+            )));
+        }
+        let deployment = self.deployment.unwrap_or(Deployment::Ncc);
+        let hubs: Vec<HubSite> = self.hosts_of_hubs(deployment)?.iter().map(HubSite::on).collect();
+        let enter: Vec<String> =
+            self.enter.iter().flat_map(|command| command.split_whitespace()).map(str::to_owned).collect();
+        if self.enter.is_some() && !enter.iter().any(|word| word.contains(HOST)) {
+            return Err(Usage(format!("--enter: nothing in it is {HOST}, so all hosts would be one")));
+        }
+        let host = |rank: usize| self.hosts[rank * self.hosts.len() / workers].name.clone();
+        Ok(Sites { deployment: Some(deployment), workers: (0..workers).map(host).collect(), hubs, enter })
+    }
+
+    fn hosts_of_hubs(&self, deployment: Deployment) -> Result<&[Host], Usage> {
+        let (own, name) = (&self.hub_hosts, deployment.to_possible_value().expect("none is skipped"));
+        let name = name.get_name();
+        match (deployment, own.len()) {
+            (Deployment::Ncc, 1) | (Deployment::Ncs, 1..) => Ok(own),
+            (Deployment::Ncc, _) => Err(Usage(format!("{name} has one hub: give one host in --hub-hosts"))),
+            (Deployment::Ncs, _) => Err(Usage(format!("{name}: give hosts in --hub-hosts"))),
+            (Deployment::Cc, 0) => Ok(&self.hosts[..1]),
+            (Deployment::Cs, 0) => Ok(&self.hosts),
+            _ => {
+                Err(Usage(format!("{name} has its hubs beside workers: --hub-hosts cannot be used with it")))
+            }
+        }
+    }
+}
+
+impl HubSite {
+    fn on(host: &Host) -> HubSite {
+        HubSite { host: Some(host.name.clone()), listen: host.addresses.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flags(hosts: &str, hub_hosts: &str, deployment: Deployment) -> SitesFlags {
+        let parse = |text: &str| text.split_terminator(',').map(|host| host.parse().unwrap()).collect();
+        SitesFlags {
+            hosts: parse(hosts),
+            hub_hosts: parse(hub_hosts),
+            deployment: Some(deployment),
+            enter: Some("in {host}".into()),
+        }
+    }
+
+    #[test]
+    fn a_deployment_says_where_hubs_are() {
+        let (two, hubs) = ("a=10.0.0.1,b=10.0.0.2+10.0.1.2", "x=10.0.0.3,y=10.0.0.4");
+        let hosts = |hosts, hub_hosts, deployment| -> Vec<String> {
+            let sites = flags(hosts, hub_hosts, deployment).sites(4).unwrap();
+            sites.hubs.iter().map(|hub| hub.host.clone().unwrap()).collect()
+        };
+        assert_eq!(hosts(two, "x=10.0.0.3", Deployment::Ncc), ["x"]);
+        assert_eq!(hosts(two, hubs, Deployment::Ncs), ["x", "y"]);
+        assert_eq!(hosts(two, "", Deployment::Cc), ["a"]);
+        assert_eq!(hosts(two, "", Deployment::Cs), ["a", "b"]);
+        let sites = flags(two, "", Deployment::Cs).sites(4).unwrap();
+        assert_eq!((sites.interfaces(), sites.hubs[1].listen.len()), (2, 2));
+        for (hub_hosts, deployment) in
+            [("", Deployment::Ncc), (hubs, Deployment::Ncc), ("", Deployment::Ncs), (hubs, Deployment::Cs)]
+        {
+            assert!(flags(two, hub_hosts, deployment).sites(4).is_err(), "{deployment:?} with {hub_hosts}");
+        }
+    }
+
+    #[test]
+    fn ranks_are_spread_over_hosts_neighbours_together() {
+        let sites = flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).sites(4).unwrap();
+        assert_eq!(sites.workers, ["a", "a", "b", "b"]);
+        assert_eq!(sites.name(2, 4), "worker 2 on b");
+        assert_eq!(sites.name(4, 4), "the hub on x");
+        assert_eq!(Sites::here().name(4, 4), "the hub");
+        assert!(flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).sites(1).is_err());
+    }
+
+    #[test]
+    fn a_seat_s_command_is_entered_on_its_host() {
+        let sites = flags("a=10.0.0.1,b=10.0.0.2", "", Deployment::Cc).sites(2).unwrap();
+        let words = |seat| {
+            let command = sites.command(seat, 2).unwrap();
+            [command.get_program()]
+                .into_iter()
+                .chain(command.get_args())
+                .take(2)
+                .map(|word| word.to_owned())
+                .collect()
+        };
+        let (last, hub): (Vec<_>, Vec<_>) = (words(1), words(2));
+        assert_eq!((last, hub), (vec!["in".into(), "b".into()], vec!["in".into(), "a".into()]));
+        assert_ne!(Sites::here().command(0, 2).unwrap().get_program(), "in");
+        let everywhere =
+            SitesFlags { enter: Some("nsenter".into()), ..flags("a=10.0.0.1", "", Deployment::Cc) };
+        assert!(everywhere.sites(2).is_err());
+    }
+
+    #[test]
+    fn hosts_are_names_with_addresses() {
+        for wrong in ["a", "=10.0.0.1", "a=", "a=b", "a=10.0.0.1+", "a b=10.0.0.1"] {
+            assert!(wrong.parse::<Host>().is_err(), "{wrong}");
+        }
+        assert_eq!("a=10.0.0.1+fd00::1".parse::<Host>().unwrap().addresses.len(), 2);
+    }
+}

@@ -1,0 +1,193 @@
+//! Exchanges between hosts: real processes in network namespaces, over links whose rates are limited.
+
+mod common;
+
+use common::paramhub;
+use common::testbed::{self, Testbed};
+use serde_json::Value;
+
+const KEYS: &str = r#"[{"name": "front", "shape": [64, 3, 7]}, {"name": "bias", "shape": [5]},
+    {"name": "back", "shape": [150000]}]"#;
+
+/// What `bench exchange` on hosts wrote as JSON; every number of the last exchange was compared.
+fn exchange(testbed: &Testbed, more: &[&str]) -> Value {
+    let enter = testbed.enter();
+    let hosts = testbed.hosts(&["r0w0", "r0w1"]);
+    let arguments =
+        ["bench", "exchange", "--keys", "keys.json", "--workers", "2", "--iters", "3", "--warmup", "1"];
+    let on_hosts = ["--hosts", &hosts, "--enter", &enter, "--json", "out.json"];
+    let program = paramhub(arguments.into_iter().chain(on_hosts).chain(more.iter().copied()));
+    let ended = program.file("keys.json", KEYS).finish().expect_code(0);
+    assert!(ended.stdout.contains("all exact"), "{}", ended.stdout);
+    serde_json::from_slice(&ended.read("out.json")).expect("valid JSON")
+}
+
+/// Bytes that an interface of a host has received so far.
+fn received(testbed: &Testbed, host: &str, interface: &str) -> u64 {
+    let path = format!("/sys/class/net/{interface}/statistics/rx_bytes");
+    let output = testbed.command(host, "cat").arg(path).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().parse().expect("a number")
+}
+
+#[test]
+fn every_deployment_exchanges_exactly_between_hosts() {
+    let Some(testbed) = Testbed::up("--racks 2 --workers 2 --rate 1gbit --core-rate 500mbit") else { return };
+    let (one, two) = (testbed.hosts(&["r0hub"]), testbed.hosts(&["r0hub", "r1hub"]));
+    for (deployment, more, hubs, interfaces) in [
+        ("ncc", &["--hub-hosts", &one, "--cores", "2", "--optimizer", "nesterov"][..], 1, 2),
+        ("ncs", &["--hub-hosts", &two], 2, 2),
+        ("cc", &["--transport", "auto", "--optimizer", "adam"], 1, 1),
+        ("cs", &["--transport", "auto"], 2, 1),
+    ] {
+        let results = exchange(&testbed, &[&["--deployment", deployment], more].concat());
+        let settings = &results["settings"];
+        assert_eq!(settings["deployment"], deployment);
+        assert_eq!((&settings["hubs"], &settings["interfaces"]), (&hubs.into(), &interfaces.into()));
+        assert_eq!(results["max_abs_error"].as_f64(), Some(0.0), "{deployment}");
+    }
+}
+
+#[test]
+fn the_share_of_a_hub_beside_a_worker_does_not_cross_the_network() {
+    let Some(testbed) = Testbed::up("--racks 1 --workers 2 --rate 1gbit") else { return };
+    let bytes = |transport: &str| {
+        let before = received(&testbed, "r0w0", "eth0");
+        let results = exchange(&testbed, &["--deployment", "cc", "--transport", transport]);
+        // Warm-up, those that count, and the check.
+        let exchanges = 1 + 3 + 1;
+        let carried = (received(&testbed, "r0w0", "eth0") - before) as f64 / f64::from(exchanges);
+        carried / results["bytes_per_worker"].as_f64().unwrap()
+    };
+    // The hub's host receives the gradients of the other worker and none of its own, with little beside them;
+    // loopback is another interface.
+    for transport in ["auto", "tcp"] {
+        let share = bytes(transport);
+        assert!(
+            (1.0..1.15).contains(&share),
+            "{transport}: {share} of a worker's gradients came over the network"
+        );
+    }
+}
+
+#[test]
+fn a_hub_s_interfaces_share_what_comes_and_goes() {
+    let Some(testbed) = Testbed::up("--racks 1 --workers 2 --rate 1gbit --hub-interfaces 3") else { return };
+    let interfaces = ["eth0", "eth1", "eth2"];
+    let count = || interfaces.map(|interface| received(&testbed, "r0hub", interface));
+    let before = count();
+    let hub = testbed.hosts(&["r0hub"]);
+    let results = exchange(&testbed, &["--deployment", "ncc", "--hub-hosts", &hub, "--chunk", "4K"]);
+    let all = 2.0 * 5.0 * results["bytes_per_worker"].as_f64().unwrap();
+    let shares: Vec<f64> =
+        count().iter().zip(before).map(|(after, before)| (after - before) as f64 / all).collect();
+    assert!(
+        shares.iter().all(|share| (0.30..0.40).contains(share)),
+        "of what came in, each received {shares:?}"
+    );
+}
+
+/// Two deployments, so that there is something to compare; at so low a rate that links are slower than any machine.
+const SCENARIO: &str = r#"
+title = "small"
+model = "resnet18"
+scale = 500
+hosts = ["r0w0", "r0w1"]
+rounds = 2
+iterations = 1
+
+[testbed]
+racks = 1
+workers = 2
+rate = "20mbit"
+
+[[ours]]
+name = "ncc"
+label = "apart"
+hub-hosts = ["r0hub"]
+interfaces = 1
+
+[[ours]]
+name = "cs"
+label = "beside"
+deployment = "cs"
+"#;
+
+#[test]
+fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let (scenario, out) = (folder.path().join("small.toml"), folder.path().join("out.json"));
+    std::fs::write(&scenario, SCENARIO).unwrap();
+    let name = format!("s{}", std::process::id());
+    let mut run =
+        testbed::xtask(&format!("run {} --name {name} --json {}", scenario.display(), out.display()));
+    let ran = run.args(["--", "--paramhub", env!("CARGO_BIN_EXE_paramhub")]).output().unwrap();
+    let (said, complaint) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    match ran.status.code() {
+        Some(0) => {}
+        // Here are no namespaces, or too much else runs to measure anything.
+        Some(3) => return println!("skipped: {}", complaint.trim()),
+        Some(1) if complaint.contains("do not carry their rate") => {
+            return println!("skipped: {}", complaint.trim());
+        }
+        _ => panic!("{said}{complaint}"),
+    }
+    let results: Value = serde_json::from_slice(&std::fs::read(out).unwrap()).expect("valid JSON");
+    for (row, (name, hubs, interfaces)) in
+        [("ours-ncc", 1_u32, 1_u32), ("ours-cs", 2, 1)].into_iter().enumerate()
+    {
+        let row = &results["rows"][row];
+        assert_eq!((row["name"].as_str(), &row["verdict"]["wrong"]), (Some(name), &0.into()));
+        let rounds = row["rounds"].as_array().expect("rounds");
+        assert_eq!(rounds.len(), 2);
+        let settings = &rounds[1]["report"]["settings"];
+        assert_eq!((&settings["hubs"], &settings["interfaces"]), (&hubs.into(), &interfaces.into()));
+        // Nothing is faster than the links; beside the workers, half of it needs no link.
+        let seconds = rounds[1]["seconds"].as_f64().unwrap();
+        let bytes = results["bytes"].as_f64().unwrap() / f64::from(hubs);
+        let payload = results["probes"][1][0]["expected"].as_f64().unwrap();
+        let burst = 128e3;
+        assert!(seconds > (bytes - burst) / payload, "{name}: {seconds} s for {bytes} bytes");
+    }
+    let left = std::fs::read_dir("/run/netns").into_iter().flatten();
+    let left = left.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(&name));
+    assert_eq!(left.count(), 0, "the testbed was left behind");
+}
+
+#[test]
+fn wrong_hosts_are_refused_and_named() {
+    let bench = |more: &[&str]| {
+        let arguments = ["bench", "exchange", "--keys", "keys.json", "--workers", "2"];
+        let program = paramhub(arguments.into_iter().chain(more.iter().copied()));
+        program.file("keys.json", KEYS).finish().expect_code(2)
+    };
+    let hosts = ["--hosts", "a=127.0.0.1,b=127.0.0.2"];
+    for (more, part) in [
+        (&["--hosts", "a"][..], "a has no address"),
+        (&["--hosts", "a=127.0.0.1,b=127.0.0.2,c=127.0.0.3"], "3 of them for 2 workers"),
+        (&["--deployment", "cs"], "--hosts"),
+        (&[hosts[0], hosts[1], "--deployment", "ncs"], "--hub-hosts"),
+        (&[hosts[0], hosts[1], "--deployment", "cs", "--hub-hosts", "x=127.0.0.3"], "beside workers"),
+        (&[hosts[0], hosts[1], "--deployment", "cs", "--enter", "nsenter"], "{host}"),
+        (&[hosts[0], hosts[1], "--deployment", "cs", "--raw"], "--raw"),
+    ] {
+        let refused = bench(more);
+        assert!(refused.stderr.contains(part), "{more:?}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn several_hubs_of_one_host_need_no_namespaces() {
+    let arguments =
+        ["bench", "exchange", "--keys", "keys.json", "--workers", "4", "--iters", "3", "--chunk", "4K"];
+    let hosts = ["--hosts", "a=127.0.0.1,b=127.0.0.2+127.0.0.3", "--deployment", "cs", "--json", "out.json"];
+    for transport in ["tcp", "shm"] {
+        let program = paramhub(arguments.into_iter().chain(hosts).chain(["--transport", transport]));
+        let ended = program.file("keys.json", KEYS).finish().expect_code(0);
+        assert!(ended.stdout.contains("all exact"), "{}", ended.stdout);
+        let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+        assert_eq!(
+            (&results["settings"]["hubs"], &results["settings"]["interfaces"]),
+            (&2.into(), &2.into())
+        );
+    }
+}

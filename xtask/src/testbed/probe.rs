@@ -1,0 +1,224 @@
+//! Finds out whether the links carry what they should, both ways at once, before anything is measured on them.
+
+pub(super) mod end;
+mod flows;
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+
+use flows::{Flow, Wave, waves};
+
+use super::Problem;
+use super::rate::Rate;
+use super::shape::Shape;
+
+/// Of a frame as the queues count it, what TCP carries: 1500 bytes less two headers of 20 and 12 of timestamps, by 1500
+/// and a header of 14.
+const PAYLOAD_SHARE: f64 = 1448.0 / 1514.0;
+const TOLERANCE: f64 = 0.05;
+/// A busy machine may fail once.
+const ATTEMPTS: usize = 3;
+
+/// What one kind of link carried.
+pub(super) struct Carried {
+    what: &'static str,
+    rate: Rate,
+    /// How many were used at once, both ways.
+    links: usize,
+    /// Payload of each link and way, bytes a second, in order.
+    ways: Vec<f64>,
+    /// What the rate should come to.
+    expected: f64,
+    /// Of all processors, meanwhile.
+    busy: f64,
+}
+
+impl Carried {
+    pub(super) fn median(&self) -> f64 {
+        self.ways[self.ways.len() / 2]
+    }
+
+    fn is_right(&self) -> bool {
+        let error = |speed: &f64| (speed / self.expected - 1.0).abs();
+        self.ways.first().is_some_and(|lowest| error(lowest) <= TOLERANCE)
+            && self.ways.last().is_some_and(|highest| error(highest) <= TOLERANCE)
+    }
+
+    /// In words.
+    pub(super) fn line(&self) -> String {
+        let mbit = |speed: f64| speed * 8e-6;
+        let (lowest, highest) = (self.ways.first().copied(), self.ways.last().copied());
+        format!(
+            "{} of {}, {} at once: {:.1} to {:.1} Mbit/s of payload each way, median {:.1}, {:.1} expected; processors \
+             {:.0} % busy",
+            self.what,
+            self.rate,
+            self.links,
+            mbit(lowest.unwrap_or(0.0)),
+            mbit(highest.unwrap_or(0.0)),
+            mbit(self.median()),
+            mbit(self.expected),
+            100.0 * self.busy,
+        )
+    }
+
+    /// As an object of JSON; bytes a second.
+    pub(super) fn json(&self) -> String {
+        format!(
+            r#"{{"what": "{}", "rate": "{}", "links": {}, "payload": {:.0}, "lowest": {:.0}, "highest": {:.0}, "expected": {:.0}, "busy": {:.3}}}"#,
+            self.what,
+            self.rate,
+            self.links,
+            self.median(),
+            self.ways[0],
+            self.ways[self.ways.len() - 1],
+            self.expected,
+            self.busy,
+        )
+    }
+}
+
+/// One result for each kind of link.
+pub(super) fn probe(shape: &Shape) -> Result<Vec<Carried>, Problem> {
+    waves(shape).iter().map(|wave| probe_kind(shape, wave)).collect()
+}
+
+fn probe_kind(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
+    let mut last = None;
+    for _ in 0..ATTEMPTS {
+        let carried = measure(shape, kind)?;
+        if carried.is_right() {
+            return Ok(carried);
+        }
+        last = Some(carried);
+    }
+    let line = last.expect("there was an attempt").line();
+    Err(Problem::Failed(format!(
+        "the links do not carry their rate within {:.0} %: {line}. Where the processors are busy, lower --rate or wait \
+         until nothing else runs",
+        100.0 * TOLERANCE
+    )))
+}
+
+/// A kind's waves after one another.
+fn measure(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
+    let processors = Processors::read();
+    let mut ways = Vec::new();
+    for wave in kind {
+        // Flows that share a link count together.
+        let speeds = exchange(shape, &wave.flows)?;
+        for shared in speeds.chunks(wave.flows_a_link) {
+            ways.push(shared.iter().map(|(there, _)| there).sum());
+            ways.push(shared.iter().map(|(_, back)| back).sum());
+        }
+    }
+    ways.sort_by(f64::total_cmp);
+    let first = &kind[0];
+    let links = first.flows.len() / first.flows_a_link;
+    let (what, rate, expected) = (first.what, first.rate, first.carries.bytes_per_second() * PAYLOAD_SHARE);
+    Ok(Carried { what, rate, links, ways, expected, busy: processors.busy_since() })
+}
+
+/// All flows at once; bytes a second that each end received.
+fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<(f64, f64)>, Problem> {
+    let listeners: Vec<End> = flows
+        .iter()
+        .map(|flow| End::start(shape, &flow.to, &["listen", &flow.to.1.to_string()]))
+        .collect::<Result<_, _>>()?;
+    let mut dialled = Vec::new();
+    for (flow, mut listener) in flows.iter().zip(listeners) {
+        let port = listener.hear()?;
+        let port = port.parse().map_err(|_| Problem::Failed(format!("an end of the probe said `{port}`")))?;
+        let to = SocketAddr::new(flow.to.1.into(), port).to_string();
+        let dialler = End::start(shape, &flow.from, &["dial", &flow.from.1.to_string(), &to])?;
+        dialled.push((dialler, listener));
+    }
+    dialled.iter_mut().map(|(dialler, listener)| Ok((listener.speed()?, dialler.speed()?))).collect()
+}
+
+/// A process of the probe in a namespace; ended when dropped.
+struct End {
+    process: Child,
+    words: BufReader<std::process::ChildStdout>,
+}
+
+impl End {
+    fn start(shape: &Shape, at: &flows::Place, arguments: &[&str]) -> Result<End, Problem> {
+        let unable = |error| Problem::Failed(format!("cannot start the probe in {}: {error}", at.0));
+        let program = std::env::current_exe().map_err(unable)?;
+        let mut process = Command::new("ip")
+            .args(["netns", "exec", &shape.namespace(&at.0)])
+            .arg(program)
+            .arg("testbed-end")
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(unable)?;
+        let words = BufReader::new(process.stdout.take().expect("it is piped"));
+        Ok(End { process, words })
+    }
+
+    fn hear(&mut self) -> Result<String, Problem> {
+        let mut line = String::new();
+        match self.words.read_line(&mut line) {
+            Ok(1..) => Ok(line.trim().to_owned()),
+            // It has said why on stderr.
+            _ => Err(Problem::Failed("an end of the probe ended too early".into())),
+        }
+    }
+
+    fn speed(&mut self) -> Result<f64, Problem> {
+        let said = self.hear()?;
+        said.parse().map_err(|_| Problem::Failed(format!("an end of the probe said `{said}`")))
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What all processors have done since the machine's start, in ticks.
+struct Processors {
+    all: u64,
+    idle: u64,
+}
+
+impl Processors {
+    fn read() -> Processors {
+        let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let line = text.lines().next().unwrap_or_default();
+        // user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already.
+        let ticks: Vec<u64> = line.split_whitespace().skip(1).take(8).flat_map(str::parse).collect();
+        Processors { all: ticks.iter().sum(), idle: ticks.iter().skip(3).take(2).sum() }
+    }
+
+    fn busy_since(&self) -> f64 {
+        let now = Processors::read();
+        let all = (now.all - self.all).max(1);
+        1.0 - (now.idle - self.idle) as f64 / all as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn carried(ways: &[f64]) -> Carried {
+        let rate = Rate(8_000_000);
+        Carried { what: "links", rate, links: 1, ways: ways.into(), expected: 1e6, busy: 0.5 }
+    }
+
+    #[test]
+    fn every_link_must_carry_its_rate_each_way_no_less_and_no_more() {
+        assert!(carried(&[0.96e6, 1e6, 1.04e6]).is_right());
+        assert!(!carried(&[0.94e6, 1e6]).is_right());
+        assert!(!carried(&[1e6, 1.06e6]).is_right());
+        assert!(!carried(&[]).is_right());
+    }
+}

@@ -1,0 +1,118 @@
+//! One end of a flow: a process that sends as much as it can and counts what it receives.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Until the buckets' first burst is over and the congestion window has found its size.
+const WARMUP: Duration = Duration::from_millis(600);
+const WINDOW: Duration = Duration::from_millis(1000);
+/// On a busy machine the other side's window may end later.
+const AFTER: Duration = Duration::from_millis(500);
+/// How often a stream that stands still is looked at.
+const TICK: Duration = Duration::from_millis(200);
+/// As large as the stack's largest packets.
+const BUFFER_BYTES: usize = 64 << 10;
+/// A hub's link carries streams of every worker, and one alone hesitates where both ways are full.
+const CONNECTIONS: usize = 4;
+/// One that waits for nobody ends, too.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// `listen ADDRESS` says its port first; `dial FROM TO`. Both say in the end how many bytes a second they received.
+pub(crate) fn play(arguments: &[String]) -> ExitCode {
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match words[..] {
+        ["listen", address] => accept(address).and_then(run),
+        ["dial", from, to] => dial(from, to).and_then(run),
+        _ => Err(std::io::Error::new(ErrorKind::InvalidInput, "it is started by the probe alone")),
+    };
+    match result {
+        Ok(bytes_per_second) => {
+            println!("{bytes_per_second:.0}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("testbed: the probe's end `{}`: {error}", words.join(" "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn accept(address: &str) -> std::io::Result<Vec<TcpStream>> {
+    let address: Ipv4Addr = address.parse().map_err(std::io::Error::other)?;
+    let listener = TcpListener::bind((address, 0))?;
+    println!("{}", listener.local_addr()?.port());
+    listener.set_nonblocking(true)?;
+    let deadline = Instant::now() + PATIENCE;
+    let mut accepted = Vec::new();
+    while accepted.len() < CONNECTIONS {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                accepted.push(stream);
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(accepted)
+}
+
+/// A host with several interfaces sends from the address that its routing knows by default: the probe has workers dial.
+fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
+    let to: SocketAddr = to.parse().map_err(std::io::Error::other)?;
+    let from: IpAddr = from.parse().map_err(std::io::Error::other)?;
+    let connect = |_| {
+        let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
+        match stream.local_addr()?.ip() {
+            ip if ip == from => Ok(stream),
+            ip => Err(std::io::Error::other(format!("it was sent from {ip}"))),
+        }
+    };
+    (0..CONNECTIONS).map(connect).collect()
+}
+
+/// Bytes a second that all streams together received.
+fn run(streams: Vec<TcpStream>) -> std::io::Result<f64> {
+    let began = Instant::now();
+    let carried = streams.into_iter().map(|stream| std::thread::spawn(move || carry(stream, began)));
+    let carried: Vec<_> = carried.collect();
+    carried.into_iter().map(|stream| stream.join().expect("it does not panic")).sum()
+}
+
+fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
+    let end = began + WARMUP + WINDOW + AFTER;
+    stream.set_read_timeout(Some(TICK))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut sending = stream.try_clone()?;
+    let sender = std::thread::spawn(move || {
+        let buffer = [1_u8; BUFFER_BYTES];
+        // What cannot be sent, the other side misses and says so.
+        while Instant::now() < end && sending.write_all(&buffer).is_ok() {}
+        let _ = sending.shutdown(Shutdown::Write);
+    });
+    let speed = receive(stream, began);
+    sender.join().expect("the sender does not panic");
+    speed
+}
+
+/// Counts within the window, and reads until the other side has sent its last: bytes left unread would reset its stream.
+fn receive(mut stream: TcpStream, began: Instant) -> std::io::Result<f64> {
+    let mut buffer = vec![0_u8; BUFFER_BYTES];
+    let window = began + WARMUP..began + WARMUP + WINDOW;
+    let mut bytes = 0_usize;
+    while Instant::now() < began + PATIENCE {
+        match stream.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) if window.contains(&Instant::now()) => bytes += read,
+            Ok(_) => {}
+            // On a slow link one stream may stand still for a while.
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(bytes as f64 / WINDOW.as_secs_f64())
+}

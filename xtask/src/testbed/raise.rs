@@ -1,0 +1,150 @@
+//! Builds a testbed and takes it down.
+
+use std::net::Ipv4Addr;
+
+use super::Problem;
+use super::shape::{Host, Link, PREFIX_BITS, Shape, interface, prefix};
+use super::system::{batch, call, namespaces, remove};
+
+/// What may leave at once: a packet of 64 KB as the stack hands it to a virtual interface, with the headers of all its
+/// frames. A smaller bucket would have the kernel cut every one into frames, at several times the processor time.
+const BURST_BYTES_MIN: u64 = 72 << 10;
+const BURST_SECONDS: f64 = 0.001;
+/// Some packets of 64 KB of each of many hosts that send to one: what a port of a rack's switch may hold.
+const QUEUE_BYTES: u64 = 2 << 20;
+/// Of a fast link the queue is longer, of a slow one shorter: so long may a packet wait for its turn.
+const QUEUE_SECONDS: (f64, f64) = (0.02, 0.1);
+/// Where each interface of a host with several has a table of its own.
+const TABLE_FIRST: usize = 100;
+
+/// Creates one namespace with everything a testbed needs, and removes it: tells what is not allowed from what went wrong.
+pub(super) fn try_out(name: &str) -> Result<(), Problem> {
+    let namespace = format!("{}try", prefix(name));
+    let forbidden = |what: &'static str| {
+        move |reason: String| Problem::NotPermitted(format!("{what} cannot be created here: {reason}"))
+    };
+    call("ip", &["netns", "add", &namespace], "").map_err(forbidden("network namespaces"))?;
+    let inside = || {
+        let ip =
+            |what, line: &str| call("ip", &["-n", &namespace, "-batch", "-"], line).map_err(forbidden(what));
+        ip("veth interfaces", "link add name left type veth peer name right")?;
+        ip("bridges", "link add name br0 type bridge")?;
+        ip("routing rules", "rule add from 10.64.0.1 lookup 100")?;
+        let tc = ["-n", &namespace, "qdisc", "add", "dev", "left", "root", "tbf", "rate", "1mbit"];
+        let tc = [&tc[..], &["burst", "128kb", "limit", "1mb"]].concat();
+        call("tc", &tc, "").map_err(forbidden("tbf queues"))
+    };
+    let tried = inside();
+    remove(&[namespace])?;
+    tried.map(drop)
+}
+
+pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
+    let (hosts, links, switches) = (shape.hosts(), shape.links(), shape.switches());
+    let of_hosts = hosts.iter().map(|host| shape.namespace(&host.name));
+    let all: Vec<String> = switches.iter().cloned().chain(of_hosts).collect();
+    let lines: Vec<String> = all.iter().map(|name| format!("netns add {name}")).collect();
+    call("ip", &["-batch", "-"], &lines.join("\n")).map_err(Problem::Failed)?;
+    for namespace in &all {
+        configure(namespace, shape.congestion.as_deref())?;
+    }
+    for switch in &switches {
+        batch(
+            "ip",
+            switch,
+            &["link add name br0 type bridge stp_state 0 mcast_snooping 0".into(), up("br0")],
+        )?;
+    }
+    for switch in &switches {
+        let here: Vec<&Link> = links.iter().filter(|link| link.switch.0 == *switch).collect();
+        let plugged = here.iter().flat_map(|link| plug(link)).collect::<Vec<_>>();
+        batch("ip", switch, &plugged)?;
+        let shaped: Vec<String> = here.iter().map(|link| limit(&link.switch.1, link)).collect();
+        batch("tc", switch, &shaped)?;
+    }
+    for link in links.iter().filter(|link| link.is_trunk) {
+        let (namespace, port) = &link.end;
+        batch("ip", namespace, &[format!("link set dev {port} master br0"), up(port)])?;
+        batch("tc", namespace, &[limit(port, link)])?;
+    }
+    for host in &hosts {
+        let namespace = shape.namespace(&host.name);
+        batch("ip", &namespace, &address(host))?;
+        let own = links.iter().filter(|link| link.end.0 == namespace);
+        batch("tc", &namespace, &own.map(|link| limit(&link.end.1, link)).collect::<Vec<_>>())?;
+    }
+    Ok(())
+}
+
+/// Everything of a testbed, whole or in parts; how many namespaces there were.
+pub(super) fn take_down(name: &str) -> Result<usize, Problem> {
+    let found = namespaces(&prefix(name))?;
+    if !found.is_empty() {
+        remove(&found)?;
+    }
+    Ok(found.len())
+}
+
+/// A host with several interfaces in one network answers for each address on its own interface alone. No IPv6: what it
+/// says by itself would be counted with the bytes of an exchange.
+fn configure(namespace: &str, congestion: Option<&str>) -> Result<(), Problem> {
+    let script = "cd /proc/sys/net && \
+        for kind in all default; do \
+            echo 1 > ipv4/conf/$kind/arp_ignore && echo 2 > ipv4/conf/$kind/arp_announce && \
+            echo 0 > ipv4/conf/$kind/rp_filter && \
+            { [ ! -e ipv6/conf/$kind ] || echo 1 > ipv6/conf/$kind/disable_ipv6; } || exit 1; \
+        done";
+    call("ip", &["netns", "exec", namespace, "sh", "-c", script], "").map_err(Problem::Failed)?;
+    let Some(name) = congestion else { return Ok(()) };
+    let script = format!("echo {name} > /proc/sys/net/ipv4/tcp_congestion_control");
+    let chosen = call("ip", &["netns", "exec", namespace, "sh", "-c", &script], "");
+    chosen.map(drop).map_err(|error| {
+        Problem::Failed(format!(
+            "--congestion {name}: {error}; namespaces may use what `sysctl net.ipv4.tcp_allowed_congestion_control` lists"
+        ))
+    })
+}
+
+fn plug(link: &Link) -> [String; 3] {
+    let (port, (peer_namespace, peer)) = (&link.switch.1, &link.end);
+    [
+        format!("link add name {port} type veth peer name {peer} netns {peer_namespace}"),
+        format!("link set dev {port} master br0"),
+        up(port),
+    ]
+}
+
+fn up(interface: &str) -> String {
+    format!("link set dev {interface} up")
+}
+
+fn address(host: &Host) -> Vec<String> {
+    let mut lines = vec![up("lo")];
+    for (number, address) in host.addresses.iter().enumerate() {
+        let interface = interface(number);
+        lines.push(format!("address add {address}/{PREFIX_BITS} dev {interface}"));
+        lines.push(up(&interface));
+        if host.addresses.len() > 1 {
+            lines.extend(route_by_source(number, *address));
+        }
+    }
+    lines
+}
+
+/// Without it everything would leave through the first of several interfaces in one network.
+fn route_by_source(number: usize, address: Ipv4Addr) -> [String; 2] {
+    let (interface, table) = (interface(number), TABLE_FIRST + number);
+    let [a, b, ..] = address.octets();
+    [
+        format!("rule add from {address} lookup {table}"),
+        format!("route add {a}.{b}.0.0/{PREFIX_BITS} dev {interface} src {address} table {table}"),
+    ]
+}
+
+fn limit(interface: &str, link: &Link) -> String {
+    let rate = link.rate;
+    let bytes = |seconds| (rate.bytes_per_second() * seconds) as u64;
+    let burst = bytes(BURST_SECONDS).max(BURST_BYTES_MIN);
+    let queue = QUEUE_BYTES.clamp(bytes(QUEUE_SECONDS.0), bytes(QUEUE_SECONDS.1)).max(2 * burst);
+    format!("qdisc add dev {interface} root tbf rate {rate} burst {burst} limit {queue}")
+}

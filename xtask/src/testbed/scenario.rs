@@ -1,0 +1,35 @@
+//! Runs what a file of bench/rack/ describes. Its rows are measured by the conductor of bench/peers, which is Python.
+
+use std::process::Command;
+
+use super::Problem;
+use super::options;
+use super::shape::Shape;
+use super::system::call;
+
+const CONDUCTOR: &str = "bench/rack/run";
+
+/// The testbed that a scenario asks for.
+pub(super) fn shape(name: &str, scenario: &str) -> Result<Shape, Problem> {
+    let flags = call("python3", &[CONDUCTOR, "--print-testbed", scenario], "").map_err(Problem::Failed)?;
+    let flags = flags.split_whitespace().map(str::to_owned);
+    let named = ["--name".to_owned(), name.to_owned()];
+    options::shape(flags.chain(named)).map_err(|why| Problem::Failed(format!("{scenario}: {why}")))
+}
+
+/// Measures every row in rounds.
+pub(super) fn run(shape: &Shape, scenario: &str, json: Option<&str>, more: &[String]) -> Result<(), Problem> {
+    let unable = |error| Problem::Failed(format!("cannot start {CONDUCTOR}: {error}"));
+    let mut command = Command::new("python3");
+    command.arg(CONDUCTOR).arg(scenario).args(["--name", &shape.name]);
+    // It asks for hosts and has links probed.
+    command.arg("--xtask").arg(std::env::current_exe().map_err(unable)?);
+    if let Some(path) = json {
+        command.args(["--json", path]);
+    }
+    let status = command.args(more).status().map_err(unable)?;
+    match status.code() {
+        Some(0) => Ok(()),
+        code => Err(Problem::Ended(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))),
+    }
+}

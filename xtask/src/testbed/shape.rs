@@ -1,0 +1,235 @@
+//! What a testbed is made of: hosts, switches and links, by name and address. Nothing here touches the system.
+
+use std::fmt;
+use std::net::Ipv4Addr;
+
+use super::rate::Rate;
+
+pub(crate) const NAME_DEFAULT: &str = "phub";
+/// Two testbeds side by side do not see each other, so all have the same addresses.
+pub(crate) const PREFIX_BITS: u8 = 16;
+const RACKS_MAX: usize = 16;
+const WORKERS_MAX: usize = 64;
+const INTERFACES_MAX: usize = 64;
+/// What each rack's numbers of hub interfaces begin after: above every worker's.
+const FIRST_OF_HUB: usize = 101;
+
+/// A testbed as it was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// What every namespace's name begins with.
+    pub(crate) name: String,
+    pub(crate) racks: usize,
+    /// In each rack.
+    pub(crate) workers: usize,
+    /// Of each host's links, each way.
+    pub(crate) rate: Rate,
+    /// Of each rack's hub host.
+    pub(crate) hub_interfaces: usize,
+    /// Between each rack and the core, each way.
+    pub(crate) core_rate: Rate,
+    /// How TCP controls congestion on all hosts; None is as outside of the testbed.
+    pub(crate) congestion: Option<String>,
+}
+
+/// A namespace with addresses.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// Such as r0w3 or r0hub.
+    pub(crate) name: String,
+    pub(crate) rack: usize,
+    /// Of eth0, eth1, and so on.
+    pub(crate) addresses: Vec<Ipv4Addr>,
+}
+
+/// A pair of interfaces, each in a namespace; both ends send at most at the rate.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Link {
+    /// A bridge's namespace, and its port.
+    pub(crate) switch: (String, String),
+    /// A host's namespace or another switch's, and its interface.
+    pub(crate) end: (String, String),
+    pub(crate) rate: Rate,
+    /// Both ends are ports of bridges.
+    pub(crate) is_trunk: bool,
+}
+
+impl Shape {
+    /// A hub with as many interfaces as a rack has workers, and a core that takes all they send.
+    pub(crate) fn new(name: &str, racks: usize, workers: usize, rate: Rate) -> Shape {
+        let core_rate = Rate(rate.0 * workers as u64);
+        Shape {
+            name: name.to_owned(),
+            racks,
+            workers,
+            rate,
+            hub_interfaces: workers,
+            core_rate,
+            congestion: None,
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        check_name(&self.name)?;
+        for (flag, number, most) in [
+            ("--racks", self.racks, RACKS_MAX),
+            ("--workers", self.workers, WORKERS_MAX),
+            ("--hub-interfaces", self.hub_interfaces, INTERFACES_MAX),
+        ] {
+            if !(1..=most).contains(&number) {
+                return Err(format!("{flag} {number}: it must be from 1 to {most}"));
+            }
+        }
+        match &self.congestion {
+            // It becomes part of a shell's line.
+            Some(name) if name.is_empty() || name.bytes().any(|byte| !byte.is_ascii_alphanumeric()) => {
+                Err(format!("--congestion {name}: give a name such as cubic"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Rack by rack, workers first.
+    pub(crate) fn hosts(&self) -> Vec<Host> {
+        let of_rack = |rack: usize| {
+            let worker = move |worker| Host {
+                name: format!("r{rack}w{worker}"),
+                rack,
+                addresses: vec![address(rack, 1 + worker)],
+            };
+            let addresses =
+                (0..self.hub_interfaces).map(|number| address(rack, FIRST_OF_HUB + number)).collect();
+            let hub = Host { name: format!("r{rack}hub"), rack, addresses };
+            (0..self.workers).map(worker).chain([hub])
+        };
+        (0..self.racks).flat_map(of_rack).collect()
+    }
+
+    /// Namespaces of bridges: each rack's, and the core's where there is more than one rack.
+    pub(crate) fn switches(&self) -> Vec<String> {
+        let racks = (0..self.racks).map(|rack| self.namespace(&switch(rack)));
+        racks.chain((self.racks > 1).then(|| self.namespace("core"))).collect()
+    }
+
+    /// Hosts' links, then those between racks and core.
+    pub(crate) fn links(&self) -> Vec<Link> {
+        let mut links = Vec::new();
+        for host in self.hosts() {
+            for number in 0..host.addresses.len() {
+                let port = match host.addresses.len() {
+                    1 => host.name.clone(),
+                    _ => format!("{}.{number}", host.name),
+                };
+                links.push(Link {
+                    switch: (self.namespace(&switch(host.rack)), port),
+                    end: (self.namespace(&host.name), interface(number)),
+                    rate: self.rate,
+                    is_trunk: false,
+                });
+            }
+        }
+        if self.racks > 1 {
+            links.extend((0..self.racks).map(|rack| Link {
+                switch: (self.namespace("core"), format!("r{rack}")),
+                end: (self.namespace(&switch(rack)), "core".to_owned()),
+                rate: self.core_rate,
+                is_trunk: true,
+            }));
+        }
+        links
+    }
+
+    pub(crate) fn namespace(&self, host: &str) -> String {
+        format!("{}{host}", prefix(&self.name))
+    }
+}
+
+/// As the flags that ask for it.
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape { name, racks, workers, rate, hub_interfaces, core_rate, congestion } = self;
+        write!(f, "--name {name} --racks {racks} --workers {workers} --rate {rate} ")?;
+        write!(f, "--hub-interfaces {hub_interfaces} --core-rate {core_rate}")?;
+        congestion.iter().try_for_each(|name| write!(f, " --congestion {name}"))
+    }
+}
+
+/// No testbed's names begin with another's prefix, for names hold no hyphen.
+pub(crate) fn check_name(name: &str) -> Result<(), String> {
+    let is_plain = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+    match (1..=16).contains(&name.len()) && is_plain {
+        true => Ok(()),
+        false => Err(format!("--name {name}: give up to 16 small letters and digits")),
+    }
+}
+
+/// What the names of all namespaces of a testbed begin with.
+pub(crate) fn prefix(name: &str) -> String {
+    format!("{name}-")
+}
+
+/// A host's interfaces are called the same on all hosts, as on machines of one kind.
+pub(crate) fn interface(number: usize) -> String {
+    format!("eth{number}")
+}
+
+fn switch(rack: usize) -> String {
+    format!("r{rack}switch")
+}
+
+/// All hosts are in one network, so that nothing has to be routed between racks.
+fn address(rack: usize, number: usize) -> Ipv4Addr {
+    let octet = |number: usize| u8::try_from(number).expect("numbers are checked");
+    Ipv4Addr::new(10, 64, octet(rack), octet(number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn shape(racks: usize, workers: usize) -> Shape {
+        Shape::new("bed", racks, workers, Rate(500_000_000))
+    }
+
+    #[test]
+    fn every_host_has_links_of_its_own_and_every_address_is_one_host_s() {
+        let shape = Shape { hub_interfaces: 2, ..shape(RACKS_MAX, WORKERS_MAX) };
+        shape.check().unwrap();
+        let (hosts, links) = (shape.hosts(), shape.links());
+        assert_eq!(hosts.len(), RACKS_MAX * (WORKERS_MAX + 1));
+        assert_eq!(links.len(), RACKS_MAX * (WORKERS_MAX + 2) + RACKS_MAX);
+        let addresses: Vec<_> = hosts.iter().flat_map(|host| &host.addresses).collect();
+        assert_eq!(addresses.iter().collect::<HashSet<_>>().len(), addresses.len());
+        assert!(addresses.iter().all(|address| address.is_private()));
+        let ends: Vec<_> = links.iter().flat_map(|link| [&link.switch, &link.end]).collect();
+        assert_eq!(ends.iter().collect::<HashSet<_>>().len(), ends.len());
+        // The kernel's limit, without its final zero.
+        assert!(ends.iter().all(|(_, interface)| interface.len() <= 15), "{ends:?}");
+    }
+
+    #[test]
+    fn one_rack_needs_no_core() {
+        assert_eq!(shape(1, 2).switches(), ["bed-r0switch"]);
+        assert!(shape(1, 2).links().iter().all(|link| !link.is_trunk));
+        assert_eq!(shape(2, 2).switches(), ["bed-r0switch", "bed-r1switch", "bed-core"]);
+        assert_eq!(shape(2, 2).links().iter().filter(|link| link.is_trunk).count(), 2);
+    }
+
+    #[test]
+    fn names_and_numbers_have_limits() {
+        for name in ["", "a-b", "A", "a b", "../x", "elevenelevenelev"] {
+            let wrong = Shape { name: name.into(), ..shape(1, 1) };
+            assert_eq!(wrong.check().is_ok(), name == "elevenelevenelev", "{name}");
+        }
+        for (wrong, flag) in [
+            (shape(0, 1), "--racks 0"),
+            (shape(17, 1), "--racks 17"),
+            (shape(1, 65), "--workers 65"),
+            (Shape { hub_interfaces: 0, ..shape(1, 1) }, "--hub-interfaces 0"),
+        ] {
+            let problem = wrong.check().expect_err(flag);
+            assert!(problem.contains(flag), "{problem}");
+        }
+    }
+}
