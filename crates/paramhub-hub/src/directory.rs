@@ -45,6 +45,8 @@ pub(crate) struct Entry {
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
     pub(crate) taken: HashSet<(RouteId, u32)>,
+    /// Interfaces that streams have come by, those over shared memory not counted.
+    pub(crate) interfaces: HashSet<u16>,
     pub(crate) memory: JobMemory,
 }
 
@@ -101,6 +103,12 @@ impl Directory {
         (0..entry.workers).filter(|rank| !complete(rank)).collect()
     }
 
+    /// Whether a stream of a living job came by this interface.
+    pub(crate) fn has_stream_through(&self, namespace: Namespace, interface: u16) -> bool {
+        let jobs = self.jobs();
+        jobs.living.get(&namespace).is_some_and(|entry| entry.interfaces.contains(&interface))
+    }
+
     /// Gives a proven worker its place on a route, or says why it cannot have it.
     pub(crate) fn admit(&self, hello: &Hello, origin: Origin) -> Result<Admitted, (Refusal, String)> {
         let mut jobs = self.jobs();
@@ -150,7 +158,10 @@ impl Directory {
                     )
                 })?)
             }
-            Origin::Interfaces(_) => None,
+            Origin::Interfaces(_) => {
+                entry.interfaces.insert(hello.interface);
+                None
+            }
         };
         entry.taken.insert((route, rank));
         Ok(Admitted { route, state_slots: entry.state_slots, memory })

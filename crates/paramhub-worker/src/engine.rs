@@ -114,7 +114,9 @@ impl Engine {
                     ticket
                 }
                 Command::AwaitNorm { ticket, .. } => ticket,
-                Command::Retune { .. } | Command::Release { .. } | Command::Leave { .. } => continue,
+                Command::Retune(_) | Command::Release { .. } | Command::Leave { .. } | Command::GiveUp(_) => {
+                    continue;
+                }
             };
             let _ = ticket.finish(Err(reason.clone()));
         }
@@ -171,6 +173,15 @@ impl Engine {
 
     /// Begins what user threads asked for, in order.
     fn take_commands(&mut self, now: Instant) -> Result<(), WorkerError> {
+        if matches!(self.phase, Phase::Leaving { .. }) {
+            // What is under way would wait in vain for an interface that is down.
+            self.desk.shared.inbox.take(&mut self.commands);
+            let given_up = self.commands.iter().find_map(|command| match command {
+                Command::GiveUp(error) => Some(error.clone()),
+                _ => None,
+            });
+            return given_up.map_or(Ok(()), Err);
+        }
         if !matches!(self.phase, Phase::Running) {
             // What comes after a farewell or a broken stream ends with the job.
             return Ok(());
@@ -205,6 +216,7 @@ impl Engine {
                     })?;
                 }
                 Command::Release { step, factor } => self.release(step, factor),
+                Command::GiveUp(error) => return Err(error),
                 Command::Leave { deadline } => {
                     self.phase = Phase::Leaving { deadline };
                     break;

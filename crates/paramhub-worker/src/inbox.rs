@@ -18,11 +18,26 @@ const RETUNE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// One thing for the I/O thread to do.
 pub(crate) enum Command {
-    Request { key: u32, request: Request, step: u32, ticket: Ticket },
+    Request {
+        key: u32,
+        request: Request,
+        step: u32,
+        ticket: Ticket,
+    },
     Retune(Change),
-    AwaitNorm { step: u32, ticket: Ticket },
-    Release { step: u32, factor: f32 },
-    Leave { deadline: Instant },
+    AwaitNorm {
+        step: u32,
+        ticket: Ticket,
+    },
+    Release {
+        step: u32,
+        factor: f32,
+    },
+    Leave {
+        deadline: Instant,
+    },
+    /// The job cannot go on, and no stream would tell for a while.
+    GiveUp(WorkerError),
 }
 
 /// A change of a group's hyperparameters.

@@ -120,7 +120,7 @@ impl Member {
             job_options: self.connected.options,
             placement_hash: Some(initialised.placement_hash),
         };
-        admission.open(self.options)
+        admission.open(self.options.clone())
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
+use paramhub_transport::interface::Selector;
 
 use crate::error::{Who, WorkerError};
 
@@ -58,7 +59,7 @@ pub enum Sharing {
 }
 
 /// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// How long a refused connection to the manager is dialled again, for a manager that is just starting.
     pub manager_patience: Duration,
@@ -69,6 +70,10 @@ pub struct Options {
     pub spin: Duration,
     /// How tensors travel.
     pub transport: Transport,
+    /// From which of this host's interfaces streams over TCP leave. A stream to a hub's interface number i leaves from number i
+    /// modulo n of those n that lead there: of those in its subnet, else of those whose route does. By default the kernel chooses
+    /// where only one does.
+    pub interfaces: Selector,
     /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
     /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory, a job in step, and a single hub.
     pub shared_parameters: Sharing,
@@ -92,28 +97,26 @@ impl Options {
     /// How long dropping a job waits for requests under way.
     pub const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// The default with what the environment says: `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), for whoever starts a
-    /// worker and cannot change it.
+    /// The default with what the environment says, for whoever starts a worker and cannot change it: `PARAMHUB_TRANSPORT`
+    /// (`auto`, `tcp` or `shm`) and `PARAMHUB_INTERFACES` (a [`Selector`]).
     ///
     /// # Errors
-    /// [`WorkerError::Environment`] if the variable cannot be read.
+    /// [`WorkerError::Environment`] if a variable cannot be read.
     pub fn from_env() -> Result<Self, WorkerError> {
-        Self::from_variable(std::env::var_os(TRANSPORT_VARIABLE).map(|value| value.into_string()))
+        Self::from_variables(|variable| std::env::var_os(variable).map(|value| value.into_string()))
     }
 
-    fn from_variable(transport: Option<Result<String, std::ffi::OsString>>) -> Result<Self, WorkerError> {
-        let problem = match transport {
-            None => return Ok(Options::default()),
-            Some(Ok(text)) => match text.trim().parse() {
-                Ok(transport) => return Ok(Options { transport, ..Options::default() }),
-                Err(problem) => problem,
-            },
-            Some(Err(_)) => "it is not UTF-8".into(),
-        };
-        Err(WorkerError::Environment {
-            variable: TRANSPORT_VARIABLE,
-            problem: format!("cannot be read ({problem})").into(),
-            expected: "auto, tcp or shm, or leave it out",
+    fn from_variables(
+        read: impl Fn(&'static str) -> Option<Result<String, std::ffi::OsString>>,
+    ) -> Result<Self, WorkerError> {
+        let default = Options::default();
+        let transport = parsed(&read, TRANSPORT_VARIABLE, "auto, tcp or shm, or leave it out")?;
+        let expected = "interfaces such as eth0,eth1 or 10.0.0.0/24 or ^docker, or leave it out";
+        let interfaces = parsed(&read, INTERFACES_VARIABLE, expected)?;
+        Ok(Options {
+            transport: transport.unwrap_or(default.transport),
+            interfaces: interfaces.unwrap_or(default.interfaces),
+            ..default
         })
     }
 
@@ -149,6 +152,25 @@ impl Options {
 
 /// What says how tensors travel where the program does not.
 const TRANSPORT_VARIABLE: &str = "PARAMHUB_TRANSPORT";
+/// And from which interfaces.
+const INTERFACES_VARIABLE: &str = "PARAMHUB_INTERFACES";
+
+fn parsed<T: FromStr<Err = String>>(
+    read: &impl Fn(&'static str) -> Option<Result<String, std::ffi::OsString>>,
+    variable: &'static str,
+    expected: &'static str,
+) -> Result<Option<T>, WorkerError> {
+    let problem = match read(variable) {
+        None => return Ok(None),
+        Some(Ok(text)) => match text.trim().parse() {
+            Ok(value) => return Ok(Some(value)),
+            Err(problem) => problem,
+        },
+        Some(Err(_)) => "it is not UTF-8".into(),
+    };
+    let problem = format!("cannot be read ({problem})").into();
+    Err(WorkerError::Environment { variable, problem, expected })
+}
 
 impl Default for Options {
     fn default() -> Self {
@@ -157,6 +179,7 @@ impl Default for Options {
             rendezvous_timeout: Duration::from_secs(600),
             spin: Duration::ZERO,
             transport: Transport::Auto,
+            interfaces: Selector::Auto,
             shared_parameters: Sharing::Never,
             dial_timeout: Duration::from_secs(10),
             heartbeat: Duration::from_secs(1),
@@ -181,9 +204,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_may_choose_the_transport() {
-        let read = |text: &str| Options::from_variable(Some(Ok(text.to_owned())));
-        assert_eq!(Options::from_variable(None).unwrap(), Options::default());
+    fn the_environment_may_choose_transport_and_interfaces() {
+        let with = |variable: &'static str, text: &str| {
+            Options::from_variables(|asked| (asked == variable).then(|| Ok(text.to_owned())))
+        };
+        let read = |text: &str| with("PARAMHUB_TRANSPORT", text);
+        assert_eq!(Options::from_variables(|_| None).unwrap(), Options::default());
+        let chosen = with("PARAMHUB_INTERFACES", " eth0,10.1.0.0/16 ").unwrap();
+        assert_eq!(chosen.interfaces.to_string(), "eth0,10.1.0.0/16");
+        let refused = with("PARAMHUB_INTERFACES", "10.1.0.0/99").unwrap_err().to_string();
+        assert!(refused.starts_with("PARAMHUB_INTERFACES cannot be read"), "{refused}");
         for transport in Transport::ALL {
             assert_eq!(read(&format!(" {transport}\n")).unwrap().transport, transport);
         }

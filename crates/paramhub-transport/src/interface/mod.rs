@@ -8,6 +8,7 @@ mod rate;
 mod route;
 mod selector;
 mod sysfs;
+mod watch;
 
 use std::io;
 use std::net::IpAddr;
@@ -20,6 +21,7 @@ pub use rate::Rate;
 pub use route::leaves_by;
 pub use selector::{Network, Pattern, Selector};
 pub use sysfs::Sysfs;
+pub use watch::{Change, DOWN_GRACE, LOOK, Watch};
 
 /// A network interface of this host, in the process's own network namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]

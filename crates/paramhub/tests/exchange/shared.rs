@@ -37,7 +37,8 @@ fn run<T: Send>(
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..)
             .zip(options)
-            .map(|(rank, &options)| {
+            .map(|(rank, options)| {
+                let options = options.clone();
                 let work = &work;
                 scope.spawn(move || {
                     let job = join(ticket, rank, options, settings).unwrap();
@@ -126,7 +127,7 @@ fn workers_that_share_parameters_read_the_right_ones_after_every_step() {
         let settings = Settings { optimizer, reproducible, ..Settings::new(keys(&SIZES)) };
         let after: Vec<_> = (1..=STEPS).map(|steps| expected(&settings, 3, steps)).collect();
         let ticket = cluster.job(&format!("shared-{reproducible}"), 3);
-        run(&ticket, &settings, &[sharing(); 3], |job| train(job, &after));
+        run(&ticket, &settings, &vec![sharing(); 3], |job| train(job, &after));
     }
 }
 
@@ -146,7 +147,7 @@ fn ranks_that_share_parameters_receive_them_or_use_tcp_agree() {
 fn what_is_received_into_own_memory_beside_shared_parameters_is_the_same() {
     let cluster = Cluster::new(1);
     let settings = Settings { optimizer: sgd(0.5, 0.0), ..Settings::new(keys(&[20_000])) };
-    run(&cluster.job("both", 2), &settings, &[sharing(); 2], |job| {
+    run(&cluster.job("both", 2), &settings, &vec![sharing(); 2], |job| {
         let mut model = [vec![0.0f32; 20_000]];
         job.broadcast(&mut model, 3).unwrap();
         let [mut out] = model;
@@ -421,7 +422,7 @@ fn packed_neighbours_are_exchanged_from_and_into_one_tensor() {
         ("tcp", Options { shared_parameters: Sharing::WherePossible, ..over(Transport::Tcp) }),
     ] {
         let ticket = cluster.job(name, 2);
-        let made = run(&ticket, &settings, &[options; 2], |job| {
+        let made = run(&ticket, &settings, &vec![options; 2], |job| {
             let mut gradients = job.gradient_tensors(0..4).unwrap();
             for (element, value) in (0..).zip(gradients.elements_mut::<f32>()) {
                 *value = (element * (job.rank() + 1)) as f32;
