@@ -78,6 +78,11 @@ fn unasked_it_is_what_another_host_could_reach() {
 fn names_networks_and_exclusions_choose() {
     assert_eq!(names("eth0,eth1"), ["eth0", "eth1"]);
     assert_eq!(names("10.0.0.0/16"), ["eth0", "eth1", "eth10"]);
+    assert_eq!(
+        names("10.0.0.0/24,10.200.0.0/16"),
+        ["eth0"],
+        "a list for hosts of which each is in some network"
+    );
     assert_eq!(names("^eth"), ["br0"]);
     assert_eq!(names("^docker,lo,192.168.0.0/16,eth1"), ["eth0", "eth10"]);
     assert_eq!(names("docker"), ["docker0"], "who names it, means it");
@@ -106,6 +111,7 @@ fn what_was_asked_for_and_cannot_be_had_is_named() {
         ("eth0,eth5", &["`eth5` means no interface", "eth0 (10.0.0.7, fe80::1)", "docker0"][..]),
         ("eth0,eth2", &["`eth2` means eth2", "no carrier"]),
         ("eth4", &["`eth4` means no interface with an address"]),
+        ("10.200.0.0/16,10.201.0.0/16", &["`10.200.0.0/16` means no interface with an address"]),
         ("fe80::/10", &["`fe80::/10` means eth0", "link-local"]),
         ("^eth,br", &["no interface leads to other hosts", "docker0: it is a bridge", "eth0: excluded"]),
     ] {

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::wire::Release;
+use paramhub_core::wire::{Failure, Release};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
 use crate::desk::Desk;
@@ -114,7 +114,10 @@ impl Engine {
                     ticket
                 }
                 Command::AwaitNorm { ticket, .. } => ticket,
-                Command::Retune(_) | Command::Release { .. } | Command::Leave { .. } | Command::GiveUp(_) => {
+                Command::Retune(_)
+                | Command::Release { .. }
+                | Command::Leave { .. }
+                | Command::GiveUp { .. } => {
                     continue;
                 }
             };
@@ -177,10 +180,13 @@ impl Engine {
             // What is under way would wait in vain for an interface that is down.
             self.desk.shared.inbox.take(&mut self.commands);
             let given_up = self.commands.iter().find_map(|command| match command {
-                Command::GiveUp(error) => Some(error.clone()),
+                Command::GiveUp { error, told } => Some((error.clone(), told.clone())),
                 _ => None,
             });
-            return given_up.map_or(Ok(()), Err);
+            if let Some((error, told)) = given_up {
+                self.give_up(error, &told, now);
+            }
+            return Ok(());
         }
         if !matches!(self.phase, Phase::Running) {
             // What comes after a farewell or a broken stream ends with the job.
@@ -216,7 +222,10 @@ impl Engine {
                     })?;
                 }
                 Command::Release { step, factor } => self.release(step, factor),
-                Command::GiveUp(error) => return Err(error),
+                Command::GiveUp { error, told } => {
+                    self.give_up(error, &told, now);
+                    break;
+                }
                 Command::Leave { deadline } => {
                     self.phase = Phase::Leaving { deadline };
                     break;
@@ -407,6 +416,18 @@ impl Engine {
             self.lanes[index].forget_chunks();
             self.lanes[index].say(Control::Leave);
             // A stream that breaks now is one less to take leave of.
+            let _ = self.send(index, now);
+        }
+    }
+
+    /// Ends with `error`, once the hubs that can still hear it have been told why, and with them the other ranks.
+    fn give_up(&mut self, error: WorkerError, told: &Failure, now: Instant) {
+        self.phase = Phase::Parting { deadline: now + LAST_WORDS, outcome: Err(error) };
+        let wire: Arc<[u8]> = told.encode().into();
+        for index in 0..self.lanes.len() {
+            self.lanes[index].forget_chunks();
+            self.lanes[index].say(Control::GiveUp(Arc::clone(&wire)));
+            // The other streams tell it as well.
             let _ = self.send(index, now);
         }
     }

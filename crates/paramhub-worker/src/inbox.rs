@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::requests::Request;
+use paramhub_core::wire::Failure;
 use paramhub_transport::Waker;
 
 use crate::error::{Who, WorkerError};
@@ -36,8 +37,11 @@ pub(crate) enum Command {
     Leave {
         deadline: Instant,
     },
-    /// The job cannot go on, and no stream would tell for a while.
-    GiveUp(WorkerError),
+    /// This worker cannot go on, with what the other ranks are told.
+    GiveUp {
+        error: WorkerError,
+        told: Failure,
+    },
 }
 
 /// A change of a group's hyperparameters.

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Weak;
 use std::time::Instant;
 
+use paramhub_core::wire::Failure;
 use paramhub_transport::interface::{
     Interface, LOOK, Network, Selector, Sysfs, Usable, Watch, choose, interfaces, leaves_by,
 };
@@ -114,9 +115,10 @@ fn look_after(shared: &Weak<Shared>, mut watch: Watch) {
         // A system that cannot be asked for a moment is asked again.
         let Ok(found) = interfaces() else { continue };
         if let Some(down) = watch.look(&found, Instant::now()).into_iter().find_map(|change| change.down) {
+            let told = Failure { rank: Some(shared.who.rank), message: format!("its {down}") };
             let error = WorkerError::InterfaceDown { who: shared.who.clone(), what: down.into() };
             // Refused only by a job that is over.
-            let _ = shared.inbox.put(Command::GiveUp(error));
+            let _ = shared.inbox.put(Command::GiveUp { error, told });
             return;
         }
     }

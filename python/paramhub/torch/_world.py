@@ -183,6 +183,7 @@ class World:
             secret,
             rank,
             transport=self.options.transport,
+            interfaces=self.options.interfaces,
             shared_parameters=shared_parameters,
             # After the manager's own, which names who is missing.
             rendezvous_timeout=self.options.timeout + 30.0,
@@ -290,6 +291,7 @@ class Options:
     hub_cores: int | None = None
     timeout: float = TIMEOUT_DEFAULT
     dead_after: float = 30.0
+    interfaces: str | None = None
 
 
 _world: World | None = None
@@ -304,6 +306,7 @@ def init(
     local_size: int | None = None,
     store: dist.Store | None = None,
     transport: str | None = None,
+    interfaces: str | None = None,
     reproducible: bool = False,
     hub_cores: int | None = None,
     timeout: float = TIMEOUT_DEFAULT,
@@ -317,7 +320,9 @@ def init(
     initialised, else a TCPStore at ``MASTER_ADDR:MASTER_PORT``.
 
     ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp`` or ``shm``, by default what
-    ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
+    ``PARAMHUB_TRANSPORT`` says. ``interfaces`` says from which of this host's network interfaces streams to a hub elsewhere leave
+    (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``), by default what ``PARAMHUB_INTERFACES`` says, else all that lead there;
+    ranks may differ. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
     how long ranks wait for one another, ``dead_after`` how long a silent rank is thought alive; one whose process ends is
@@ -326,7 +331,7 @@ def init(
     if _world is not None:
         return
     place = launched(rank, size, local_rank, local_size)
-    options = Options(transport, reproducible, hub_cores, timeout, dead_after)
+    options = Options(transport, reproducible, hub_cores, timeout, dead_after, interfaces)
     if store is None:
         store = _meeting_place(place, timeout)
     establish(place, store, url, options)

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Offence, Stranded};
-use paramhub_core::wire::Operation;
+use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
 
 /// Why a core gives up on a rank of a job, or on the job.
@@ -36,6 +36,8 @@ pub(crate) enum Fault {
     AfterLeave(Operation),
     #[error("sent something that is no frame: {0}")]
     Frame(String),
+    #[error("gave up: {0}")]
+    GaveUp(String),
     #[error("was lost: {0}")]
     Lost(String),
     /// Its connection stands, as far as anyone can tell: it may yet hear why.
@@ -46,6 +48,13 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
+    /// From what a rank says of its own failure.
+    pub(crate) fn gave_up(payload: &[u8]) -> Fault {
+        // Its words go into logs and terminals.
+        let reason = Failure::decode(payload).map(|failure| failure.message.replace(char::is_control, " "));
+        Fault::GaveUp(reason.unwrap_or_else(|| "it did not say why".into()))
+    }
+
     /// The rank at fault where it showed on the stream of `rank`.
     pub(crate) fn culprit(&self, rank: u32) -> u32 {
         match self {

@@ -196,6 +196,7 @@ impl Shard {
             Operation::Retune => self.retune(header.chunk, header.step, payload.here()),
             Operation::Release => self.release(rank, header.step, payload.here()),
             Operation::Leave => self.leave(rank),
+            Operation::Failure => Err(Fault::gave_up(payload.here())),
             // Hearing it was all it was for. Answers never reach here: the header's direction was checked.
             _ => Ok(()),
         }

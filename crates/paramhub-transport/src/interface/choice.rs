@@ -165,6 +165,8 @@ fn check(pattern: &Pattern, found: &[Interface], choice: &Choice) -> Result<(), 
         Some(LeftOut { name, why }) => {
             ChoiceError::Unusable { pattern: pattern.to_string(), name: name.clone(), why }
         }
+        // One list of networks serves hosts of which each is in some.
+        None if matches!(pattern, Pattern::Network(_)) && !choice.usable.is_empty() => return Ok(()),
         None => ChoiceError::NoSuch { pattern: pattern.to_string(), present: present(found) },
     })
 }
