@@ -71,3 +71,17 @@ impl Fault {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_says_of_itself_is_one_line() {
+        let said = Failure { rank: Some(9), message: "its disk\nis full\u{1b}[2J".into() };
+        let fault = Fault::gave_up(&said.encode());
+        assert_eq!(fault.message(3), "rank 3 gave up: its disk is full [2J", "and of nobody else");
+        assert_eq!(fault.culprit(3), 3);
+        assert_eq!(Fault::gave_up(&[1]).message(3), "rank 3 gave up: it did not say why");
+    }
+}
