@@ -52,6 +52,9 @@ impl Interfaces {
             // It is this host's own address: nothing leaves.
             return Ok(None);
         }
+        if self.selector == Selector::Auto && self.usable.len() < 2 {
+            return Ok(None);
+        }
         let leads_there = |from: &IpAddr, name: &str| {
             // A system that cannot be asked leaves the kernel to choose.
             leaves_by(*from, hub.ip()).is_ok_and(|leaves_by| leaves_by.as_deref() == Some(name))
