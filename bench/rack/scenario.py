@@ -78,7 +78,9 @@ class Scenario:
                 found.append(dataclasses.replace(team, forms=forms))
         known = {f"{team.name}-{form.name}" for team in rows.TEAMS for form in team.forms}
         if strangers := set(self.peers) - known:
-            raise SystemExit(f"peers: there is no {', '.join(sorted(strangers))}; there are {', '.join(sorted(known))}")
+            raise SystemExit(
+                f"peers: there is no {', '.join(sorted(strangers))}; there are {', '.join(sorted(known))}"
+            )
         return found
 
 

@@ -23,6 +23,7 @@ def connect(
     rank: int | None = None,
     *,
     transport: str | None = None,
+    interfaces: str | None = None,
     timeout: float | None = None,
     rack: str | None = None,
     host: str | None = None,
@@ -32,9 +33,12 @@ def connect(
     What is left out comes from the environment, which ``paramhub run`` fills: ``url`` from ``PARAMHUB_URL`` (the connection
     manager's), ``job`` from ``PARAMHUB_JOB`` (the namespace that creating the job answered), ``secret`` from
     ``PARAMHUB_SECRET``, ``rank`` from ``RANK``. ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp``
-    or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``timeout`` in seconds bounds the wait; the job's own
-    rendezvous timeout, usually shorter, names the ranks that are missing. Where hubs serve racks or hosts, ``rack`` and ``host``
-    are the names of this worker's, by default ``PARAMHUB_RACK`` and ``PARAMHUB_HOST``, else none and the system's own.
+    or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``interfaces`` says from which of this host's network
+    interfaces streams leave (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``); by default what ``PARAMHUB_INTERFACES`` says, else
+    all that lead to the hub. ``timeout`` in seconds bounds the wait; the job's own
+    rendezvous timeout, usually shorter, names the ranks that are missing.
+    Where hubs serve racks or hosts, ``rack`` and ``host`` are the names of this worker's, by default ``PARAMHUB_RACK`` and
+    ``PARAMHUB_HOST``, else none and the system's own.
 
     Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
@@ -46,6 +50,7 @@ def connect(
         _given(secret, "PARAMHUB_SECRET", "the job's secret"),
         _number(_given(given_rank, "RANK", "this worker's rank")),
         transport=transport,
+        interfaces=interfaces,
         rendezvous_timeout=timeout,
         rack=rack,
         host=host,

@@ -35,6 +35,7 @@ def connect(
     rank: int,
     *,
     transport: str | None = None,
+    interfaces: str | None = None,
     shared_parameters: str = "never",
     spin_us: int = 0,
     rendezvous_timeout: float | None = None,

@@ -66,6 +66,7 @@ WRONG = {
     "another job": ({"job": "0" * 32}, paramhub.ConnectError, "no job of this namespace whose nonce"),
     "no job": ({"job": "mine"}, paramhub.MisuseError, "namespace"),
     "the transport": ({"transport": "pigeon"}, paramhub.MisuseError, "auto, tcp or shm"),
+    "the interfaces": ({"interfaces": "10.0.0.0/99"}, paramhub.MisuseError, "is no network"),
     "the timeout": ({"timeout": -1.0}, paramhub.MisuseError, "0 or more seconds"),
     "no number": ({"timeout": float("nan")}, paramhub.MisuseError, "0 or more seconds"),
 }

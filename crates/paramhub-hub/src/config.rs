@@ -3,13 +3,19 @@ use std::time::Duration;
 
 use paramhub_control::ControlError;
 use paramhub_kernels::Registry;
+use paramhub_transport::interface::{Rate, Selector};
 use thiserror::Error;
 
 /// How a hub runs. Start from [`HubConfig::default`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct HubConfig {
-    /// One address per interface; port 0 takes a free one.
+    /// One address per interface; port 0 takes a free one. `0.0.0.0` and `[::]` stand for the addresses of all `interfaces`,
+    /// unless it is said what to advertise instead.
     pub listen: Vec<SocketAddr>,
+    /// Which interfaces such an address stands for.
+    pub interfaces: Selector,
+    /// What interfaces carry, by name, where the system does not know or is wrong. Each gets chunks in proportion.
+    pub interface_rates: Vec<(String, Rate)>,
     /// What workers dial instead of the listening address, per interface, as `host:port`; needed only where they cannot
     /// reach the address itself. An empty list advertises what is listened on.
     pub advertise: Vec<String>,
@@ -28,7 +34,7 @@ pub struct HubConfig {
     /// How long a core looks for work before it sleeps. Right for a hub with a machine to itself; where workers share its
     /// processors it takes from them what they compute with.
     pub spin: Duration,
-    /// Pin each core thread to a processor. Right for a hub with a machine to itself, wrong where workers share it.
+    /// Pin each core thread to a processor, of its interface's NUMA node where that is known. Right for a hub with a machine to itself, wrong where workers share it.
     pub pin: bool,
     /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
     pub memory_bytes: Option<u64>,
@@ -41,6 +47,8 @@ impl Default for HubConfig {
     fn default() -> Self {
         HubConfig {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
+            interfaces: Selector::Auto,
+            interface_rates: Vec::new(),
             advertise: Vec::new(),
             rack: None,
             host: None,

@@ -50,6 +50,8 @@ pub(crate) struct Entry {
     pub(crate) incarnations: HashMap<u32, Incarnation>,
     /// Ports that have their stream.
     pub(crate) taken: HashSet<(RouteId, u32)>,
+    /// Interfaces that streams have come by, those over shared memory not counted.
+    pub(crate) interfaces: HashSet<u16>,
     pub(crate) memory: JobMemory,
 }
 
@@ -111,6 +113,12 @@ impl Directory {
             );
         }
         missing.into_iter().collect()
+    }
+
+    /// Whether a stream of a living job came by this interface.
+    pub(crate) fn has_stream_through(&self, namespace: Namespace, interface: u16) -> bool {
+        let jobs = self.jobs();
+        jobs.living.get(&namespace).is_some_and(|entry| entry.interfaces.contains(&interface))
     }
 
     /// Gives a proven worker, or a hub of another site, its place on a route, or says why it cannot have it.
@@ -182,7 +190,10 @@ impl Directory {
             (Origin::Local(_), Caller::Hub { .. }) => {
                 return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
             }
-            (Origin::Interfaces(_), _) => None,
+            (Origin::Interfaces(_), _) => {
+                entry.interfaces.insert(hello.interface);
+                None
+            }
         };
         entry.taken.insert((route, port));
         Ok(Admitted { route, port, state_slots: entry.state_slots, memory })

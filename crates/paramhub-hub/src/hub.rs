@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
@@ -11,15 +11,17 @@ use std::time::Duration;
 use paramhub_control::ManagerClient;
 use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
-use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::interface::{self, Sysfs};
 use paramhub_transport::socket;
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
 use crate::door::{Door, DoorStop};
+use crate::interfaces::{self, Listening, addresses_of, describe, plan, shape};
 use crate::link::Link;
 use crate::steward::{Letter, Steward};
 
@@ -39,6 +41,8 @@ pub struct RunningHub {
     cores: Vec<CoreHandle>,
     letters: SyncSender<Letter>,
     door: DoorStop,
+    /// Dropped to end the thread that looks after the interfaces.
+    watching: Option<SyncSender<()>>,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<String>>>,
     threads: Vec<JoinHandle<()>>,
@@ -49,8 +53,14 @@ impl RunningHub {
     /// Listens, joins the manager and serves. Returns when workers can be served.
     pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
         check(&config)?;
-        let listeners: Vec<TcpListener> = config
-            .listen
+        let sysfs = Sysfs::default();
+        let found = interface::interfaces().unwrap_or_else(|error| {
+            warn!("this host's interfaces cannot be listed, so that nothing is known of them: {error}");
+            Vec::new()
+        });
+        let (chosen, left_out) = addresses_of(&config, &found, &sysfs)?;
+        check_streams(chosen.len(), config.streams)?;
+        let listeners: Vec<TcpListener> = chosen
             .iter()
             .map(|&address| socket::listen(address).map_err(HubError::Listen))
             .collect::<Result<_, _>>()?;
@@ -65,7 +75,9 @@ impl RunningHub {
                 .map_err(|cause| HubError::System { what: "listen for processes of its host", cause })?,
             false => (None, None),
         };
-        let shape = HubShape { local: local_name, ..shape(&config, &addresses)? };
+        let listening = Listening::all(&addresses, &config, &found, &sysfs)?;
+        let assignment = plan(&listening, config.cores, &sysfs)?;
+        let shape = HubShape { local: local_name, ..shape(&config, &listening, &assignment)? };
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.
@@ -75,13 +87,19 @@ impl RunningHub {
         };
         let offer = RegisterHub { shape: shape.clone(), place };
         let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
+        describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
+        for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {
+            info!("interface {} is left out: {}", left_out.name, left_out.why);
+        }
 
         let (letters, letterbox) = sync_channel(LETTERS);
         let (news, newsbox) = sync_channel(NEWS);
         let mut threads = Vec::new();
         let mut cores = Vec::new();
         for index in 0..config.cores {
-            let (handle, thread) = start_core(index, &config, letters.clone(), failure.clone())?;
+            let processor = config.pin.then(|| assignment.processor_of[index].number);
+            let (handle, thread) =
+                start_core(index, config.spin, processor, letters.clone(), failure.clone())?;
             cores.push(handle);
             threads.push(thread);
         }
@@ -99,6 +117,7 @@ impl RunningHub {
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
             jobs: HashMap::new(),
+            interfaces_down: BTreeMap::new(),
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
@@ -110,6 +129,11 @@ impl RunningHub {
             });
         };
         threads.push(spawn("hub-steward", decide)?);
+        let (watching, tell_watch) = sync_channel(1);
+        let (copies, watch_letters) = (config.streams as u16, letters.clone());
+        threads.push(spawn("hub-interfaces", move || {
+            interfaces::watch(&listening, copies, &watch_letters, &tell_watch);
+        })?);
         let (reporter, cores_to_report) = (link.clone(), cores.clone());
         let (told, all_told) = sync_channel(1);
         // Neither of the link's threads is joined: each may be waiting for the manager, and holds nothing.
@@ -125,6 +149,7 @@ impl RunningHub {
             cores,
             letters,
             door: door_stop,
+            watching: Some(watching),
             stop,
             failure,
             threads,
@@ -169,6 +194,7 @@ impl RunningHub {
             return;
         }
         self.door.stop();
+        self.watching = None;
         // A steward that is gone has stopped already.
         let _ = self.letters.send(Letter::Stop);
         for thread in self.threads.drain(..) {
@@ -198,15 +224,6 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
             config.listen.len()
         ));
     }
-    // A copy of an interface counts as one: see `shape`.
-    let offered = config.listen.len().saturating_mul(config.streams);
-    if config.streams == 0 || offered > INTERFACES_MAX {
-        let (streams, interfaces) = (config.streams, config.listen.len());
-        return refused(format!(
-            "a hub that listens on {interfaces} addresses can have 1 to {} streams a core and address, not {streams}",
-            INTERFACES_MAX / interfaces
-        ));
-    }
     if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
         let (given, needed) = (config.advertise.len(), config.listen.len());
         return refused(format!(
@@ -216,30 +233,15 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
     Ok(())
 }
 
-/// Interfaces share the cores out, so that each core serves as few interfaces as possible (PHub section 3.3). Each is
-/// listed once a stream, side by side: the placement then spreads the chunks over the copies as it does over interfaces.
-fn shape(config: &HubConfig, addresses: &[SocketAddr]) -> Result<HubShape, HubError> {
-    let interfaces = addresses.len();
-    let cores_of = |interface: usize| -> Vec<u16> {
-        match config.cores >= interfaces {
-            true => (interface..config.cores).step_by(interfaces).map(|core| core as u16).collect(),
-            false => vec![(interface % config.cores) as u16],
-        }
-    };
-    let address_of = |interface: usize| match config.advertise.get(interface) {
-        Some(advertised) => Ok(advertised.clone()),
-        None if addresses[interface].ip().is_unspecified() => Err(HubError::Config(format!(
-            "{} is no address that workers can dial: listen on the address of an interface, or say what to dial with \
-             --advertise",
-            addresses[interface]
-        ))),
-        None => Ok(addresses[interface].to_string()),
-    };
-    let interface = |interface| {
-        Ok(InterfaceShape { address: address_of(interface)?, cores: cores_of(interface), weight: 1 })
-    };
-    let copies = (0..interfaces).flat_map(|number| std::iter::repeat_n(number, config.streams));
-    Ok(HubShape { interfaces: copies.map(interface).collect::<Result<_, HubError>>()?, local: None })
+/// Refuses more streams than there is room for once it is known what is listened on: a copy of an interface counts as one.
+fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
+    if streams == 0 || interfaces.saturating_mul(streams) > INTERFACES_MAX {
+        return Err(HubError::Config(format!(
+            "a hub that listens on {interfaces} addresses can have 1 to {} streams a core and address, not {streams}",
+            INTERFACES_MAX / interfaces
+        )));
+    }
+    Ok(())
 }
 
 /// A listener of a random name that only processes of this host, and of its network namespace, can reach.
@@ -253,7 +255,8 @@ fn listen_locally() -> std::io::Result<(UnixListener, String)> {
 
 fn start_core(
     index: usize,
-    config: &HubConfig,
+    spin: Duration,
+    processor: Option<usize>,
     letters: SyncSender<Letter>,
     failure: Arc<Mutex<Option<String>>>,
 ) -> Result<(CoreHandle, JoinHandle<()>), HubError> {
@@ -264,11 +267,10 @@ fn start_core(
         _ => None,
     });
     let (handle, mailbox) = mailbox(tell).map_err(system)?;
-    let core = Core::new(mailbox, config.spin).map_err(system)?;
-    let pin = config.pin;
+    let core = Core::new(mailbox, spin).map_err(system)?;
     let thread = spawn(&format!("hub-core-{index}"), move || {
-        if pin {
-            pin_to_processor(index);
+        if let Some(processor) = processor {
+            pin_to_processor(index, processor);
         }
         watch(&failure, "core", || core.run());
     })?;
@@ -295,17 +297,12 @@ fn watch(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std:
         .get_or_insert(format!("the hub's {what} died: {cause}"));
 }
 
-/// Pins the calling thread to the `index`-th processor it may run on; a hub with more cores than processors wraps.
-fn pin_to_processor(index: usize) {
-    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-    let pinned = sched_getaffinity(None).and_then(|allowed| {
-        let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
-        let mut one = CpuSet::new();
-        one.set(processors[index % processors.len()]);
-        sched_setaffinity(None, &one)
-    });
-    if let Err(cause) = pinned {
-        warn!("core {index} cannot be pinned to a processor: {cause}");
+fn pin_to_processor(index: usize, processor: usize) {
+    use rustix::thread::{CpuSet, sched_setaffinity};
+    let mut one = CpuSet::new();
+    one.set(processor);
+    if let Err(cause) = sched_setaffinity(None, &one) {
+        warn!("core {index} cannot be pinned to processor {processor}: {cause}");
     }
 }
 

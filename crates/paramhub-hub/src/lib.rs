@@ -9,6 +9,8 @@
 //! the step's last contribution: then the shard adds up all of them, runs the optimizer and writes the parameters back,
 //! block by block, and only headers pass through the lane.
 //!
+//! What the hub listens on, and which core and processor serve each of its `interfaces`, is settled at its start.
+//!
 //! Everything else is slow and rare: the `steward` opens and ends jobs on all cores, and the `link` speaks with the
 //! connection manager.
 #![forbid(unsafe_code)]
@@ -19,6 +21,7 @@ mod core;
 mod directory;
 mod door;
 mod hub;
+mod interfaces;
 mod link;
 mod local;
 mod steward;
@@ -26,3 +29,4 @@ mod steward;
 pub use config::{HubConfig, HubError};
 pub use hub::RunningHub;
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
+pub use paramhub_transport::interface::{Rate, Selector};

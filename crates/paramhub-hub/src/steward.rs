@@ -2,7 +2,8 @@
 
 mod job;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
@@ -34,6 +35,8 @@ pub(crate) enum Letter {
     Core(CoreEvent),
     /// The sites above cannot be reached.
     Stuck { namespace: Namespace, reason: String },
+    /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are back.
+    Interfaces { numbers: Range<u16>, down: Option<String> },
     /// The hub shuts down.
     Stop,
 }
@@ -58,6 +61,8 @@ pub(crate) struct Steward {
     pub(crate) shape: HubShape,
     pub(crate) memory_bytes: u64,
     pub(crate) jobs: HashMap<Namespace, Job>,
+    /// Interfaces that do not work, with the reason.
+    pub(crate) interfaces_down: BTreeMap<u16, String>,
 }
 
 impl Steward {
@@ -68,10 +73,12 @@ impl Steward {
                 Ok(Letter::Command(command)) => self.obey(command),
                 Ok(Letter::Core(event)) => self.hear(event),
                 Ok(Letter::Stuck { namespace, reason }) => self.fail(namespace, None, reason),
+                Ok(Letter::Interfaces { numbers, down }) => self.note_interfaces(numbers, down),
                 Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
             self.look_at_deadlines();
+            self.fail_cut_off();
         }
         self.stop();
     }
@@ -105,6 +112,14 @@ impl Steward {
             return Err(format!(
                 "job `{}` needs {needed} MiB at this hub, which has {free} of {all} MiB free: use more hubs, end other \
                  jobs, or give the hub more with --memory",
+                job.name
+            ));
+        }
+        let down = job.routes.iter().find_map(|(_, route)| self.interfaces_down.get(&route.interface));
+        if let Some(down) = down {
+            return Err(format!(
+                "job `{}` would have chunks at an interface of this hub that does not work: {down}. Mend it, or start the \
+                 hub without it",
                 job.name
             ));
         }
@@ -231,6 +246,7 @@ impl Steward {
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
             incarnations: HashMap::new(),
             taken: Default::default(),
+            interfaces: Default::default(),
             memory: JobMemory::new(&job.settings, job.hubs),
         };
         let placement_hash = job.placement().hash().to_hex().to_string();
@@ -302,6 +318,28 @@ impl Steward {
         }
         for (namespace, rank, message) in late {
             self.fail(namespace, rank_of(rank), message);
+        }
+    }
+
+    fn note_interfaces(&mut self, numbers: Range<u16>, down: Option<String>) {
+        for number in numbers {
+            match &down {
+                Some(reason) => self.interfaces_down.insert(number, reason.clone()),
+                None => self.interfaces_down.remove(&number),
+            };
+        }
+    }
+
+    /// Ends the jobs with a stream through an interface that does not work: what is in flight there will not arrive. Streams
+    /// through other interfaces bring the news to the workers.
+    fn fail_cut_off(&mut self) {
+        let mut cut_off = Vec::new();
+        for (&number, reason) in &self.interfaces_down {
+            let through = |namespace: &&Namespace| self.directory.has_stream_through(**namespace, number);
+            cut_off.extend(self.jobs.keys().filter(through).map(|&job| (job, reason.clone())));
+        }
+        for (namespace, reason) in cut_off {
+            self.fail(namespace, None, format!("the hub's {reason}"));
         }
     }
 

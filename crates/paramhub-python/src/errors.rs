@@ -73,6 +73,7 @@ pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
         | WorkerError::Length { .. }
         | WorkerError::Unfinished { .. }
         | WorkerError::Environment { .. }
+        | WorkerError::Interfaces { .. }
         | WorkerError::Left { .. }
         | WorkerError::Misplaced { .. } => Kind::Misuse,
         WorkerError::Manager { .. }

@@ -1,7 +1,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use paramhub::{Membership, Options, Sharing, Transport};
+use paramhub::{Membership, Options, Selector, Sharing, Transport};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -24,7 +24,10 @@ pub(crate) struct Member {
 
 /// ConnectService: returns when every rank has called it.
 #[pyfunction]
-#[pyo3(signature = (url, namespace, secret, rank, *, transport = None, shared_parameters = "never", spin_us = 0, rendezvous_timeout = None, rack = None, host = None))]
+#[pyo3(signature = (
+    url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
+    rendezvous_timeout = None, rack = None, host = None
+))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
     py: Python<'_>,
@@ -33,6 +36,7 @@ pub(crate) fn connect(
     secret: &str,
     rank: u32,
     transport: Option<&str>,
+    interfaces: Option<&str>,
     shared_parameters: &str,
     spin_us: u64,
     rendezvous_timeout: Option<f64>,
@@ -52,6 +56,10 @@ pub(crate) fn connect(
     let mut options = Options::from_env().map_err(|error| errors::worker(py, &error))?;
     if let Some(transport) = transport {
         options.transport = transport.parse::<Transport>().map_err(|problem| errors::misuse(py, &problem))?;
+    }
+    if let Some(interfaces) = interfaces {
+        options.interfaces =
+            interfaces.parse::<Selector>().map_err(|problem| errors::misuse(py, &problem))?;
     }
     options.shared_parameters = match shared_parameters {
         "never" => Sharing::Never,

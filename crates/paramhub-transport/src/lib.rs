@@ -10,11 +10,12 @@
 //! [`FrameSink::placed`].
 //!
 //! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them; [`socket`] makes the
-//! connections and carries their handshake.
+//! connections and carries their handshake; [`interface`] knows which of this host's network interfaces they can take.
 
 mod assembly;
 mod connection;
 mod host;
+pub mod interface;
 mod memory;
 mod poll;
 pub mod shm;

@@ -1,7 +1,7 @@
 //! Making connections, and the blocking reads and writes of their handshake.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -48,8 +48,18 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 
 /// Connects to `address` within `timeout`. The stream is blocking, without Nagle's delay. Errors name the address.
 pub fn dial(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
+    dial_from(None, address, timeout)
+}
+
+/// [`dial`] from an address of this host's.
+pub fn dial_from(source: Option<IpAddr>, address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     let connected = || -> io::Result<TcpStream> {
-        let stream = TcpStream::connect_timeout(&address, timeout)?;
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        if let Some(source) = source {
+            socket.bind(&SocketAddr::new(source, 0).into())?;
+        }
+        socket.connect_timeout(&address.into(), timeout)?;
+        let stream = TcpStream::from(socket);
         stream.set_nodelay(true)?;
         Ok(stream)
     };
@@ -62,7 +72,8 @@ pub fn dial(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
             ),
             _ => error.to_string(),
         };
-        io::Error::new(error.kind(), format!("cannot connect to {address}: {reason}"))
+        let from = source.map_or(String::new(), |source| format!(" from {source}"));
+        io::Error::new(error.kind(), format!("cannot connect{from} to {address}: {reason}"))
     })
 }
 

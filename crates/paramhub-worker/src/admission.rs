@@ -1,7 +1,8 @@
 //! From what the manager answered to a job that exchanges: placement, streams, I/O thread.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ use crate::dial::Dialler;
 use crate::engine::{Engine, Pace};
 use crate::error::{Who, WorkerError};
 use crate::inbox::Inbox;
+use crate::interfaces::{self, Interfaces};
 use crate::job::{Job, Shared};
 use crate::lane::Lane;
 use crate::norms::NormBook;
@@ -35,6 +37,8 @@ use crate::steps::Steps;
 /// What was opened: a stream a route, and the memory shared with hubs of this host.
 struct Streams {
     streams: Vec<(RouteId, Arc<str>, Connection)>,
+    /// The interfaces of this host that they go through, and the address there.
+    leave_by: BTreeSet<(String, IpAddr)>,
     arena: Option<WorkerArena>,
     /// Values of state that the hubs say the optimizer keeps a parameter.
     state_slots: u8,
@@ -84,7 +88,7 @@ impl Admission {
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
         let chunk_bytes = self.chunk_bytes_max(&map);
-        let Streams { streams, arena, state_slots } =
+        let Streams { streams, leave_by, arena, state_slots } =
             self.open_streams(&who, &placement, &options, chunk_bytes)?;
 
         let system = |what| {
@@ -124,6 +128,9 @@ impl Admission {
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
         let pace = Pace { heartbeat, dead_after, spin: options.spin, scratch_bytes: options.scratch_bytes };
         let engine = Engine::new(desk, lanes, waker, &pace).map_err(system("poll its streams"))?;
+        // Before the I/O thread: one that cannot be started must not leave the other behind. It ends with `shared`.
+        let watched = Arc::downgrade(&shared);
+        interfaces::watch(watched, leave_by).map_err(system("watch its interfaces"))?;
         let thread = std::thread::Builder::new()
             .name("paramhub-io".into())
             .spawn(move || engine.run())
@@ -151,12 +158,20 @@ impl Admission {
         options: &Options,
         chunk_bytes: usize,
     ) -> Result<Streams, WorkerError> {
-        let dialler = Dialler { who, nonce: &self.nonce, deadline: deadline(options.dial_timeout) };
+        let interfaces = Interfaces::learn(&options.interfaces)
+            .map_err(|reason| WorkerError::Interfaces { who: who.clone(), reason: reason.into() })?;
+        let dialler = Dialler {
+            who,
+            nonce: &self.nonce,
+            interfaces: &interfaces,
+            deadline: deadline(options.dial_timeout),
+        };
         let system = |what| {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
-        let mut opened = Streams { streams: Vec::new(), arena: None, state_slots: 0 };
+        let mut opened =
+            Streams { streams: Vec::new(), leave_by: BTreeSet::new(), arena: None, state_slots: 0 };
         for (id, route) in placement.routes().iter().enumerate() {
             if placement.chunks(id as RouteId).is_empty() {
                 continue;
@@ -199,6 +214,12 @@ impl Admission {
                 }
                 None => {
                     let (socket, state_slots) = dialler.open(&hub, hello)?;
+                    if let Ok(source) = socket.local_addr()
+                        && let Some(name) = interfaces.name_of(source.ip())
+                        && socket.peer_addr().is_ok_and(|hub| hub.ip() != source.ip())
+                    {
+                        opened.leave_by.insert((name.to_owned(), source.ip()));
+                    }
                     let connection = TcpStream::new(socket, Direction::ToWorker, chunk_bytes)
                         .and_then(|stream| {
                             stream.with_buffer_bytes(options.socket_send_bytes, options.socket_receive_bytes)

@@ -12,14 +12,16 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, Verdict, stream
 use paramhub_transport::shm::{
     RING_BYTES_DEFAULT, Segment, connect, create_rings, receive_segments, send_segments,
 };
-use paramhub_transport::socket::{dial, greet};
+use paramhub_transport::socket::{dial_from, greet};
 
 use crate::error::{Who, WorkerError};
+use crate::interfaces::Interfaces;
 
 /// What the streams of one job have in common.
 pub(crate) struct Dialler<'a> {
     pub(crate) who: &'a Who,
     pub(crate) nonce: &'a Nonce,
+    pub(crate) interfaces: &'a Interfaces,
     /// For all streams together.
     pub(crate) deadline: Instant,
 }
@@ -38,7 +40,7 @@ impl Dialler<'_> {
     /// A stream over TCP to `hub` (`host:port`) over which frames may travel, and the values of state that the hub says the
     /// job's optimizer keeps a parameter. The challenge of `hello` is drawn here.
     pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
-        let mut socket = self.connect(hub)?;
+        let mut socket = self.connect(hub, usize::from(hello.interface))?;
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict) = greet(&mut socket, self.nonce, &hello, self.deadline)
             .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
@@ -104,8 +106,8 @@ impl Dialler<'_> {
         }
     }
 
-    /// Tries every address the name stands for.
-    fn connect(&self, hub: &Arc<str>) -> Result<TcpStream, WorkerError> {
+    /// Tries every address the name stands for; the hub counts it as its interface number `position`.
+    fn connect(&self, hub: &Arc<str>, position: usize) -> Result<TcpStream, WorkerError> {
         let addresses = hub
             .to_socket_addrs()
             .map_err(|error| self.fail(hub, format!("the address is no use: {error}")))?;
@@ -117,9 +119,13 @@ impl Dialler<'_> {
                     "no time was left to dial it: the streams before it took all of the dial timeout".into();
                 break;
             }
-            match dial(address, left.max(Duration::from_millis(1))) {
+            let dialled = self.interfaces.source(address, position).and_then(|source| {
+                let dialled = dial_from(source, address, left.max(Duration::from_millis(1)));
+                dialled.map_err(|error| error.to_string())
+            });
+            match dialled {
                 Ok(socket) => return Ok(socket),
-                Err(error) => refused = error.to_string(),
+                Err(error) => refused = error,
             }
         }
         Err(self.fail(hub, refused))

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::wire::Release;
+use paramhub_core::wire::{Failure, Release};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
 use crate::desk::Desk;
@@ -114,7 +114,12 @@ impl Engine {
                     ticket
                 }
                 Command::AwaitNorm { ticket, .. } => ticket,
-                Command::Retune { .. } | Command::Release { .. } | Command::Leave { .. } => continue,
+                Command::Retune(_)
+                | Command::Release { .. }
+                | Command::Leave { .. }
+                | Command::GiveUp { .. } => {
+                    continue;
+                }
             };
             let _ = ticket.finish(Err(reason.clone()));
         }
@@ -171,6 +176,18 @@ impl Engine {
 
     /// Begins what user threads asked for, in order.
     fn take_commands(&mut self, now: Instant) -> Result<(), WorkerError> {
+        if matches!(self.phase, Phase::Leaving { .. }) {
+            // What is under way would wait in vain for an interface that is down.
+            self.desk.shared.inbox.take(&mut self.commands);
+            let given_up = self.commands.iter().find_map(|command| match command {
+                Command::GiveUp { error, told } => Some((error.clone(), told.clone())),
+                _ => None,
+            });
+            if let Some((error, told)) = given_up {
+                self.give_up(error, &told, now);
+            }
+            return Ok(());
+        }
         if !matches!(self.phase, Phase::Running) {
             // What comes after a farewell or a broken stream ends with the job.
             return Ok(());
@@ -205,6 +222,10 @@ impl Engine {
                     })?;
                 }
                 Command::Release { step, factor } => self.release(step, factor),
+                Command::GiveUp { error, told } => {
+                    self.give_up(error, &told, now);
+                    break;
+                }
                 Command::Leave { deadline } => {
                     self.phase = Phase::Leaving { deadline };
                     break;
@@ -395,6 +416,18 @@ impl Engine {
             self.lanes[index].forget_chunks();
             self.lanes[index].say(Control::Leave);
             // A stream that breaks now is one less to take leave of.
+            let _ = self.send(index, now);
+        }
+    }
+
+    /// Ends with `error`, once the hubs that can still hear it have been told why, and with them the other ranks.
+    fn give_up(&mut self, error: WorkerError, told: &Failure, now: Instant) {
+        self.phase = Phase::Parting { deadline: now + LAST_WORDS, outcome: Err(error) };
+        let wire: Arc<[u8]> = told.encode().into();
+        for index in 0..self.lanes.len() {
+            self.lanes[index].forget_chunks();
+            self.lanes[index].say(Control::GiveUp(Arc::clone(&wire)));
+            // The other streams tell it as well.
             let _ = self.send(index, now);
         }
     }

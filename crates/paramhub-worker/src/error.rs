@@ -66,6 +66,14 @@ pub enum WorkerError {
         /// What differs, and what to do.
         reason: Arc<str>,
     },
+    /// The interfaces that streams are to leave from are not there.
+    #[error("{who}: its streams cannot leave from where they should: {reason}")]
+    Interfaces {
+        /// Who asked.
+        who: Who,
+        /// What was asked for and what there is.
+        reason: Arc<str>,
+    },
     /// A hub cannot be reached or does not behave like one of this job.
     #[error("{who}: no stream to the hub at {hub}: {reason}")]
     Dial {
@@ -183,6 +191,14 @@ pub enum WorkerError {
         hub: Arc<str>,
         /// How long.
         seconds: f64,
+    },
+    /// An interface of this host that streams go through does not work.
+    #[error("{who}: this worker's {what}. Streams to a hub went through it")]
+    InterfaceDown {
+        /// Who watched.
+        who: Who,
+        /// The interface, its address, and what happened to it.
+        what: Arc<str>,
     },
     /// A hub broke the protocol.
     #[error(

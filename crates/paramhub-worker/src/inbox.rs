@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::requests::Request;
+use paramhub_core::wire::Failure;
 use paramhub_transport::Waker;
 
 use crate::error::{Who, WorkerError};
@@ -18,11 +19,29 @@ const RETUNE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// One thing for the I/O thread to do.
 pub(crate) enum Command {
-    Request { key: u32, request: Request, step: u32, ticket: Ticket },
+    Request {
+        key: u32,
+        request: Request,
+        step: u32,
+        ticket: Ticket,
+    },
     Retune(Change),
-    AwaitNorm { step: u32, ticket: Ticket },
-    Release { step: u32, factor: f32 },
-    Leave { deadline: Instant },
+    AwaitNorm {
+        step: u32,
+        ticket: Ticket,
+    },
+    Release {
+        step: u32,
+        factor: f32,
+    },
+    Leave {
+        deadline: Instant,
+    },
+    /// This worker cannot go on, with what the other ranks are told.
+    GiveUp {
+        error: WorkerError,
+        told: Failure,
+    },
 }
 
 /// A change of a group's hyperparameters.

@@ -53,6 +53,8 @@ pub(crate) struct Lane {
 pub(crate) enum Control {
     Heartbeat,
     Leave,
+    /// This worker cannot go on; why, for the others, shared by all lanes.
+    GiveUp(Arc<[u8]>),
     /// New hyperparameters of a group in their wire form, shared by all lanes.
     Retune {
         group: u16,
@@ -249,6 +251,10 @@ impl Control {
         match self {
             Control::Heartbeat => Outgoing { header: Header::bare(Operation::Heartbeat), payload: &[] },
             Control::Leave => Outgoing { header: Header::bare(Operation::Leave), payload: &[] },
+            Control::GiveUp(wire) => {
+                let header = Header { length: wire.len() as u32, ..Header::bare(Operation::Failure) };
+                Outgoing { header, payload: wire }
+            }
             Control::Retune { group, first_step, wire } => {
                 let header = Header {
                     chunk: u32::from(*group),

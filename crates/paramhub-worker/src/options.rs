@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
+use paramhub_transport::interface::Selector;
 
 use crate::error::{Who, WorkerError};
 
@@ -73,6 +74,10 @@ pub struct Options {
     pub rack: Option<String>,
     /// What hubs that serve a single host know this one by; by default what tells it and its network namespace from all others.
     pub host: Option<String>,
+    /// From which of this host's interfaces streams over TCP leave. A stream to a hub's interface number i leaves from number i
+    /// modulo n of those n that lead there: of those in its subnet, else of those whose route does. By default the kernel chooses
+    /// where only one does.
+    pub interfaces: Selector,
     /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
     /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory, a job in step, and a single hub.
     pub shared_parameters: Sharing,
@@ -96,31 +101,29 @@ impl Options {
     /// How long dropping a job waits for requests under way.
     pub const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// The default with what the environment says: `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), `PARAMHUB_RACK` and
-    /// `PARAMHUB_HOST`, for whoever starts a worker and cannot change it.
+    /// The default with what the environment says, for whoever starts a worker and cannot change it: `PARAMHUB_TRANSPORT`
+    /// (`auto`, `tcp` or `shm`), `PARAMHUB_INTERFACES` (a [`Selector`]), `PARAMHUB_RACK` and `PARAMHUB_HOST`.
     ///
     /// # Errors
-    /// [`WorkerError::Environment`] if the variable cannot be read.
+    /// [`WorkerError::Environment`] if a variable cannot be read.
     pub fn from_env() -> Result<Self, WorkerError> {
         let options =
-            Self::from_variable(std::env::var_os(TRANSPORT_VARIABLE).map(|value| value.into_string()))?;
+            Self::from_variables(|variable| std::env::var_os(variable).map(|value| value.into_string()))?;
         let named = |variable| std::env::var(variable).ok().filter(|name: &String| !name.is_empty());
         Ok(Options { rack: named(RACK_VARIABLE), host: named(HOST_VARIABLE), ..options })
     }
 
-    fn from_variable(transport: Option<Result<String, std::ffi::OsString>>) -> Result<Self, WorkerError> {
-        let problem = match transport {
-            None => return Ok(Options::default()),
-            Some(Ok(text)) => match text.trim().parse() {
-                Ok(transport) => return Ok(Options { transport, ..Options::default() }),
-                Err(problem) => problem,
-            },
-            Some(Err(_)) => "it is not UTF-8".into(),
-        };
-        Err(WorkerError::Environment {
-            variable: TRANSPORT_VARIABLE,
-            problem: format!("cannot be read ({problem})").into(),
-            expected: "auto, tcp or shm, or leave it out",
+    fn from_variables(
+        read: impl Fn(&'static str) -> Option<Result<String, std::ffi::OsString>>,
+    ) -> Result<Self, WorkerError> {
+        let default = Options::default();
+        let transport = parsed(&read, TRANSPORT_VARIABLE, "auto, tcp or shm, or leave it out")?;
+        let expected = "interfaces such as eth0,eth1 or 10.0.0.0/24 or ^docker, or leave it out";
+        let interfaces = parsed(&read, INTERFACES_VARIABLE, expected)?;
+        Ok(Options {
+            transport: transport.unwrap_or(default.transport),
+            interfaces: interfaces.unwrap_or(default.interfaces),
+            ..default
         })
     }
 
@@ -160,6 +163,25 @@ const TRANSPORT_VARIABLE: &str = "PARAMHUB_TRANSPORT";
 pub(crate) const RACK_VARIABLE: &str = "PARAMHUB_RACK";
 /// Names a worker's host.
 pub(crate) const HOST_VARIABLE: &str = "PARAMHUB_HOST";
+/// And from which interfaces.
+const INTERFACES_VARIABLE: &str = "PARAMHUB_INTERFACES";
+
+fn parsed<T: FromStr<Err = String>>(
+    read: &impl Fn(&'static str) -> Option<Result<String, std::ffi::OsString>>,
+    variable: &'static str,
+    expected: &'static str,
+) -> Result<Option<T>, WorkerError> {
+    let problem = match read(variable) {
+        None => return Ok(None),
+        Some(Ok(text)) => match text.trim().parse() {
+            Ok(value) => return Ok(Some(value)),
+            Err(problem) => problem,
+        },
+        Some(Err(_)) => "it is not UTF-8".into(),
+    };
+    let problem = format!("cannot be read ({problem})").into();
+    Err(WorkerError::Environment { variable, problem, expected })
+}
 
 impl Default for Options {
     fn default() -> Self {
@@ -170,6 +192,7 @@ impl Default for Options {
             transport: Transport::Auto,
             rack: None,
             host: None,
+            interfaces: Selector::Auto,
             shared_parameters: Sharing::Never,
             dial_timeout: Duration::from_secs(10),
             heartbeat: Duration::from_secs(1),
@@ -194,9 +217,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_may_choose_the_transport() {
-        let read = |text: &str| Options::from_variable(Some(Ok(text.to_owned())));
-        assert_eq!(Options::from_variable(None).unwrap(), Options::default());
+    fn the_environment_may_choose_transport_and_interfaces() {
+        let with = |variable: &'static str, text: &str| {
+            Options::from_variables(|asked| (asked == variable).then(|| Ok(text.to_owned())))
+        };
+        let read = |text: &str| with("PARAMHUB_TRANSPORT", text);
+        assert_eq!(Options::from_variables(|_| None).unwrap(), Options::default());
+        let chosen = with("PARAMHUB_INTERFACES", " eth0,10.1.0.0/16 ").unwrap();
+        assert_eq!(chosen.interfaces.to_string(), "eth0,10.1.0.0/16");
+        let refused = with("PARAMHUB_INTERFACES", "10.1.0.0/99").unwrap_err().to_string();
+        assert!(refused.starts_with("PARAMHUB_INTERFACES cannot be read"), "{refused}");
         for transport in Transport::ALL {
             assert_eq!(read(&format!(" {transport}\n")).unwrap().transport, transport);
         }

@@ -3,10 +3,10 @@
 mod file;
 mod values;
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-use crate::Transport;
+use crate::{Selector, Transport};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
@@ -17,7 +17,9 @@ use paramhub_train::net::NetKind;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use file::load;
-pub(crate) use values::{Bytes, ExchangeKind, HubManager, Pin, Secret, TrainOptimizer, text};
+pub(crate) use values::{
+    Bytes, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text, text,
+};
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -42,7 +44,12 @@ pub(crate) struct Config {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct HubSection {
-    pub(crate) listen: Vec<SocketAddr>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) listen: Option<Vec<SocketAddr>>,
+    #[serde(with = "optional_text", skip_serializing_if = "Option::is_none")]
+    pub(crate) interfaces: Option<Selector>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) interface_rates: Vec<InterfaceRate>,
     pub(crate) advertise: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rack: Option<String>,
@@ -130,7 +137,9 @@ pub(crate) struct TrainSection {
 impl Default for HubSection {
     fn default() -> Self {
         HubSection {
-            listen: vec![SocketAddr::from(([127, 0, 0, 1], HUB_PORT))],
+            listen: None,
+            interfaces: None,
+            interface_rates: Vec::new(),
             advertise: Vec::new(),
             rack: None,
             host_only: false,
@@ -148,9 +157,15 @@ impl Default for HubSection {
 }
 
 impl HubSection {
+    /// What the hub listens on: as given, or all the interfaces chosen, or loopback where nobody chose any.
+    pub(crate) fn effective_listen(&self) -> Vec<SocketAddr> {
+        let ip = if self.interfaces.is_none() { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
+        self.listen.clone().unwrap_or_else(|| vec![SocketAddr::from((ip, HUB_PORT))])
+    }
+
     /// Whether every worker must be on this machine.
     fn is_loopback_only(&self) -> bool {
-        self.listen.iter().all(|address| address.ip().is_loopback())
+        self.effective_listen().iter().all(|address| address.ip().is_loopback())
     }
 
     /// The core threads: as given, or every processor of a machine that the hub has to itself, or a quarter of those
@@ -235,6 +250,7 @@ impl Config {
     /// The configuration as a file that would bring it about, secrets left out.
     pub(crate) fn to_toml(&self) -> String {
         let mut shown = self.clone();
+        shown.hub.listen = Some(self.hub.effective_listen());
         shown.hub.cores = Some(self.hub.effective_cores());
         shown.train.lr = Some(self.train.learning_rate());
         let body = toml::to_string(&shown).expect("a configuration is plain tables and values");

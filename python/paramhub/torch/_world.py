@@ -229,6 +229,7 @@ class World:
             rank,
             transport=self.options.transport,
             host=self.host,
+            interfaces=self.options.interfaces,
             shared_parameters=shared_parameters,
             # After the manager's own, which names who is missing.
             rendezvous_timeout=self.options.timeout + 30.0,
@@ -349,6 +350,7 @@ class Options:
     timeout: float = TIMEOUT_DEFAULT
     dead_after: float = 30.0
     host_hub: bool | None = None
+    interfaces: str | None = None
 
 
 _world: World | None = None
@@ -363,6 +365,7 @@ def init(
     local_size: int | None = None,
     store: dist.Store | None = None,
     transport: str | None = None,
+    interfaces: str | None = None,
     reproducible: bool = False,
     hub_cores: int | None = None,
     timeout: float = TIMEOUT_DEFAULT,
@@ -377,7 +380,9 @@ def init(
     initialised, else a TCPStore at ``MASTER_ADDR:MASTER_PORT``.
 
     ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp`` or ``shm``, by default what
-    ``PARAMHUB_TRANSPORT`` says. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
+    ``PARAMHUB_TRANSPORT`` says. ``interfaces`` says from which of this host's network interfaces streams to a hub elsewhere leave
+    (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``), by default what ``PARAMHUB_INTERFACES`` says, else all that lead there;
+    ranks may differ. With ``reproducible`` sums are made in rank order and bit-equal from run to run. ``hub_cores``
     is how many threads a hub in rank 0 sums on, by default one for each processor and at most 4: they
     sleep while nothing arrives. ``timeout`` in seconds is
     how long ranks wait for one another, and for as many hubs at that URL as rank 0's ``PARAMHUB_HUBS`` says. ``dead_after`` is
@@ -390,7 +395,7 @@ def init(
     if _world is not None:
         return
     place = launched(rank, size, local_rank, local_size)
-    options = Options(transport, reproducible, hub_cores, timeout, dead_after, host_hub)
+    options = Options(transport, reproducible, hub_cores, timeout, dead_after, host_hub, interfaces)
     if store is None:
         store = _meeting_place(place, timeout)
     establish(place, store, url, options)

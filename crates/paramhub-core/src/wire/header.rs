@@ -47,7 +47,8 @@ pub enum Operation {
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
     Applied = 17,
-    /// Hub to worker: the job has failed; the connection closes after it.
+    /// Hub to worker: the job has failed; the connection closes after it. Worker to hub: the worker cannot go on, and with it the
+    /// job.
     Failure = 18,
     /// Hub to worker: something the job's owner should know, while the job goes on.
     Notice = 19,
@@ -137,10 +138,9 @@ impl Operation {
     /// Whether workers send it, hubs send it, or both.
     pub const fn goes(self) -> Direction {
         match self {
-            Operation::Heartbeat => Direction::Both,
+            Operation::Heartbeat | Operation::Failure => Direction::Both,
             Operation::Parameters
             | Operation::Applied
-            | Operation::Failure
             | Operation::Notice
             | Operation::State
             | Operation::Norm

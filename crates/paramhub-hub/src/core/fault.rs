@@ -38,6 +38,8 @@ pub(crate) enum Fault {
     AfterLeave(Operation),
     #[error("sent something that is no frame: {0}")]
     Frame(String),
+    #[error("gave up: {0}")]
+    GaveUp(String),
     #[error("was lost: {0}")]
     Lost(String),
     /// Its connection stands, as far as anyone can tell: it may yet hear why.
@@ -54,6 +56,13 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
+    /// From what a rank says of its own failure.
+    pub(crate) fn gave_up(payload: &[u8]) -> Fault {
+        // Its words go into logs and terminals.
+        let reason = Failure::decode(payload).map(|failure| failure.message.replace(char::is_control, " "));
+        Fault::GaveUp(reason.unwrap_or_else(|| "it did not say why".into()))
+    }
+
     /// Who is at fault where it showed on the stream of `neighbour`.
     pub(crate) fn culprit(&self, neighbour: Neighbour) -> Neighbour {
         match self {
@@ -68,5 +77,20 @@ impl Fault {
             Fault::Failed(failure) => failure.message.clone(),
             other => format!("{culprit} {other}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_says_of_itself_is_one_line() {
+        let said = Failure { rank: Some(9), message: "its disk\nis full\u{1b}[2J".into() };
+        let fault = Fault::gave_up(&said.encode());
+        assert_eq!(fault.message("rank 3"), "rank 3 gave up: its disk is full [2J", "and of nobody else");
+        let worker = Neighbour::Worker(3);
+        assert_eq!(fault.culprit(worker), worker);
+        assert_eq!(Fault::gave_up(&[1]).message("rank 3"), "rank 3 gave up: it did not say why");
     }
 }

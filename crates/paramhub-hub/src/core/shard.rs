@@ -231,7 +231,7 @@ impl Shard {
             Operation::Leave => self.leave(port),
             Operation::Total => self.lower(header, payload.here()),
             Operation::Parameters => self.lower_parameters(header, payload.here()),
-            Operation::Failure => Err(between::failure(payload.here())),
+            Operation::Failure => Err(between::failure(self.plan.ports.side(port), payload.here())),
             // Hearing it was all it was for.
             _ => Ok(()),
         }

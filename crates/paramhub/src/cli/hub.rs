@@ -9,10 +9,12 @@ use clap::Args;
 
 use super::{Usage, overlay};
 use crate::cli::ExitCode;
-use crate::config::{Bytes, Config, HubManager, Pin};
+use crate::config::{Bytes, Config, HubManager, InterfaceRate, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
-use crate::{ControlError, HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, host_identity};
+use crate::{
+    ControlError, HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, Selector, host_identity,
+};
 
 /// How often a hub that waits for a signal looks after itself.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -24,9 +26,22 @@ const JOIN_PAUSE: Duration = Duration::from_millis(500);
 #[derive(Args)]
 #[command(args_override_self = true)]
 pub(super) struct HubFlags {
-    /// Addresses the hub listens on for data, one per interface; port 0 takes a free one [default: 127.0.0.1:7771]
+    /// Addresses the hub listens on for data, one per interface; 0.0.0.0 and [::] stand for those of all interfaces chosen
+    /// with --interfaces; port 0 takes a free one [default: 127.0.0.1:7771, or 0.0.0.0:7771 with --interfaces]
     #[arg(long, value_name = "IP:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_LISTEN")]
     listen: Option<Vec<SocketAddr>>,
+    /// Which interfaces to listen on: names (eth1; eth for all that begin so), networks (10.0.0.0/24), or, after ^, those to
+    /// leave out (^docker,lo); auto is all that other hosts could reach [default: auto where 0.0.0.0 is listened on]
+    #[arg(long, value_name = "SELECTOR", env = "PARAMHUB_HUB_INTERFACES")]
+    interfaces: Option<Selector>,
+    /// What an interface carries, where the system does not know or is wrong, as in eth1=10gbit; each gets its share
+    #[arg(
+        long = "interface-rate",
+        value_name = "NAME=RATE",
+        value_delimiter = ',',
+        env = "PARAMHUB_HUB_INTERFACE_RATES"
+    )]
+    interface_rates: Option<Vec<InterfaceRate>>,
     /// What workers dial instead, per interface, where they cannot reach the listening address itself
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', env = "PARAMHUB_HUB_ADVERTISE")]
     advertise: Option<Vec<String>>,
@@ -90,8 +105,11 @@ impl HubFlags {
             // What the file joins must not win over the flag.
             config.hub.join = None;
         }
-        overlay!(self => config.hub;
-            listen, advertise, host_only, streams, spin_us, pin, manager; rack, cores, memory, join, state);
+        overlay!(
+            self => config.hub;
+            interface_rates, advertise, host_only, streams, spin_us, pin, manager;
+            listen, interfaces, rack, cores, memory, join, state
+        );
     }
 }
 
@@ -147,11 +165,18 @@ pub(crate) fn raise_descriptor_limit() {
 /// None where a signal came first.
 fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> {
     let section = &config.hub;
-    if section.listen.is_empty() {
+    let listen = section.effective_listen();
+    if listen.is_empty() {
         return Err(Usage("the hub needs an address to listen on: give --listen IP:PORT".into()).into());
     }
     let hub = HubConfig {
-        listen: section.listen.clone(),
+        listen,
+        interfaces: section.interfaces.clone().unwrap_or_default(),
+        interface_rates: section
+            .interface_rates
+            .iter()
+            .map(|given| (given.interface.clone(), given.rate))
+            .collect(),
         advertise: section.advertise.clone(),
         rack: section.rack.clone(),
         host: section.host_only.then(host_identity),

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use paramhub_core::settings::has_parameters;
 use serde::{Deserialize, Serialize};
 
+use crate::Rate;
+
 /// Reads and writes a value through its text form, so that the file takes what the flags take.
 pub(crate) mod text {
     use std::fmt::Display;
@@ -26,6 +28,33 @@ pub(crate) mod text {
         D: Deserializer<'de>,
     {
         String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// [`text`] for values that may be missing.
+pub(crate) mod optional_text {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::{Deserializer, Serializer};
+
+    pub(crate) fn serialize<T: Display, S: Serializer>(
+        value: &Option<T>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match value {
+            Some(value) => serializer.collect_str(value),
+            None => serializer.serialize_none(),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<Option<T>, D::Error>
+    where
+        T: FromStr,
+        T::Err: Display,
+        D: Deserializer<'de>,
+    {
+        super::text::deserialize(deserializer).map(Some)
     }
 }
 
@@ -136,6 +165,46 @@ impl fmt::Debug for Secret {
 impl From<&str> for Secret {
     fn from(text: &str) -> Self {
         Secret(text.to_owned())
+    }
+}
+
+/// What an interface carries, as in `eth1=10gbit`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct InterfaceRate {
+    pub(crate) interface: String,
+    pub(crate) rate: Rate,
+}
+
+impl FromStr for InterfaceRate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (interface, rate) =
+            text.split_once('=').filter(|(interface, _)| !interface.trim().is_empty()).ok_or_else(|| {
+                format!("`{text}` is no interface with its rate: expected one such as eth1=10gbit")
+            })?;
+        Ok(InterfaceRate { interface: interface.trim().to_owned(), rate: rate.parse()? })
+    }
+}
+
+impl fmt::Display for InterfaceRate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.interface, self.rate)
+    }
+}
+
+impl TryFrom<String> for InterfaceRate {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<InterfaceRate> for String {
+    fn from(rate: InterfaceRate) -> String {
+        rate.to_string()
     }
 }
 
@@ -256,6 +325,16 @@ mod tests {
         for text in ["manager:7770", "10.0.0.7", ""] {
             let refused = text.parse::<HubManager>().unwrap_err();
             assert!(refused.contains(&format!("as in http://{text}")), "{refused}");
+        }
+    }
+
+    #[test]
+    fn rates_of_interfaces_survive_text() {
+        let parsed: InterfaceRate = " eth1 = 2.5gbit".parse().unwrap();
+        assert_eq!((parsed.interface.as_str(), parsed.rate.mbit()), ("eth1", 2_500));
+        assert_eq!(parsed.to_string().parse(), Ok(parsed));
+        for text in ["eth1", "=10gbit", "eth1=", "eth1=10"] {
+            assert!(text.parse::<InterfaceRate>().unwrap_err().contains("is no "), "{text}");
         }
     }
 

@@ -25,8 +25,11 @@ pub(super) fn may_come(side: Side, operation: Operation) -> bool {
     }
 }
 
-/// Why the job is over, in the words of the site above.
-pub(super) fn failure(payload: &[u8]) -> Fault {
+/// Why the job is over, in the words of a worker that gives up or of the site above.
+pub(super) fn failure(side: Side, payload: &[u8]) -> Fault {
+    if side != Side::Above {
+        return Fault::gave_up(payload);
+    }
     match Failure::decode(payload) {
         Some(failure) => Fault::Failed(failure),
         None => Fault::Frame("a Failure that cannot be read".into()),

@@ -42,7 +42,7 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
 
 /// The rank, what it did, and whether it shared memory with a hub.
 fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report, bool)> {
-    let options = Options { transport: spec.train.transport, ..Options::default() };
+    let options = Options { transport: spec.train.transport, ..Options::from_env()? };
     let member = Member::connect_with(Membership::from_env()?, options)?;
     let rank = member.rank() as usize;
     let job = member.init(spec.train.settings(network)?)?;

@@ -1,0 +1,10 @@
+//! The hub's interfaces: what to listen on, what lies behind each, which cores serve it, and whether it still works.
+
+mod assign;
+mod listen;
+mod shape;
+mod watch;
+
+pub(crate) use listen::{Listening, addresses_of};
+pub(crate) use shape::{describe, plan, shape};
+pub(crate) use watch::watch;

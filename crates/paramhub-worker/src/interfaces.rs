@@ -1,0 +1,163 @@
+//! From which of this host's interfaces each stream leaves, and what befalls those interfaces.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Weak;
+use std::time::Instant;
+
+use paramhub_core::wire::Failure;
+use paramhub_transport::interface::{
+    Interface, LOOK, Network, Selector, Sysfs, Usable, Watch, choose, interfaces, leaves_by,
+};
+
+use crate::error::WorkerError;
+use crate::inbox::Command;
+use crate::job::Shared;
+
+/// The interfaces that streams may leave by.
+pub(crate) struct Interfaces {
+    found: Vec<Interface>,
+    usable: Vec<Usable>,
+    selector: Selector,
+}
+
+impl Interfaces {
+    /// Those of this host that `selector` means.
+    ///
+    /// # Errors
+    /// For people: what was asked for and is not there.
+    pub(crate) fn learn(selector: &Selector) -> Result<Self, String> {
+        let found = match interfaces() {
+            Ok(found) => found,
+            // Where nothing is asked for, the kernel can choose without our knowing.
+            Err(_) if *selector == Selector::Auto => Vec::new(),
+            Err(error) => return Err(format!("this host's interfaces cannot be listed: {error}")),
+        };
+        let usable = match choose(&found, selector, &Sysfs::default()) {
+            Ok(choice) => choice.usable,
+            // A host without a network has hubs of its own.
+            Err(_) if *selector == Selector::Auto => Vec::new(),
+            Err(error) => return Err(error.to_string()),
+        };
+        Ok(Interfaces { found, usable, selector: selector.clone() })
+    }
+
+    /// The address from which to dial the interface at `position` of a hub; `None` leaves it to the kernel, as where there is
+    /// nothing to choose.
+    ///
+    /// # Errors
+    /// For people: none of the interfaces asked for leads there.
+    pub(crate) fn source(&self, hub: SocketAddr, position: usize) -> Result<Option<IpAddr>, String> {
+        if self.found.iter().any(|interface| interface.has(hub.ip())) {
+            // It is this host's own address: nothing leaves.
+            return Ok(None);
+        }
+        if self.selector == Selector::Auto && self.usable.len() < 2 {
+            return Ok(None);
+        }
+        let leads_there = |from: &IpAddr, name: &str| {
+            // A system that cannot be asked leaves the kernel to choose.
+            leaves_by(*from, hub.ip()).is_ok_and(|leaves_by| leaves_by.as_deref() == Some(name))
+        };
+        let sources = sources(&self.usable, hub.ip(), leads_there);
+        match (&self.selector, sources.len()) {
+            (Selector::Auto, 0 | 1) => Ok(None),
+            (selector, 0) => Err(format!(
+                "none of this worker's interfaces that `{selector}` means leads there: `ip route get {} from ADDRESS` says \
+                 where the kernel would send it",
+                hub.ip()
+            )),
+            (_, count) => Ok(Some(sources[position % count])),
+        }
+    }
+
+    /// The interface that has an address, unless it is loopback, which never goes down.
+    pub(crate) fn name_of(&self, ip: IpAddr) -> Option<&str> {
+        let interface = self.found.iter().find(|interface| interface.has(ip))?;
+        (!interface.is_loopback).then_some(interface.name.as_str())
+    }
+}
+
+/// The addresses from which a hub can be dialled, one of each interface: of those in its own subnet if there are any, else of
+/// those whose route leads there. The route decides in the subnet, too: of two interfaces there the kernel uses one unless
+/// rules tell it otherwise, whatever the source.
+fn sources(usable: &[Usable], hub: IpAddr, leads_there: impl Fn(&IpAddr, &str) -> bool) -> Vec<IpAddr> {
+    let is_same_subnet = |network: &&Network| network.contains(hub);
+    let is_any = |network: &&Network| network.address().is_ipv4() == hub.is_ipv4();
+    let among = |fits: &dyn Fn(&&Network) -> bool| -> Vec<IpAddr> {
+        let first = |usable: &Usable| {
+            let mut fitting = usable.networks.iter().filter(|network| fits(network)).map(Network::address);
+            fitting.find(|address| leads_there(address, &usable.name))
+        };
+        usable.iter().filter_map(first).collect()
+    };
+    let near = among(&is_same_subnet);
+    if near.is_empty() { among(&is_any) } else { near }
+}
+
+/// Watches the interfaces of these addresses until the job is over, on a thread of its own that there is only where streams
+/// leave this host.
+pub(crate) fn watch(shared: Weak<Shared>, used: BTreeSet<(String, IpAddr)>) -> std::io::Result<()> {
+    if used.is_empty() {
+        return Ok(());
+    }
+    std::thread::Builder::new()
+        .name("paramhub-watch".into())
+        .spawn(move || look_after(&shared, Watch::new(used)))
+        .map(drop)
+}
+
+fn look_after(shared: &Weak<Shared>, mut watch: Watch) {
+    loop {
+        std::thread::sleep(LOOK);
+        // Held for a moment only, so that a job that is over takes its memory along.
+        let Some(shared) = shared.upgrade() else { return };
+        if shared.inbox.closed().is_some() {
+            return;
+        }
+        // A system that cannot be asked for a moment is asked again.
+        let Ok(found) = interfaces() else { continue };
+        if let Some(down) = watch.look(&found, Instant::now()).into_iter().find_map(|change| change.down) {
+            let told = Failure { rank: Some(shared.who.rank), message: format!("its {down}") };
+            let error = WorkerError::InterfaceDown { who: shared.who.clone(), what: down.into() };
+            // Refused only by a job that is over.
+            let _ = shared.inbox.put(Command::GiveUp { error, told });
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usable(name: &str, networks: &[(&str, u32)]) -> Usable {
+        let networks = networks.iter().map(|&(ip, bits)| Network::new(ip.parse().unwrap(), bits)).collect();
+        Usable { name: name.into(), networks }
+    }
+
+    #[test]
+    fn the_subnet_comes_first_and_the_route_decides() {
+        let own = [
+            usable("eth0", &[("10.0.0.1", 24), ("fd00::1", 64)]),
+            usable("eth1", &[("10.0.1.1", 24)]),
+            usable("eth2", &[("10.0.1.2", 24)]),
+        ];
+        let ask = |hub: &str, routed: &[&str]| -> Vec<String> {
+            let leads = |_: &IpAddr, name: &str| routed.contains(&name);
+            sources(&own, hub.parse().unwrap(), leads).iter().map(ToString::to_string).collect()
+        };
+        let all = ["eth0", "eth1", "eth2"];
+        assert_eq!(ask("10.0.0.9", &all), ["10.0.0.1"], "the subnet's own interface and no other");
+        assert_eq!(ask("10.0.1.9", &all), ["10.0.1.1", "10.0.1.2"]);
+        assert_eq!(
+            ask("10.0.1.9", &["eth0", "eth1"]),
+            ["10.0.1.1"],
+            "without rules the kernel uses the first"
+        );
+        assert_eq!(ask("192.168.7.9", &all), ["10.0.0.1", "10.0.1.1", "10.0.1.2"], "rails by routes");
+        assert_eq!(ask("192.168.7.9", &["eth1"]), ["10.0.1.1"]);
+        assert_eq!(ask("192.168.7.9", &[]), [""; 0]);
+        assert_eq!(ask("fd00::9", &all), ["fd00::1"], "of the hub's family");
+    }
+}
