@@ -26,13 +26,15 @@ class Row:
     interfaces: int = 0
     cores: int = 0
     transport: str = "auto"
+    # Whether hosts and hubs belong to the racks their names begin with, as r0w3 and r1hub.
+    racks: bool = False
     flags: list = field(default_factory=list)
 
     def as_ours(self, testbed, scenario) -> rows.Ours:
         hosts = self.hosts or scenario.hosts
-        flags = ["--hosts", ",".join(testbed.with_addresses(host) for host in hosts)]
+        flags = ["--hosts", ",".join(testbed.with_addresses(host, racks=self.racks) for host in hosts)]
         if self.hub_hosts:
-            hubs = [testbed.with_addresses(host, self.interfaces) for host in self.hub_hosts]
+            hubs = [testbed.with_addresses(host, self.interfaces, self.racks) for host in self.hub_hosts]
             flags += ["--hub-hosts", ",".join(hubs)]
         flags += ["--enter", " ".join(testbed.entrance("{host}")), "--deployment", self.deployment]
         flags += ["--transport", self.transport, *self.flags]

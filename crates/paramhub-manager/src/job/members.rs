@@ -92,11 +92,12 @@ impl Job {
         if !finished {
             return self.fail(ErrorCode::JobEnded, reason.to_string(), now);
         }
-        if self.state != JobState::Running {
+        // A hub to which no chunk fell has done all it ever will as soon as it has allocated.
+        if !self.members[index].allocated {
             let message = format!("{} ended it before it ran", self.members[index].describe());
             return self.fail(ErrorCode::JobEnded, message, now);
         }
-        if !self.members.iter().all(|member| member.ended) {
+        if self.state != JobState::Running || !self.members.iter().all(|member| member.ended) {
             return Transition::None;
         }
         self.end(JobState::Finished, now)

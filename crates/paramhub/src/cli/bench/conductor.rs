@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::hosts::Hosts;
 use super::numbers::Verdict;
-use super::sites::Sites;
 use super::spec::{HubSeat, HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::statistics::mean;
 use super::usage;
@@ -24,7 +24,7 @@ pub(super) const LEAD: Duration = Duration::from_millis(5);
 /// What to do.
 pub(super) struct Program {
     pub(super) spec: Spec,
-    pub(super) sites: Sites,
+    pub(super) hosts: Hosts,
     pub(super) warmup: u32,
     pub(super) iterations: u32,
     /// What the progress bar says is going on.
@@ -105,12 +105,13 @@ impl Company {
     fn gather(program: &Program, listener: &UnixListener, is_over: &AtomicBool) -> anyhow::Result<Company> {
         let spec = &program.spec;
         let workers = spec.workers as usize;
-        let mut lines = accept(listener, workers + program.sites.hubs().len(), is_over)?;
+        let mut lines = accept(listener, workers + program.hosts.hubs().len(), is_over)?;
         let mut hubs = lines.split_off(workers);
         let at = open(program, &mut hubs)?;
         let mut company = Company { workers: lines, hubs };
         for (rank, line) in (0..).zip(&mut company.workers) {
-            line.say(&Order::Join { spec: spec.clone(), rank, at: at.clone() })?;
+            let rack = program.hosts.rack(rank);
+            line.say(&Order::Join { spec: spec.clone(), rank, rack, at: at.clone() })?;
         }
         for report in company.reports() {
             let Report::Joined = report? else { bail!("a worker answered out of turn") };
@@ -192,15 +193,16 @@ fn open(program: &Program, hubs: &mut [Line]) -> anyhow::Result<Meeting> {
     let workers = program.spec.workers as usize;
     let token = token()?;
     let mut joins = None;
-    for (number, (hub, site)) in hubs.iter_mut().zip(program.sites.hubs()).enumerate() {
-        let seat = HubSeat { listen: site.listen.clone(), joins: joins.clone(), token: token.clone() };
-        let name = program.sites.name(workers + number, workers);
+    for (number, (hub, host)) in hubs.iter_mut().zip(program.hosts.hubs()).enumerate() {
+        let (listen, rack) = (host.listen.clone(), host.rack.clone());
+        let seat = HubSeat { listen, joins: joins.clone(), rack, token: token.clone() };
+        let name = program.hosts.name(workers + number, workers);
         match ask(&name, hub, &Order::Host { spec: program.spec.clone(), seat })? {
             Report::Ready { url } => joins = joins.or(Some(url)),
             other => bail!("{name} answered {other:?}"),
         }
     }
-    match ask("the first hub", &mut hubs[0], &Order::Open)? {
+    match ask("the first hub", &mut hubs[0], &Order::Open { options: program.hosts.options })? {
         Report::Hosting(at) => Ok(at),
         other => bail!("the first hub answered {other:?}"),
     }

@@ -8,9 +8,9 @@ use serde::Serialize;
 use super::ablate::Variant;
 use super::conductor::Program;
 
+use super::hosts::{Deployment, HostsFlags};
 use super::processes::{Run, interrupted, run};
 use super::report::{Summary, megabytes, write_json};
-use super::sites::{Deployment, SitesFlags};
 use super::spec::{Optimizer, Spec, Transport};
 use super::{check_destination, count, usage};
 use crate::cli::ExitCode;
@@ -34,7 +34,7 @@ pub(super) struct ExchangeCommand {
     #[command(flatten)]
     exchange: ExchangeFlags,
     #[command(flatten)]
-    sites: SitesFlags,
+    hosts: HostsFlags,
 }
 
 /// What is exchanged, and how.
@@ -119,8 +119,8 @@ pub(super) fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
     let flags = &command.exchange;
     let signals = Signals::catch()?;
     let (model, spec) = flags.spec()?;
-    let sites = command.sites.sites(spec.workers)?;
-    if spec.is_raw && sites.deployment().is_some() {
+    let hosts = command.hosts.hosts(spec.workers)?;
+    if spec.is_raw && hosts.deployment().is_some() {
         let why = "--raw measures loopback: on hosts of a testbed its own probe tells what links carry";
         return Err(Usage(why.into()).into());
     }
@@ -128,14 +128,14 @@ pub(super) fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
     check_memory(&spec)?;
     let bytes_per_worker = spec.keys.bytes();
     let settings = Settings {
-        deployment: sites.deployment(),
-        hubs: sites.hubs().len(),
-        interfaces: sites.interfaces(),
+        deployment: hosts.deployment(),
+        hubs: hosts.hubs().len(),
+        interfaces: hosts.interfaces(),
         ..flags.settings(&spec)
     };
     println!("{}", headline(&model, bytes_per_worker, &settings));
     let label = "exchanges".into();
-    let program = Program { spec, sites, warmup: flags.warmup, iterations: flags.iters, label };
+    let program = Program { spec, hosts, warmup: flags.warmup, iterations: flags.iters, label };
     let measured = match run(&program, &signals)? {
         Run::Measured(measured) => measured,
         Run::Interrupted(signal) => return Ok(interrupted(signal)),

@@ -12,7 +12,7 @@ use super::numbers::{self, START, Verdict};
 use super::raw::Raw;
 use super::spec::{self, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
-use super::{breakdown, host};
+use super::{breakdown, hub};
 use crate::cli::ExitCode;
 use crate::{Job, Member, Membership, Options, SharedTensor, Sharing, Tensor, Transport, WorkerError};
 
@@ -32,10 +32,10 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     let mut line = Line::new(socket);
     line.say(&Report::Here { seat: flags.seat })?;
     match line.hear()? {
-        Some(Order::Host { spec, seat }) => host::host(&spec, seat, &mut line)?,
+        Some(Order::Host { spec, seat }) => hub::host(&spec, seat, &mut line)?,
         Some(Order::Teach { lesson }) => breakdown::teach(&lesson, &mut line)?,
         Some(Order::Attend { lesson, rank, at }) => breakdown::learn(&lesson, rank, at, &mut line)?,
-        Some(Order::Join { spec, rank, at }) => Worker::join(spec, rank, at)?.work(&mut line)?,
+        Some(Order::Join { spec, rank, rack, at }) => Worker::join(spec, rank, rack, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}
     }
@@ -59,7 +59,7 @@ enum Parameters {
 }
 
 impl Worker {
-    fn join(spec: Spec, rank: u32, at: Meeting) -> anyhow::Result<Worker> {
+    fn join(spec: Spec, rank: u32, rack: Option<String>, at: Meeting) -> anyhow::Result<Worker> {
         let Meeting { url, job, cores, raw } = at;
         let raw = Raw::connect(&raw, &spec, rank)?;
         let transport = match spec.transport {
@@ -73,7 +73,7 @@ impl Worker {
             _ => {
                 let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
                 let sharing = if shared_parameters { Sharing::Always } else { Sharing::Never };
-                let options = Options { transport, shared_parameters: sharing, ..Default::default() };
+                let options = Options { transport, rack, shared_parameters: sharing, ..Default::default() };
                 Member::connect_with(membership, options)?.init(spec.settings()?)?
             }
         };

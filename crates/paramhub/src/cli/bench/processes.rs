@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use paramhub_train::THREADS_VARIABLE;
 
 use super::conductor::{Measured, Program, conduct};
-use super::sites::Sites;
+use super::hosts::Hosts;
 use crate::cli::ExitCode;
 use crate::launch::{Ended, Launch, Line, Signals, Watch, describe};
 
@@ -19,7 +19,7 @@ pub(super) enum Run<M> {
 
 /// Runs a program.
 pub(super) fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Measured>> {
-    launch(&program.sites, program.spec.workers, signals, |listener, is_over| {
+    launch(&program.hosts, program.spec.workers, signals, |listener, is_over| {
         conduct(program, listener, is_over)
     })
 }
@@ -27,7 +27,7 @@ pub(super) fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Me
 /// Starts so many workers' processes and the hubs', each at its site, and conducts them on a thread of its own while this one watches over
 /// them.
 pub(super) fn launch<M: Send>(
-    sites: &Sites,
+    hosts: &Hosts,
     workers: u32,
     signals: &Signals,
     conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
@@ -40,8 +40,8 @@ pub(super) fn launch<M: Send>(
     let socket = scratch.path().join("launcher");
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
     let workers = workers as usize;
-    let commands = (0..workers + sites.hubs().len()).map(|seat| {
-        let mut command = sites.command(seat, workers)?;
+    let commands = (0..workers + hosts.hubs().len()).map(|seat| {
+        let mut command = hosts.command(seat, workers)?;
         command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
         // As of `train`'s workers.
         command.env(THREADS_VARIABLE, "1");
@@ -51,11 +51,11 @@ pub(super) fn launch<M: Send>(
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let conductor = threads.spawn(|| conduct(&listener, &is_over));
-        let ended = launch.supervise(signals, &mut Lines { sites, workers });
+        let ended = launch.supervise(signals, &mut Lines { hosts, workers });
         is_over.store(true, Ordering::Release);
         (ended, conductor.join().expect("the conductor does not panic"))
     });
-    judge(&ended, measured, sites, workers)
+    judge(&ended, measured, hosts, workers)
 }
 
 /// Says so, and how to end.
@@ -68,14 +68,14 @@ pub(super) fn interrupted(signal: i32) -> ExitCode {
 fn judge<M>(
     ended: &Ended,
     measured: anyhow::Result<M>,
-    sites: &Sites,
+    hosts: &Hosts,
     workers: usize,
 ) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }
     // One that was killed explains what the others say.
-    let name = |seat| sites.name(seat, workers);
+    let name = |seat| hosts.name(seat, workers);
     let killed = ended.failed.iter().find(|&&seat| ended.exits[seat].code().is_none());
     if let Some(&seat) = killed {
         bail!("the benchmark failed: {} {}", name(seat), describe(ended.exits[seat]));
@@ -89,12 +89,12 @@ fn judge<M>(
 
 /// Whatever the processes print is a complaint.
 struct Lines<'a> {
-    sites: &'a Sites,
+    hosts: &'a Hosts,
     workers: usize,
 }
 
 impl Watch for Lines<'_> {
     fn line(&mut self, line: Line) {
-        eprintln!("[{}] {}", self.sites.name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
+        eprintln!("[{}] {}", self.hosts.name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
     }
 }

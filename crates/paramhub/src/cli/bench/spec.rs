@@ -13,7 +13,7 @@ use super::ablate::Variant;
 use super::breakdown::{Learnt, Lesson};
 use super::numbers::Verdict;
 use super::raw;
-use crate::service::ServiceCreated;
+use crate::service::{JobOptions, ServiceCreated};
 use crate::settings::{OptimizerChoice, Settings};
 use crate::{Hyperparameters, KeyTable, Registry};
 
@@ -124,6 +124,8 @@ pub(super) struct HubSeat {
     pub(super) listen: Vec<IpAddr>,
     /// The manager of the first hub; the first has none to join.
     pub(super) joins: Option<String>,
+    /// Whom it serves; `None` for everybody.
+    pub(super) rack: Option<String>,
     /// What hubs show to the manager.
     pub(super) token: String,
 }
@@ -147,9 +149,9 @@ pub(super) enum Order {
     /// Be a hub. Answered by [`Report::Ready`].
     Host { spec: Spec, seat: HubSeat },
     /// All hubs have joined the first: create the job. Answered by it with [`Report::Hosting`].
-    Open,
+    Open { options: JobOptions },
     /// Be this rank of the job. Answered by [`Report::Joined`].
-    Join { spec: Spec, rank: u32, at: Meeting },
+    Join { spec: Spec, rank: u32, rack: Option<String>, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].
     Turn { turn: Turn, start: Duration },
     /// Be the hub of a training. Answered by [`Report::Hosting`].

@@ -15,10 +15,10 @@ use report::{Ablation, Tried};
 use super::check_destination;
 use super::conductor::Program;
 use super::exchange::{ExchangeFlags, check_memory};
+use super::hosts::Hosts;
 use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
-use super::sites::Sites;
 use super::spec::Transport;
 use crate::cli::ExitCode;
 use crate::cli::Usage;
@@ -70,7 +70,7 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
             let tried = &mut ablation.tried[number];
             let program = Program {
                 spec: tried.spec.clone(),
-                sites: Sites::here(),
+                hosts: Hosts::here(),
                 warmup: flags.exchange.warmup,
                 iterations: flags.exchange.iters,
                 label: format!("round {} of {}, {}", round + 1, flags.rounds, tried.variant.name()),

@@ -16,10 +16,10 @@ use report::{Breakdown, Trained};
 use stage::Stage;
 
 use super::check_destination;
+use super::hosts::Hosts;
 use super::processes::{Run, interrupted, launch};
 use super::report::write_json;
 use super::rounds::order;
-use super::sites::Sites;
 use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::cli::train::rehearse;
@@ -99,7 +99,7 @@ pub(super) fn breakdown(flags: &BreakdownFlags) -> anyhow::Result<ExitCode> {
             for number in order(round, Stage::ALL.len()) {
                 let stage = Stage::ALL[number];
                 let lesson = breakdown.lesson(network, stage);
-                let run = launch(&Sites::here(), lesson.train.workers, &signals, |listener, is_over| {
+                let run = launch(&Hosts::here(), lesson.train.workers, &signals, |listener, is_over| {
                     conduct::conduct(&lesson, listener, is_over)
                 });
                 match run.with_context(|| format!("{} with {}", lesson.train.net, stage.adds()))? {

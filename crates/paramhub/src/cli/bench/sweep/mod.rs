@@ -12,10 +12,10 @@ use report::{Sweep, SweepPoint};
 use super::check_destination;
 use super::conductor::Program;
 use super::exchange::{ExchangeFlags, check_memory};
+use super::hosts::Hosts;
 use super::processes::{Run, interrupted, run};
 use super::report::write_json;
 use super::rounds::order;
-use super::sites::Sites;
 use crate::cli::ExitCode;
 use crate::launch::Signals;
 
@@ -84,7 +84,7 @@ fn program(flags: &SweepFlags, round: u32, point: &SweepPoint) -> Program {
     let (rounds, axis) = (flags.rounds, flags.over);
     Program {
         spec: point.spec.clone(),
-        sites: Sites::here(),
+        hosts: Hosts::here(),
         warmup: flags.exchange.warmup,
         iterations: flags.exchange.iters,
         label: format!("round {} of {rounds}, {} {}", round + 1, axis.name(), axis.text(point.value)),

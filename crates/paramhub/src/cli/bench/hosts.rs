@@ -6,24 +6,27 @@ use std::str::FromStr;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use paramhub_core::composition::{OptimizeAt, Reduction};
 use serde::Serialize;
 
 use crate::cli::Usage;
 use crate::launch::this_program;
+use crate::service::JobOptions;
 
 /// What stands for the host's name in `--enter`.
 const HOST: &str = "{host}";
 
 #[derive(Args, Clone)]
-pub(super) struct SitesFlags {
+pub(super) struct HostsFlags {
     /// Hosts of the workers, each with its address, as in r0w0=10.64.0.1,r0w1=10.64.0.2
     ///
     /// Ranks are spread over them evenly, neighbours together. Addresses after a + are further interfaces, which a hub
-    /// beside the worker listens on, too.
-    #[arg(long, value_name = "HOST=IP[+IP],..", value_delimiter = ',')]
+    /// beside the worker listens on, too. A name behind an @ is the host's rack: workers there exchange with the hubs of
+    /// their rack, and these with one another.
+    #[arg(long, value_name = "HOST[@RACK]=IP[+IP],..", value_delimiter = ',')]
     hosts: Vec<Host>,
     /// Hosts of hubs alone, each with the addresses of all its interfaces
-    #[arg(long, value_name = "HOST=IP[+IP],..", value_delimiter = ',', requires = "hosts")]
+    #[arg(long, value_name = "HOST[@RACK]=IP[+IP],..", value_delimiter = ',', requires = "hosts")]
     hub_hosts: Vec<Host>,
     /// Where the hubs are [default: ncc]
     #[arg(long, value_enum, requires = "hosts")]
@@ -31,6 +34,12 @@ pub(super) struct SitesFlags {
     /// What makes a command run on a host, as in \"ip netns exec phub-{host}\"; split at its spaces
     #[arg(long, value_name = "COMMAND", requires = "hosts")]
     enter: Option<String>,
+    /// How sums become those of all workers where hubs serve racks: auto, flat, tree, ring or sharded [default: auto]
+    #[arg(long, value_name = "HOW", requires = "hosts")]
+    reduction: Option<Reduction>,
+    /// Where the optimizer runs then: every-site or owner [default: every-site]
+    #[arg(long, value_name = "WHERE", requires = "hosts")]
+    optimize_at: Option<OptimizeAt>,
 }
 
 /// Which hosts have hubs (PHub, section 3.4).
@@ -51,6 +60,7 @@ pub(super) enum Deployment {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Host {
     name: String,
+    rack: Option<String>,
     addresses: Vec<IpAddr>,
 }
 
@@ -65,39 +75,50 @@ impl FromStr for Host {
         }
         let parse = |text: &str| text.parse().map_err(|_| format!("{name}: `{text}` is no IP address"));
         let addresses = addresses.split('+').map(parse).collect::<Result<_, String>>()?;
-        Ok(Host { name: name.to_owned(), addresses })
+        let (name, rack) = name.split_once('@').map_or((name, None), |(name, rack)| (name, Some(rack)));
+        Ok(Host { name: name.to_owned(), rack: rack.map(str::to_owned), addresses })
     }
 }
 
 /// All processes, by what they are.
 #[derive(Clone, Debug)]
-pub(super) struct Sites {
+pub(super) struct Hosts {
     /// None where all are on this machine.
     deployment: Option<Deployment>,
-    /// Each rank's host; empty where all are here.
-    workers: Vec<String>,
-    hubs: Vec<HubSite>,
+    /// Each rank's host and rack; empty where all are here.
+    workers: Vec<(String, Option<String>)>,
+    hubs: Vec<HubHost>,
     /// Words before a command that is to run on a host.
     enter: Vec<String>,
+    /// The job's.
+    pub(super) options: JobOptions,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct HubSite {
+pub(super) struct HubHost {
     /// None: here.
     host: Option<String>,
+    /// None: it serves everybody.
+    pub(super) rack: Option<String>,
     /// An interface each.
     pub(super) listen: Vec<IpAddr>,
 }
 
-impl Sites {
+impl Hosts {
     /// One hub on loopback.
-    pub(super) fn here() -> Sites {
-        let hub = HubSite { host: None, listen: vec![Ipv4Addr::LOCALHOST.into()] };
-        Sites { deployment: None, workers: Vec::new(), hubs: vec![hub], enter: Vec::new() }
+    pub(super) fn here() -> Hosts {
+        let hub = HubHost { host: None, rack: None, listen: vec![Ipv4Addr::LOCALHOST.into()] };
+        let options = JobOptions::default();
+        Hosts { deployment: None, workers: Vec::new(), hubs: vec![hub], enter: Vec::new(), options }
     }
 
-    pub(super) fn hubs(&self) -> &[HubSite] {
+    pub(super) fn hubs(&self) -> &[HubHost] {
         &self.hubs
+    }
+
+    /// Where a rank is.
+    pub(super) fn rack(&self, rank: u32) -> Option<String> {
+        self.workers.get(rank as usize).and_then(|(_, rack)| rack.clone())
     }
 
     pub(super) fn deployment(&self) -> Option<Deployment> {
@@ -136,16 +157,16 @@ impl Sites {
 
     fn host(&self, seat: usize, workers: usize) -> Option<&str> {
         match seat.checked_sub(workers) {
-            None => self.workers.get(seat).map(String::as_str),
+            None => self.workers.get(seat).map(|(host, _)| host.as_str()),
             Some(number) => self.hubs.get(number).and_then(|hub| hub.host.as_deref()),
         }
     }
 }
 
-impl SitesFlags {
-    pub(super) fn sites(&self, workers: u32) -> Result<Sites, Usage> {
+impl HostsFlags {
+    pub(super) fn hosts(&self, workers: u32) -> Result<Hosts, Usage> {
         if self.hosts.is_empty() {
-            return Ok(Sites::here());
+            return Ok(Hosts::here());
         }
         let workers = workers as usize;
         if self.hosts.len() > workers {
@@ -155,14 +176,23 @@ impl SitesFlags {
             )));
         }
         let deployment = self.deployment.unwrap_or(Deployment::Ncc);
-        let hubs: Vec<HubSite> = self.hosts_of_hubs(deployment)?.iter().map(HubSite::on).collect();
+        let hubs: Vec<HubHost> = self.hosts_of_hubs(deployment)?.iter().map(HubHost::on).collect();
         let enter: Vec<String> =
             self.enter.iter().flat_map(|command| command.split_whitespace()).map(str::to_owned).collect();
         if self.enter.is_some() && !enter.iter().any(|word| word.contains(HOST)) {
             return Err(Usage(format!("--enter: nothing in it is {HOST}, so all hosts would be one")));
         }
-        let host = |rank: usize| self.hosts[rank * self.hosts.len() / workers].name.clone();
-        Ok(Sites { deployment: Some(deployment), workers: (0..workers).map(host).collect(), hubs, enter })
+        let place = |rank: usize| {
+            let host = &self.hosts[rank * self.hosts.len() / workers];
+            (host.name.clone(), host.rack.clone())
+        };
+        let options = JobOptions {
+            reduction: self.reduction.unwrap_or_default(),
+            optimize_at: self.optimize_at.unwrap_or_default(),
+            ..JobOptions::default()
+        };
+        let workers = (0..workers).map(place).collect();
+        Ok(Hosts { deployment: Some(deployment), workers, hubs, enter, options })
     }
 
     fn hosts_of_hubs(&self, deployment: Deployment) -> Result<&[Host], Usage> {
@@ -181,9 +211,10 @@ impl SitesFlags {
     }
 }
 
-impl HubSite {
-    fn on(host: &Host) -> HubSite {
-        HubSite { host: Some(host.name.clone()), listen: host.addresses.clone() }
+impl HubHost {
+    fn on(host: &Host) -> HubHost {
+        let (name, rack) = (host.name.clone(), host.rack.clone());
+        HubHost { host: Some(name), rack, listen: host.addresses.clone() }
     }
 }
 
@@ -191,13 +222,15 @@ impl HubSite {
 mod tests {
     use super::*;
 
-    fn flags(hosts: &str, hub_hosts: &str, deployment: Deployment) -> SitesFlags {
+    fn flags(hosts: &str, hub_hosts: &str, deployment: Deployment) -> HostsFlags {
         let parse = |text: &str| text.split_terminator(',').map(|host| host.parse().unwrap()).collect();
-        SitesFlags {
+        HostsFlags {
             hosts: parse(hosts),
             hub_hosts: parse(hub_hosts),
             deployment: Some(deployment),
             enter: Some("in {host}".into()),
+            reduction: None,
+            optimize_at: None,
         }
     }
 
@@ -205,37 +238,38 @@ mod tests {
     fn a_deployment_says_where_hubs_are() {
         let (two, hubs) = ("a=10.0.0.1,b=10.0.0.2+10.0.1.2", "x=10.0.0.3,y=10.0.0.4");
         let hosts = |hosts, hub_hosts, deployment| -> Vec<String> {
-            let sites = flags(hosts, hub_hosts, deployment).sites(4).unwrap();
-            sites.hubs.iter().map(|hub| hub.host.clone().unwrap()).collect()
+            let hosts = flags(hosts, hub_hosts, deployment).hosts(4).unwrap();
+            hosts.hubs.iter().map(|hub| hub.host.clone().unwrap()).collect()
         };
         assert_eq!(hosts(two, "x=10.0.0.3", Deployment::Ncc), ["x"]);
         assert_eq!(hosts(two, hubs, Deployment::Ncs), ["x", "y"]);
         assert_eq!(hosts(two, "", Deployment::Cc), ["a"]);
         assert_eq!(hosts(two, "", Deployment::Cs), ["a", "b"]);
-        let sites = flags(two, "", Deployment::Cs).sites(4).unwrap();
-        assert_eq!((sites.interfaces(), sites.hubs[1].listen.len()), (2, 2));
+        let hosts = flags(two, "", Deployment::Cs).hosts(4).unwrap();
+        assert_eq!((hosts.interfaces(), hosts.hubs[1].listen.len()), (2, 2));
         for (hub_hosts, deployment) in
             [("", Deployment::Ncc), (hubs, Deployment::Ncc), ("", Deployment::Ncs), (hubs, Deployment::Cs)]
         {
-            assert!(flags(two, hub_hosts, deployment).sites(4).is_err(), "{deployment:?} with {hub_hosts}");
+            assert!(flags(two, hub_hosts, deployment).hosts(4).is_err(), "{deployment:?} with {hub_hosts}");
         }
     }
 
     #[test]
     fn ranks_are_spread_over_hosts_neighbours_together() {
-        let sites = flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).sites(4).unwrap();
-        assert_eq!(sites.workers, ["a", "a", "b", "b"]);
-        assert_eq!(sites.name(2, 4), "worker 2 on b");
-        assert_eq!(sites.name(4, 4), "the hub on x");
-        assert_eq!(Sites::here().name(4, 4), "the hub");
-        assert!(flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).sites(1).is_err());
+        let hosts = flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).hosts(4).unwrap();
+        let names: Vec<&str> = hosts.workers.iter().map(|(host, _)| host.as_str()).collect();
+        assert_eq!(names, ["a", "a", "b", "b"]);
+        assert_eq!(hosts.name(2, 4), "worker 2 on b");
+        assert_eq!(hosts.name(4, 4), "the hub on x");
+        assert_eq!(Hosts::here().name(4, 4), "the hub");
+        assert!(flags("a=10.0.0.1,b=10.0.0.2", "x=10.0.0.3", Deployment::Ncc).hosts(1).is_err());
     }
 
     #[test]
     fn a_seat_s_command_is_entered_on_its_host() {
-        let sites = flags("a=10.0.0.1,b=10.0.0.2", "", Deployment::Cc).sites(2).unwrap();
+        let hosts = flags("a=10.0.0.1,b=10.0.0.2", "", Deployment::Cc).hosts(2).unwrap();
         let words = |seat| {
-            let command = sites.command(seat, 2).unwrap();
+            let command = hosts.command(seat, 2).unwrap();
             [command.get_program()]
                 .into_iter()
                 .chain(command.get_args())
@@ -245,10 +279,10 @@ mod tests {
         };
         let (last, hub): (Vec<_>, Vec<_>) = (words(1), words(2));
         assert_eq!((last, hub), (vec!["in".into(), "b".into()], vec!["in".into(), "a".into()]));
-        assert_ne!(Sites::here().command(0, 2).unwrap().get_program(), "in");
+        assert_ne!(Hosts::here().command(0, 2).unwrap().get_program(), "in");
         let everywhere =
-            SitesFlags { enter: Some("nsenter".into()), ..flags("a=10.0.0.1", "", Deployment::Cc) };
-        assert!(everywhere.sites(2).is_err());
+            HostsFlags { enter: Some("nsenter".into()), ..flags("a=10.0.0.1", "", Deployment::Cc) };
+        assert!(everywhere.hosts(2).is_err());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::spec::{HubSeat, HubUse, Line, Meeting, Order, Report, Spec};
 use super::usage;
 use crate::cli::hub::raise_descriptor_limit;
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
-use crate::service::{CreateService, ServiceCreated};
+use crate::service::{CreateService, JobOptions, ServiceCreated};
 use crate::{HubConfig, ManagerClient, RunningHub};
 
 /// Serves until the launcher hangs up.
@@ -24,8 +24,8 @@ pub(super) fn host(spec: &Spec, seat: HubSeat, line: &mut Line) -> anyhow::Resul
             bail!("the hub has failed: {reason}");
         }
         match order {
-            Order::Open => {
-                let (job, cores) = serving.open(spec.workers)?;
+            Order::Open { options } => {
+                let (job, cores) = serving.open(spec.workers, options)?;
                 let url = serving.url().to_owned();
                 line.say(&Report::Hosting(Meeting { url, job, cores, raw: raw.clone() }))?;
             }
@@ -63,6 +63,7 @@ impl Serving {
             listen: seat.listen.iter().map(free_port).collect(),
             cores: spec.cores,
             streams: spec.streams,
+            rack: seat.rack,
             registry: spec.variant.registry(spec.cores)?,
             ..HubConfig::default()
         };
@@ -86,10 +87,10 @@ impl Serving {
     }
 
     /// The job, and the cores that workers dial by themselves.
-    fn open(&self, workers: u32) -> anyhow::Result<(ServiceCreated, Vec<SocketAddr>)> {
+    fn open(&self, workers: u32, options: JobOptions) -> anyhow::Result<(ServiceCreated, Vec<SocketAddr>)> {
         match self {
             Serving::First(hub) => {
-                let request = CreateService { name: "bench".into(), workers, options: Default::default() };
+                let request = CreateService { name: "bench".into(), workers, options };
                 Ok((hub.client().create_service(&request)?, Vec::new()))
             }
             Serving::ByWorker(Server { job, addresses }) => Ok((job.clone(), addresses.clone())),
