@@ -34,8 +34,8 @@ def connect(
     manager's), ``job`` from ``PARAMHUB_JOB`` (the namespace that creating the job answered), ``secret`` from
     ``PARAMHUB_SECRET``, ``rank`` from ``RANK``. ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp``
     or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``interfaces`` says from which of this host's network
-    interfaces streams leave (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``); by default what ``PARAMHUB_INTERFACES`` says, else
-    all that lead to the hub. ``timeout`` in seconds bounds the wait; the job's own
+    interfaces streams leave (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``); by default what ``PARAMHUB_INTERFACES``
+    says, else all that lead to the hub. ``timeout`` in seconds bounds the wait; the job's own
     rendezvous timeout, usually shorter, names the ranks that are missing.
     Where hubs serve racks or hosts, ``rack`` and ``host`` are the names of this worker's, by default ``PARAMHUB_RACK`` and
     ``PARAMHUB_HOST``, else none and the system's own.

@@ -12,6 +12,7 @@
 //!   of a ring's reduce-scatter and all-gather.
 
 mod arrange;
+mod choose;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +28,7 @@ use crate::limits::{HUBS_MAX, WORKERS_MAX};
 use crate::placement::{HubShape, Placement, ShapeError, deal};
 
 pub use arrange::{ArrangeError, Arranged, arrange};
+pub use choose::{Choice, choose};
 
 /// Sites of one job.
 pub const SITES_MAX: usize = HUBS_MAX;
@@ -105,7 +107,8 @@ pub struct Place {
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {
     /// By the hubs' places: a flat job if none has any; else through hosts and racks, and between racks as
-    /// [`Sharded`](Self::Sharded) does, or by the hub that serves everybody if there is one.
+    /// [`Sharded`](Self::Sharded) does, or by the hub that serves everybody if there is one. Where the manager knows the core's
+    /// rate, [`choose`] decides.
     #[default]
     Auto,
     /// At one site of all hubs but those that serve a single host.

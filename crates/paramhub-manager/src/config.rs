@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use paramhub_core::cost::Rate;
 use paramhub_core::service::MANAGER_PORT;
 
 use crate::error::ManagerError;
@@ -18,6 +19,9 @@ pub struct ManagerConfig {
     /// What operators and hubs must show. Needed unless the manager listens on loopback only; enforced wherever it is
     /// given. Default: `None`.
     pub admin_token: Option<String>,
+    /// What a rack's link to the others carries each way: lets a job's `auto` reduction choose by PHub's condition. Default:
+    /// `None`, it goes by the hubs' places.
+    pub core_rate: Option<Rate>,
     /// A hub not heard for this long is lost, and its jobs with it. At least 100 ms; hubs speak about three times as
     /// often. Default: 10 s.
     pub hub_timeout: Duration,
@@ -36,6 +40,7 @@ impl Default for ManagerConfig {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, MANAGER_PORT)),
             state: None,
             admin_token: None,
+            core_rate: None,
             hub_timeout: Duration::from_secs(10),
             connections_max: 8192,
             living_jobs_max: 10_000,

@@ -11,7 +11,8 @@ mod tests;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
-use paramhub_core::composition::{Composition, Place, arrange};
+use paramhub_core::composition::{Composition, Place, Reduction, arrange, choose};
+use paramhub_core::cost::Rate;
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
@@ -225,20 +226,31 @@ impl Job {
     }
 
     /// Every rank is there and `hubs` have joined: if those are enough, the ranks may go on.
-    pub(crate) fn convene(&mut self, hubs: Vec<(u32, (HubShape, Place))>, now: Now) -> Transition {
+    pub(crate) fn convene(
+        &mut self,
+        hubs: Vec<(u32, (HubShape, Place))>,
+        core_rate: Option<Rate>,
+        now: Now,
+    ) -> Transition {
         if !self.is_complete() || hubs.len() < self.hubs_needed() {
             return Transition::None;
         }
         let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
         let options = &self.options;
-        let (composition, of_sites) =
-            match arrange(&hubs, &self.places, options.reduction, options.optimize_at) {
-                Ok(arranged) => arranged,
-                Err(why) => {
-                    let message = format!("job `{}` has no hub for everybody: {why}", self.name);
-                    return self.fail(ErrorCode::DoesNotFit, message, now);
-                }
-            };
+        let choice = core_rate
+            .filter(|_| options.reduction == Reduction::Auto)
+            .and_then(|core_rate| choose(&hubs, &self.places, core_rate));
+        if let Some(choice) = &choice {
+            tracing::info!(job = self.name, "{choice}");
+        }
+        let reduction = choice.map_or(options.reduction, |choice| choice.reduction);
+        let (composition, of_sites) = match arrange(&hubs, &self.places, reduction, options.optimize_at) {
+            Ok(arranged) => arranged,
+            Err(why) => {
+                let message = format!("job `{}` has no hub for everybody: {why}", self.name);
+                return self.fail(ErrorCode::DoesNotFit, message, now);
+            }
+        };
         let members =
             (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
         self.members =

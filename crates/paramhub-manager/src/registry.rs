@@ -47,7 +47,8 @@ impl Registry {
     pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
         let store = Store::open(config.state.as_deref())?;
         let records = store.load()?;
-        let world = World::new(records, config.living_jobs_max, config.ended_jobs_max, Now::read());
+        let world =
+            World::new(records, config.core_rate, config.living_jobs_max, config.ended_jobs_max, Now::read());
         Ok(Arc::new(Registry {
             world: Mutex::new(world),
             store: Arc::new(store),

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::composition::Place;
+use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
@@ -33,6 +34,8 @@ pub(crate) struct World {
     /// The jobs that have ended, oldest first.
     ended: VecDeque<Namespace>,
     pub(crate) hubs: Hubs,
+    /// What a rack's link to the others carries, where that is known.
+    core_rate: Option<Rate>,
     next_order: u64,
     living_jobs_max: usize,
     ended_jobs_max: usize,
@@ -46,6 +49,7 @@ impl World {
     /// The world as an earlier manager left it.
     pub(crate) fn new(
         mut records: Vec<Record>,
+        core_rate: Option<Rate>,
         living_jobs_max: usize,
         ended_jobs_max: usize,
         now: Now,
@@ -55,6 +59,7 @@ impl World {
             living: HashMap::new(),
             ended: VecDeque::new(),
             hubs: Hubs::default(),
+            core_rate,
             next_order: 0,
             living_jobs_max,
             ended_jobs_max,
@@ -148,7 +153,7 @@ impl World {
         }
         let shapes = self.hubs.shapes();
         if let Some(job) = self.jobs.get_mut(&namespace) {
-            let transition = job.convene(shapes, now);
+            let transition = job.convene(shapes, self.core_rate, now);
             self.follow(namespace, transition);
         }
     }

@@ -10,6 +10,7 @@ use crate::{Selector, Transport};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
+use paramhub_core::cost::Rate;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
 use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT};
 use paramhub_train::data::DataSource;
@@ -67,6 +68,8 @@ pub(crate) struct HubSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) join: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) core_rate: Option<Rate>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
 }
 
@@ -75,6 +78,8 @@ pub(crate) struct HubSection {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ManagerSection {
     pub(crate) listen: SocketAddr,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) core_rate: Option<Rate>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
 }
@@ -151,6 +156,7 @@ impl Default for HubSection {
             memory: None,
             manager: HubManager::Own(SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT))),
             join: None,
+            core_rate: None,
             state: None,
         }
     }
@@ -192,7 +198,11 @@ impl HubSection {
 
 impl Default for ManagerSection {
     fn default() -> Self {
-        ManagerSection { listen: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)), state: None }
+        ManagerSection {
+            listen: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
+            core_rate: None,
+            state: None,
+        }
     }
 }
 

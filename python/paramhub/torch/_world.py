@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -45,6 +45,8 @@ class HubAccess:
     url: str
     admin_token: str | None
     is_embedded: bool
+    deployment: str
+    """Of the hubs of this run: ``cc`` or ``cs``."""
     run: str
     """Tells this run's hosts from those of others that use the same hub."""
     hubs: int | None = None
@@ -75,8 +77,7 @@ class World:
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
         self.hub, traced = self._meet_hub(url, place)
-        own = os.environ.get("PARAMHUB_HOST", "").strip() or _native.host_identity()
-        self.host = f"{self.hub.run}/{own}"
+        self.host = f"{self.hub.run}/{_host()}"
         self._start_host_hub()
         if traced is not None:
             self._trace(**traced)
@@ -92,7 +93,8 @@ class World:
         url = url or os.environ.get("PARAMHUB_URL", "").strip()
         if url:
             token = os.environ.get("PARAMHUB_ADMIN_TOKEN") or None
-            access = HubAccess(url, token, is_embedded=False, run=secrets.token_hex(8), hubs=_hubs())
+            run = secrets.token_hex(8)
+            access = HubAccess(url, token, is_embedded=False, deployment="cc", run=run, hubs=_hubs())
         else:
             access = self._start_hub(place)
         directory = os.environ.get("PARAMHUB_TRACE", "").strip()
@@ -108,6 +110,7 @@ class World:
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
+        deployment, run = _deployment(self.options.deployment), secrets.token_hex(8)
         cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         if place.is_on_one_host:
             self._hub = Hub(cores=cores)
@@ -118,6 +121,7 @@ class World:
             self._hub = Hub(
                 listen=[_with_port(address, 0)],
                 manager=_with_port(address, 0),
+                rack=f"{run}/{_host()}" if deployment == "cs" else None,
                 cores=cores,
                 admin_token=token,
             )
@@ -125,16 +129,27 @@ class World:
             f"no PARAMHUB_URL is set, so rank 0 runs the hub: manager {self._hub.url} "
             f"data {','.join(self._hub.addresses)} cores {cores}"
         )
-        return HubAccess(self._hub.url, token, is_embedded=True, run=secrets.token_hex(8))
+        if place.is_on_one_host:
+            deployment = "cc"
+        return HubAccess(self._hub.url, token, is_embedded=True, deployment=deployment, run=run)
 
     def _start_host_hub(self) -> None:
-        """Starts a hub for the ranks of this host, below the one that all ranks use: their gradients are summed here, in shared
-        memory, and each byte leaves the host once."""
-        wanted = self.options.host_hub
+        """Starts a hub for the ranks of this host, below the one that all ranks use or, with ``cs``, beside those of the other
+        hosts: their gradients are summed here, in shared memory, and each byte leaves the host once."""
+        is_peer = self.hub.deployment == "cs"
+        if is_peer:
+            # The manager knows of as many hubs as there are hosts before any job begins.
+            self.hub = replace(self.hub, hubs=self._count_hosts())
+        wanted = is_peer or self.options.host_hub
         if wanted is None:
             toward = urlsplit(self.hub.url)
             wanted = not _is_own_address(toward.hostname or "localhost")
-        if not wanted or self.local_rank != 0 or self.local_size == 1 or self._hub is not None:
+        if (
+            not wanted
+            or self.local_rank != 0
+            or self._hub is not None
+            or (self.local_size == 1 and not is_peer)
+        ):
             return
         cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         toward = urlsplit(self.hub.url)
@@ -142,20 +157,25 @@ class World:
         try:
             self._host_hub = Hub(
                 join=self.hub.url,
-                host=self.host,
-                rack=os.environ.get("PARAMHUB_RACK") or None,
+                host=None if is_peer else self.host,
+                rack=self.host if is_peer else os.environ.get("PARAMHUB_RACK") or None,
                 listen=[_with_port(address, 0)],
                 cores=cores,
                 admin_token=self.hub.admin_token,
             )
         except ConnectError as error:
-            if self.options.host_hub:
+            if self.options.host_hub or is_peer:
                 raise
             _say(
                 f"rank {self.rank}: every rank of this host exchanges with {self.hub.url} by itself: {error}"
             )
             return
-        _say(f"rank {self.rank} runs a hub for the {self.local_size} ranks of its host, below {self.hub.url}")
+        where = "beside those of other hosts" if is_peer else f"below {self.hub.url}"
+        _say(f"rank {self.rank} runs a hub for the ranks of its host, {where}")
+
+    def _count_hosts(self) -> int:
+        hosts = self.exchange_text("hosts", str(self.local_rank))
+        return hosts.count("0")
 
     def describe(self) -> str:
         """The effective configuration in one line."""
@@ -220,7 +240,8 @@ class World:
         is_simple = settings.get("consistency", "synchronous") == "synchronous" and not settings.get(
             "two_phase"
         )
-        reduction = "auto" if is_simple and settings.get("clip_norm") is None else "flat"
+        by_hosts = "sharded" if self.hub.deployment == "cs" else "auto"
+        reduction = by_hosts if is_simple and settings.get("clip_norm") is None else "flat"
         url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
         member = _native.connect(
             url,
@@ -229,6 +250,7 @@ class World:
             rank,
             transport=self.options.transport,
             host=self.host,
+            rack=self.host if self.hub.deployment == "cs" else None,
             interfaces=self.options.interfaces,
             shared_parameters=shared_parameters,
             # After the manager's own, which names who is missing.
@@ -350,6 +372,7 @@ class Options:
     timeout: float = TIMEOUT_DEFAULT
     dead_after: float = 30.0
     host_hub: bool | None = None
+    deployment: str | None = None
     interfaces: str | None = None
 
 
@@ -371,6 +394,7 @@ def init(
     timeout: float = TIMEOUT_DEFAULT,
     dead_after: float = 30.0,
     host_hub: bool | None = None,
+    deployment: str | None = None,
 ) -> None:
     """Joins the other ranks of this run. Called again it does nothing.
 
@@ -391,11 +415,17 @@ def init(
     Where several ranks share a host that the hub is not on, the first of them runs one more for this host: gradients are summed
     there first, in shared memory, and each byte leaves the host once. ``host_hub`` says whether it does; a hub that asks for
     an admin token needs ``PARAMHUB_ADMIN_TOKEN``.
+
+    ``deployment`` says which hosts have hubs where no hub is named, by default what rank 0's ``PARAMHUB_DEPLOYMENT`` says:
+    ``cc``, rank 0's host alone, or ``cs``, every host, each of which completes the sums of its share of the chunks. The first
+    sends all hosts' gradients through one host's link, the second spreads them over all links.
     """
     if _world is not None:
         return
     place = launched(rank, size, local_rank, local_size)
-    options = Options(transport, reproducible, hub_cores, timeout, dead_after, host_hub, interfaces)
+    options = Options(
+        transport, reproducible, hub_cores, timeout, dead_after, host_hub, deployment, interfaces
+    )
     if store is None:
         store = _meeting_place(place, timeout)
     establish(place, store, url, options)
@@ -540,6 +570,20 @@ def _reachable_address(place: Launched) -> str:
         f"MASTER_ADDR {host} leads to a loopback address, where other hosts cannot reach a hub: set it to a name or "
         "address of rank 0's host in the network, or set PARAMHUB_URL to a running hub"
     )
+
+
+def _host() -> str:
+    return os.environ.get("PARAMHUB_HOST", "").strip() or _native.host_identity()
+
+
+def _deployment(given: str | None) -> str:
+    deployment = given or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() or "cc"
+    if deployment not in ("cc", "cs"):
+        raise MisuseError(
+            f"the deployment is cc (a hub on rank 0's host) or cs (one on every host), not {deployment}: hubs on hosts of "
+            "their own are started with `paramhub hub` and named by PARAMHUB_URL"
+        )
+    return deployment
 
 
 def _own_address_toward(host: str, port: int) -> str | None:

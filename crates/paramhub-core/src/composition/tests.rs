@@ -125,3 +125,80 @@ proptest! {
         }
     }
 }
+
+fn at(rack: &str, host: &str) -> Place {
+    Place { rack: rack.into(), host: host.into() }
+}
+
+#[test]
+fn the_papers_condition_decides_between_flat_and_hierarchical() {
+    let hubs: Vec<(HubShape, Place)> =
+        ["a", "b"].map(|rack| (hub(rack, 2000), at(rack, ""))).into_iter().collect();
+    let workers: Vec<Place> = (0..8).map(|rank| at(if rank < 4 { "a" } else { "b" }, "h")).collect();
+    let choice = |core: &str| choose(&hubs, &workers, core.parse().unwrap()).unwrap();
+    let slow = choice("100mbit");
+    // 4 * 8e6 / 2 / 100e6 against max(4 * 8e6 / 2e9, 8e6 / 2e9) + 8e6 / 2 / 100e6.
+    assert!((slow.inequality.flat_s - 0.16).abs() < 1e-9);
+    assert!((slow.inequality.hierarchical_s() - (0.016 + 0.04)).abs() < 1e-9);
+    assert_eq!(slow.reduction, Reduction::Sharded);
+    assert!(slow.to_string().contains("160.00 ms through the core, flat, > 56.00 ms"), "{slow}");
+    assert_eq!(choice("100gbit").reduction, Reduction::Flat);
+    assert_eq!(choose(&hubs, &workers[..4], "1gbit".parse().unwrap()), None, "one rack has nothing to cross");
+    assert_eq!(choose(&[(hub("x", 1), at("", ""))], &workers, "1gbit".parse().unwrap()), None);
+}
+
+#[test]
+fn hubs_serve_those_at_their_place() {
+    let hubs = vec![
+        (hub("everybody", 1), at("", "")),
+        (hub("rack-a", 1), at("a", "")),
+        (hub("host-a1", 1), at("a", "a1")),
+        (hub("rack-b", 1), at("b", "")),
+        (hub("rack-a-too", 1), at("a", "")),
+        (hub("host-b1", 1), at("b", "b1")),
+    ];
+    let workers = [at("a", "a1"), at("", "a1"), at("a", "a2"), at("b", "b1"), at("c", "c1")];
+    let sites = |reduction| {
+        let (composition, of_sites) = arrange(&hubs, &workers, reduction, OptimizeAt::EverySite).unwrap();
+        composition.check().unwrap();
+        let shown = composition.sites.into_iter().zip(of_sites);
+        shown.map(|(site, hubs)| (hubs, site.workers, site.parent)).collect::<Vec<_>>()
+    };
+    // Rank 3 is alone on its host, and goes to its rack.
+    let tree = [
+        (vec![2], vec![0, 1], Some(1)),
+        (vec![1, 4], vec![2], Some(3)),
+        (vec![3], vec![3], Some(3)),
+        (vec![0], vec![4], None),
+    ];
+    assert_eq!(sites(Reduction::Auto), tree);
+    assert_eq!(sites(Reduction::Tree), tree);
+    let ring = sites(Reduction::Ring);
+    assert_eq!(ring.iter().map(|site| site.2).collect::<Vec<_>>(), [Some(1), None, None, None]);
+    assert_eq!(sites(Reduction::Flat), [(vec![0, 1, 3, 4], vec![0, 1, 2, 3, 4], None)]);
+}
+
+#[test]
+fn workers_without_a_hub_are_named() {
+    let rack = (hub("rack-a", 1), at("a", ""));
+    let refused = |hubs: &[(HubShape, Place)]| {
+        arrange(hubs, &[at("a", "x"), at("z", "x")], Reduction::Auto, OptimizeAt::EverySite).unwrap_err()
+    };
+    assert_eq!(refused(&[rack]), ArrangeError::Unserved { rank: 1, rack: "z".into() });
+    assert_eq!(refused(&[(hub("host", 1), at("a", "x"))]), ArrangeError::NoHub);
+}
+
+#[test]
+fn without_a_hub_for_everybody_the_first_rack_is_the_trees_top() {
+    let hubs = vec![
+        (hub("host", 1), at("b", "h")),
+        (hub("rack-b", 1), at("b", "")),
+        (hub("rack-a", 1), at("a", "")),
+        (hub("rack-c", 1), at("c", "")),
+    ];
+    let workers = [at("b", "h"), at("b", "h"), at("a", ""), at("c", "")];
+    let (composition, _) = arrange(&hubs, &workers, Reduction::Tree, OptimizeAt::Owner).unwrap();
+    composition.check().unwrap();
+    let parents: Vec<Option<SiteId>> = composition.sites.iter().map(|site| site.parent).collect();
+    assert_eq!(parents, [Some(2), None, Some(1), Some(1)]);
+}

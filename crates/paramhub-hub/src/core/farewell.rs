@@ -36,7 +36,7 @@ impl Farewells {
     /// Tells a latecomer why its job is over. The stream's buffer is empty, so it takes the frame at once.
     pub(super) fn tell(&mut self, namespace: Namespace, arrival: Arrival, now: Instant) {
         let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) else { return };
-        let Ok(mut stream) = arrival.connect(Direction::Both, CONTROL_BYTES_MAX as usize) else { return };
+        let Ok(mut stream) = arrival.connect(Direction::ToHub, CONTROL_BYTES_MAX as usize) else { return };
         let payload = failure.encode();
         let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
         let told = stream.send(&[Outgoing { header, payload: &payload }]);

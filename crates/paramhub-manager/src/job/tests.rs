@@ -62,7 +62,7 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
     for rank in 0..workers {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(hub_count), now()), Transition::Advanced);
+    assert_eq!(job.convene(hubs(hub_count), None, now()), Transition::Advanced);
     job
 }
 
@@ -147,7 +147,7 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     job.options.hubs = Some(10);
     let tickets: Vec<u64> = (0..2).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
     for (joined, listed) in [(0, "none"), (2, "only 2, hub 0 (10.0.0.0:7771) and hub 1 (10.0.0.1:7771)")] {
-        assert_eq!(job.convene(hubs(joined), now()), Transition::None);
+        assert_eq!(job.convene(hubs(joined), None, now()), Transition::None);
         let missing = job.hubs_missing(&hubs(joined));
         let expected = format!(
             "of the 10 hubs that it waits for {listed} had joined the connection manager within 60 s"
@@ -162,7 +162,7 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     for rank in 0..2 {
         job.connect(&call(rank, 9), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(10), now()), Transition::Advanced);
+    assert_eq!(job.convene(hubs(10), None, now()), Transition::Advanced);
     assert_eq!(job.hubs().count(), 10);
 }
 

@@ -29,7 +29,7 @@ impl Subscriber for Levels {
 /// What is logged when this happens to a job that a hub serves.
 fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
     let now = Now::read();
-    let mut world = World::new(Vec::new(), 8, 8, now);
+    let mut world = World::new(Vec::new(), None, 8, 8, now);
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let hub = world.register_hub(shape, Default::default(), "token".into(), now).unwrap();

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use clap::Args;
+use paramhub_core::cost::Rate;
 
 use super::{Usage, overlay};
 use crate::cli::ExitCode;
@@ -91,6 +92,10 @@ pub(super) struct HubFlags {
     /// Join a running connection manager instead of starting one: the same as --manager URL
     #[arg(long, value_name = "URL", env = "PARAMHUB_HUB_JOIN", conflicts_with_all = ["manager", "state"])]
     join: Option<String>,
+    /// What a rack's link to the other racks carries each way, as in 10gbit: lets the reduction `auto` choose between flat and
+    /// hierarchical; `paramhub probe` measures it [default: not known]
+    #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
+    core_rate: Option<Rate>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
     state: Option<PathBuf>,
@@ -108,7 +113,7 @@ impl HubFlags {
         overlay!(
             self => config.hub;
             interface_rates, advertise, host_only, streams, spin_us, pin, manager;
-            listen, interfaces, rack, cores, memory, join, state
+            listen, interfaces, rack, core_rate, cores, memory, join, state
         );
     }
 }
@@ -203,6 +208,7 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
     let manager = ManagerConfig {
         listen,
         state: section.state.clone(),
+        core_rate: section.core_rate,
         admin_token: config.admin_token(),
         ..ManagerConfig::default()
     };

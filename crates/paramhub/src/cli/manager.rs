@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use paramhub_core::cost::Rate;
 
 use super::overlay;
 use crate::cli::ExitCode;
@@ -18,6 +19,10 @@ pub(super) struct ManagerFlags {
     /// Where it listens; port 0 takes a free one [default: 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_MANAGER_LISTEN")]
     listen: Option<SocketAddr>,
+    /// What a rack's link to the other racks carries each way, as in 10gbit: lets the reduction `auto` choose between flat and
+    /// hierarchical; `paramhub probe` measures it [default: not known]
+    #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
+    core_rate: Option<Rate>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
     state: Option<PathBuf>,
@@ -25,7 +30,7 @@ pub(super) struct ManagerFlags {
 
 impl ManagerFlags {
     pub(super) fn apply(self, config: &mut Config) {
-        overlay!(self => config.manager; listen; state);
+        overlay!(self => config.manager; listen; state, core_rate);
     }
 }
 
@@ -35,6 +40,7 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let manager = Manager::start(ManagerConfig {
         listen: config.manager.listen,
         state: config.manager.state.clone(),
+        core_rate: config.manager.core_rate,
         admin_token: config.admin_token(),
         ..ManagerConfig::default()
     })?;
