@@ -86,6 +86,52 @@ fn a_hub_s_interfaces_share_what_comes_and_goes() {
     );
 }
 
+/// In their racks, as `bench exchange` takes them.
+fn in_racks(hosts: &str) -> String {
+    let place = |host: &str| host.replacen('=', &format!("@{}=", &host[..2]), 1);
+    hosts.split(',').map(place).collect::<Vec<_>>().join(",")
+}
+
+/// What `bench exchange` between two racks of two workers wrote; every number of the last exchange was compared.
+fn exchange_between_racks(testbed: &Testbed, racks: bool, more: &[&str]) -> Value {
+    let hosts = testbed.hosts(&["r0w0", "r0w1", "r1w0", "r1w1"]);
+    let hubs = testbed.hosts(&["r0hub", "r1hub"]);
+    let (hosts, hubs) = if racks { (in_racks(&hosts), in_racks(&hubs)) } else { (hosts, hubs) };
+    let enter = testbed.enter();
+    let arguments =
+        ["bench", "exchange", "--keys", "keys.json", "--workers", "4", "--iters", "3", "--warmup", "1"];
+    let on_hosts = ["--hosts", &hosts, "--hub-hosts", &hubs, "--deployment", "ncs", "--enter", &enter];
+    let words =
+        arguments.into_iter().chain(on_hosts).chain(["--json", "out.json"]).chain(more.iter().copied());
+    let ended = paramhub(words).file("keys.json", KEYS).finish().expect_code(0);
+    assert!(ended.stdout.contains("all exact"), "{}", ended.stdout);
+    serde_json::from_slice(&ended.read("out.json")).expect("valid JSON")
+}
+
+#[test]
+fn racks_reduce_exactly_and_cross_the_core_with_one_worker_s_bytes() {
+    let Some(testbed) = Testbed::up("--racks 2 --workers 2 --rate 1gbit --core-rate 500mbit") else { return };
+    // In models an exchange, out of a rack and into it; of the four gradients half go to the other rack's hub, flat.
+    let crossing = |racks: bool, more: &[&str]| {
+        let count = || received(&testbed, "core", "r0");
+        let before = count();
+        let results = exchange_between_racks(&testbed, racks, more);
+        let exchanges = 1 + 3 + 1;
+        (count() - before) as f64 / f64::from(exchanges) / results["bytes_per_worker"].as_f64().unwrap()
+    };
+    let flat = crossing(false, &[]);
+    for (reduction, optimizer) in
+        [("ring", "mean"), ("sharded", "nesterov"), ("tree", "adam"), ("auto", "mean")]
+    {
+        let crossed = crossing(true, &["--reduction", reduction, "--optimizer", optimizer]);
+        // Headers, acknowledgements and handshakes count more for a model as small as this.
+        let share = crossed / flat;
+        assert!((0.40..0.60).contains(&share), "{reduction}: {crossed} models out of a rack, flat {flat}");
+    }
+    let owner = crossing(true, &["--reduction", "ring", "--optimizer", "nesterov", "--optimize-at", "owner"]);
+    assert!((0.40..0.60).contains(&(owner / flat)), "{owner}");
+}
+
 /// Two deployments, so that there is something to compare; at so low a rate that links are slower than any machine.
 const SCENARIO: &str = r#"
 title = "small"

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 /// Until the buckets' first burst is over and the congestion window has found its size.
-const WARMUP: Duration = Duration::from_millis(600);
+const WARMUP: Duration = Duration::from_millis(1500);
 /// Over a second or so what streams lose and send again comes in bursts: slow links would seem to carry more than they do.
 const WINDOW: Duration = Duration::from_millis(3000);
 /// On a busy machine the other side's window may end later.

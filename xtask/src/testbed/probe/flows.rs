@@ -55,9 +55,14 @@ fn of_hosts(shape: &Shape, hosts: &[Host]) -> Vec<Wave> {
     (0..pairs).step_by(at_once).map(wave).collect()
 }
 
-/// Racks two by two, with as many pairs of workers as the link to the core takes.
+/// Pairs of workers over a link to the core at least, where a rack has so many: few streams share it too unevenly over the time
+/// of a probe when they lose packets.
+const PAIRS_OVER_CORE: usize = 4;
+
+/// Racks two by two, with as many pairs of workers as the link to the core takes, or more.
 fn of_core(shape: &Shape, hosts: &[Host]) -> Vec<Wave> {
-    let flows_a_link = (shape.core_rate.0.div_ceil(shape.rate.0) as usize).min(shape.workers);
+    let needed = shape.core_rate.0.div_ceil(shape.rate.0) as usize;
+    let flows_a_link = needed.max(PAIRS_OVER_CORE).min(shape.workers);
     let carries = Rate(shape.core_rate.0.min(shape.rate.0 * flows_a_link as u64));
     let wave = |pairs: Vec<(usize, usize)>| {
         let of_pair = |&(one, other): &(usize, usize)| {
@@ -107,9 +112,9 @@ mod tests {
     #[test]
     fn every_link_to_the_core_is_filled() {
         for (racks, core, flows_a_link, carries) in
-            [(2, 250, 1, 250), (2, 1200, 3, 1200), (3, 500, 1, 500), (5, 9000, 4, 2000)]
+            [(2, 250, 4, 250), (2, 3000, 6, 3000), (3, 500, 4, 500), (5, 9000, 8, 4000)]
         {
-            let mut shape = Shape::new("bed", racks, 4, Rate(500_000_000));
+            let mut shape = Shape::new("bed", racks, 8, Rate(500_000_000));
             shape.core_rate = Rate(core * 1_000_000);
             let waves = waves(&shape).remove(1);
             assert!(waves.iter().all(|wave| wave.flows_a_link == flows_a_link));
