@@ -327,6 +327,8 @@ impl Core {
             }
             Err(missing) => Some(missing.bytes),
         };
+        // So that whoever asks whether the hub holds anything is told from the beginning.
+        self.publish();
         self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
     }
 
