@@ -12,7 +12,9 @@ use crate::cli::ExitCode;
 use crate::config::{Bytes, Config, HubManager, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
-use crate::{ControlError, HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, host_identity};
+use crate::{
+    ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub, host_identity,
+};
 
 /// How often a hub that waits for a signal looks after itself.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -69,6 +71,16 @@ pub(super) struct HubFlags {
     /// Memory that all jobs may take together, as in 4G [default: four fifths of what is free at the start]
     #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_MEMORY")]
     memory: Option<Bytes>,
+    /// Memory that one job may take, as in 1G [default: as much as there is]
+    #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_JOB_MEMORY")]
+    job_memory: Option<Bytes>,
+    /// Streams that all workers of a job together may open to this hub [default: any number]
+    #[arg(long, value_name = "N", env = "PARAMHUB_HUB_JOB_STREAMS")]
+    job_streams: Option<u32>,
+    /// What of each core's time a job is promised for each 1 of its weight: jobs beyond that are refused [default: nothing,
+    /// and any number of jobs have equal shares]
+    #[arg(long, value_name = "PERCENT", env = "PARAMHUB_HUB_JOB_SHARE")]
+    job_share: Option<u32>,
     /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in http://HOST:PORT, of a
     /// running one that the hub joins instead [default: 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT|URL", env = "PARAMHUB_HUB_MANAGER")]
@@ -91,7 +103,7 @@ impl HubFlags {
             config.hub.join = None;
         }
         overlay!(self => config.hub;
-            listen, advertise, host_only, streams, spin_us, pin, manager; rack, cores, memory, join, state);
+            listen, advertise, host_only, streams, spin_us, pin, manager; rack, cores, memory, job_memory, job_streams, job_share, join, state);
     }
 }
 
@@ -161,6 +173,11 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         spin: Duration::from_micros(section.spin_us.into()),
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),
+        job_limits: JobLimits {
+            memory_bytes: section.job_memory.map(|bytes| bytes.0),
+            streams: section.job_streams,
+            share_percent: section.job_share,
+        },
         ..HubConfig::default()
     };
     let listen = match section.effective_manager() {
