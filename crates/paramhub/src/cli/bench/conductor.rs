@@ -107,7 +107,8 @@ impl Company {
         let workers = spec.workers as usize;
         let mut lines = accept(listener, workers + program.sites.hubs().len(), is_over)?;
         let mut hubs = lines.split_off(workers);
-        let at = open(program, &mut hubs)?;
+        open(spec, &program.sites, workers, &mut hubs)?;
+        let at = create(&mut hubs[0], "bench")?;
         let mut company = Company { workers: lines, hubs };
         for (rank, line) in (0..).zip(&mut company.workers) {
             line.say(&Order::Join { spec: spec.clone(), rank, at: at.clone() })?;
@@ -176,31 +177,40 @@ impl Company {
 
     /// Of all together.
     fn hub_use(&mut self) -> anyhow::Result<HubUse> {
-        let mut all = HubUse::default();
-        for hub in &mut self.hubs {
-            match ask("a hub", hub, &Order::Tell)? {
-                Report::Used(used) => all = all.and(used),
-                other => bail!("a hub answered {other:?}"),
-            }
-        }
-        Ok(all)
+        hub_use(&mut self.hubs)
     }
 }
 
-/// Hubs join the first one's manager, one after the other, so that their numbers are their seats'; then there is a job.
-fn open(program: &Program, hubs: &mut [Line]) -> anyhow::Result<Meeting> {
-    let workers = program.spec.workers as usize;
+/// Of all these hubs together.
+pub(super) fn hub_use(hubs: &mut [Line]) -> anyhow::Result<HubUse> {
+    let mut all = HubUse::default();
+    for hub in hubs {
+        match ask("a hub", hub, &Order::Tell)? {
+            Report::Used(used) => all = all.and(used),
+            other => bail!("a hub answered {other:?}"),
+        }
+    }
+    Ok(all)
+}
+
+/// Hubs join the first one's manager, one after the other, so that their numbers are their seats', after so many workers'.
+pub(super) fn open(spec: &Spec, sites: &Sites, workers: usize, hubs: &mut [Line]) -> anyhow::Result<()> {
     let token = token()?;
     let mut joins = None;
-    for (number, (hub, site)) in hubs.iter_mut().zip(program.sites.hubs()).enumerate() {
+    for (number, (hub, site)) in hubs.iter_mut().zip(sites.hubs()).enumerate() {
         let seat = HubSeat { listen: site.listen.clone(), joins: joins.clone(), token: token.clone() };
-        let name = program.sites.name(workers + number, workers);
-        match ask(&name, hub, &Order::Host { spec: program.spec.clone(), seat })? {
+        let name = sites.name(workers + number, workers);
+        match ask(&name, hub, &Order::Host { spec: spec.clone(), seat })? {
             Report::Ready { url } => joins = joins.or(Some(url)),
             other => bail!("{name} answered {other:?}"),
         }
     }
-    match ask("the first hub", &mut hubs[0], &Order::Open)? {
+    Ok(())
+}
+
+/// A job at hubs that are open.
+pub(super) fn create(first_hub: &mut Line, job: &str) -> anyhow::Result<Meeting> {
+    match ask("the first hub", first_hub, &Order::Open { job: job.to_owned() })? {
         Report::Hosting(at) => Ok(at),
         other => bail!("the first hub answered {other:?}"),
     }
@@ -218,7 +228,7 @@ pub(super) fn ask(name: &str, line: &mut Line, order: &Order) -> anyhow::Result<
     hear(name, line)
 }
 
-fn hear(name: &str, line: &mut Line) -> anyhow::Result<Report> {
+pub(super) fn hear(name: &str, line: &mut Line) -> anyhow::Result<Report> {
     line.hear().with_context(|| name.to_owned())?.with_context(|| format!("{name} ended too early"))
 }
 
