@@ -386,6 +386,7 @@ fn jobs_at_once_are_exact_and_timed_beside_one_alone() {
         (number(&results["alone"]["seconds_median"]), number(&results["together"]["seconds_median"]));
     assert!(alone > 0.0 && (number(&results["fair_seconds"]) / alone - 3.0).abs() < 1e-9);
     assert!((number(&results["lost"]) - (1.0 - 3.0 * alone / together)).abs() < 1e-9);
+    assert!(number(&results["core_seconds_alone"]) > 0.0 && number(&results["core_seconds_together"]) > 0.0);
     let jobs = results["job_seconds"].as_array().unwrap();
     assert_eq!(jobs.len(), 3);
     assert!(jobs.iter().all(|seconds| number(seconds) > 0.0));

@@ -29,6 +29,10 @@ pub(super) struct Summary {
     job_seconds: Vec<f64>,
     /// In the median of the turns, the time of the last job by that of the first.
     last_by_first: f64,
+    /// Processor seconds of all hub cores for one job's exchange, alone and where all exchange at once: what sharing costs
+    /// the hub, whoever else has the processors.
+    core_seconds_alone: f64,
+    core_seconds_together: f64,
     /// Each core's processor time by wall time; hub after hub.
     hub_busy_alone: Vec<f64>,
     hub_busy_together: Vec<f64>,
@@ -80,6 +84,8 @@ impl Summary {
             lost: 1.0 - fair_seconds / together.seconds_median,
             job_seconds: (0..jobs).map(of_job).collect(),
             last_by_first: median(uneven),
+            core_seconds_alone: core_seconds(&measured.alone),
+            core_seconds_together: core_seconds(&measured.together),
             hub_busy_alone: hub_busy(&measured.alone),
             hub_busy_together: hub_busy(&measured.together),
             max_abs_error: measured.verdict.max_abs_error,
@@ -99,6 +105,8 @@ impl Summary {
         row("median, of the last job", &|spread| spread.seconds_median);
         row("10 % are faster than", &|spread| spread.p10);
         row("10 % are slower than", &|spread| spread.p90);
+        let core_seconds = [self.core_seconds_alone, self.core_seconds_together].map(milliseconds);
+        table.add_row(["time of hub cores for a job".to_owned()].into_iter().chain(core_seconds));
         for (core, (alone, together)) in self.hub_busy_alone.iter().zip(&self.hub_busy_together).enumerate() {
             let percent = |busy: &f64| format!("{:.0} %", 100.0 * busy);
             table.add_row([format!("hub core {core} busy"), percent(alone), percent(together)]);
@@ -124,6 +132,11 @@ impl Summary {
 /// Of at least one.
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     quantile(&sorted(values), 0.5)
+}
+
+/// Of one job's exchange, in the median of the turns.
+fn core_seconds(turns: &[Timed]) -> f64 {
+    median(turns.iter().map(|turn| turn.core_seconds.iter().sum::<f64>() / turn.job_seconds.len() as f64))
 }
 
 /// Each core's share of the time of all turns.
