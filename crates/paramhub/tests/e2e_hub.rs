@@ -54,7 +54,7 @@ fn a_hub_bounds_its_jobs_as_it_is_told_and_says_what_they_had() {
     let run = |name: &str, workers: &str, elements: &str| {
         let arguments = ["run", "--hub", &url, "--name", name, "-n", workers, "--"];
         let exchange = exchange.to_str().unwrap();
-        paramhub(arguments.into_iter().chain([exchange, "--steps", "20", "--elements", elements])).finish()
+        paramhub(arguments.into_iter().chain([exchange, "--steps", "500", "--elements", elements])).finish()
     };
     let refused = run("large", "1", "500000").expect_code(1);
     assert!(refused.stderr.contains("gives 1 MiB to a job"), "{}", refused.stderr);

@@ -108,7 +108,7 @@ fn compete(jobs: [(u32, usize, u32); 2]) -> [JobCounters; 2] {
 
 #[test]
 fn a_job_with_many_streams_gets_no_more_of_a_core_than_one_with_a_single_stream() {
-    let [many, single] = compete([(8, 4, 1), (1, 32, 1)]);
+    let [many, single] = compete([(8, 4, 1), (1, 64, 1)]);
     let ratio = many.busy_ns as f64 / single.busy_ns as f64;
     assert!((0.6..1.7).contains(&ratio), "{ratio:.2}: {many:?} beside {single:?}");
     // What is counted is what was done: all updates are alike.
@@ -118,9 +118,9 @@ fn a_job_with_many_streams_gets_no_more_of_a_core_than_one_with_a_single_stream(
 
 #[test]
 fn a_job_of_three_times_the_weight_gets_three_times_the_time() {
-    let [light, heavy] = compete([(4, 8, 1), (1, 32, 3)]);
+    let [light, heavy] = compete([(2, 32, 1), (2, 64, 3)]);
     let ratio = heavy.busy_ns as f64 / light.busy_ns as f64;
-    assert!((2.0..4.5).contains(&ratio), "{ratio:.2}: {light:?} beside {heavy:?}");
+    assert!((1.8..4.5).contains(&ratio), "{ratio:.2}: {light:?} beside {heavy:?}");
 }
 
 #[test]
