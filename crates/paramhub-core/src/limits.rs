@@ -2,6 +2,8 @@
 
 /// Workers in one job. Ranks travel as `u32`, the hub keeps eight bytes per chunk and rank.
 pub const WORKERS_MAX: u32 = 1024;
+/// A job's weight: a hundred times the least is more than shares of a core can tell apart.
+pub const WEIGHT_MAX: u32 = 100;
 /// Keys in one job's table.
 pub const KEYS_MAX: usize = 1 << 20;
 /// Bytes of a key's name.

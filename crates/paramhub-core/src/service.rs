@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
+#[cfg(doc)]
+use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
 use crate::settings::Settings;
 
@@ -44,10 +46,19 @@ pub struct JobOptions {
     pub reduction: Reduction,
     /// Where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
+    /// What the job gets of a hub core's time against others with work there, whose weights are 1 unless they say so too;
+    /// at most [`WEIGHT_MAX`]. Who creates jobs says it, not who works in them.
+    #[serde(skip_serializing_if = "is_one")]
+    pub weight: u32,
     /// ConnectService waits until so many hubs have joined, at most 1,024; every hub that has joined by then serves the
     /// job. `None` waits for the first hub only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
+}
+
+/// As every job weighs unless it says otherwise; left out, so that older hubs understand it.
+fn is_one(weight: &u32) -> bool {
+    *weight == 1
 }
 
 impl Default for JobOptions {
@@ -57,6 +68,7 @@ impl Default for JobOptions {
             lease_s: 120.0,
             dead_after_s: 30.0,
             hubs: None,
+            weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
         }
@@ -221,6 +233,9 @@ pub struct JobCounters {
     pub contributions: u64,
     /// Chunks optimised.
     pub updates: u64,
+    /// Nanoseconds that hub cores spent on it.
+    #[serde(default)]
+    pub busy_ns: u64,
 }
 
 impl std::ops::AddAssign for JobCounters {
@@ -230,6 +245,7 @@ impl std::ops::AddAssign for JobCounters {
         self.bytes_sent += other.bytes_sent;
         self.contributions += other.contributions;
         self.updates += other.updates;
+        self.busy_ns += other.busy_ns;
     }
 }
 

@@ -38,8 +38,23 @@ pub struct HubConfig {
     pub pin: bool,
     /// Bytes all jobs' buffers may take together; `None` allows four fifths of what is free when the hub starts.
     pub memory_bytes: Option<u64>,
+    /// What one of them may take.
+    pub job_limits: JobLimits,
     /// Optimizers and aggregators that jobs may ask for by name.
     pub registry: Registry,
+}
+
+/// What one job may take of a hub, each `None` for as much as there is. A job that asks for more is refused at InitService
+/// with what would fit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JobLimits {
+    /// Bytes of its buffers; at least 1.
+    pub memory_bytes: Option<u64>,
+    /// Streams of all its workers, and of sites, to all cores together; at least 1.
+    pub streams: Option<u32>,
+    /// Percent of a core's time that a job is promised for each 1 of its weight, on every core where it has chunks, 1 to 100:
+    /// jobs whose promises do not fit beside each other are refused. A core that others leave idle gives more.
+    pub share_percent: Option<u32>,
 }
 
 impl Default for HubConfig {
@@ -58,6 +73,7 @@ impl Default for HubConfig {
             spin: Duration::ZERO,
             pin: false,
             memory_bytes: None,
+            job_limits: JobLimits::default(),
             registry: Registry::with_builtins(),
         }
     }

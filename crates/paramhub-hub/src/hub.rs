@@ -116,6 +116,7 @@ impl RunningHub {
             registry: config.registry,
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
+            job_limits: config.job_limits,
             jobs: HashMap::new(),
             interfaces_down: BTreeMap::new(),
         };
@@ -223,6 +224,15 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
             "a hub listens on 1 to {INTERFACES_MAX} addresses, not {}",
             config.listen.len()
         ));
+    }
+    let limits = &config.job_limits;
+    if limits.memory_bytes == Some(0) || limits.streams == Some(0) {
+        return refused("a job needs some memory and some streams: leave the limit out for none".to_string());
+    }
+    if let Some(percent) = limits.share_percent
+        && !(1..=100).contains(&percent)
+    {
+        return refused(format!("a job is promised 1 to 100 percent of a core, not {percent}"));
     }
     if !config.advertise.is_empty() && config.advertise.len() != config.listen.len() {
         let (given, needed) = (config.advertise.len(), config.listen.len());

@@ -26,7 +26,7 @@ mod link;
 mod local;
 mod steward;
 
-pub use config::{HubConfig, HubError};
+pub use config::{HubConfig, HubError, JobLimits};
 pub use hub::RunningHub;
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};

@@ -1,6 +1,7 @@
 //! Opens jobs on the cores and ends them everywhere at once: the one thread that decides.
 
 mod job;
+mod limits;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -16,6 +17,7 @@ use paramhub_kernels::Registry;
 use tracing::{info, warn};
 
 use crate::above::{Above, Climb};
+use crate::config::JobLimits;
 use crate::core::{CoreCommand, CoreEvent, CoreHandle, Neighbour, ShardPlan};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
@@ -60,6 +62,7 @@ pub(crate) struct Steward {
     pub(crate) registry: Registry,
     pub(crate) shape: HubShape,
     pub(crate) memory_bytes: u64,
+    pub(crate) job_limits: JobLimits,
     pub(crate) jobs: HashMap<Namespace, Job>,
     /// Interfaces that do not work, with the reason.
     pub(crate) interfaces_down: BTreeMap<u16, String>,
@@ -105,6 +108,7 @@ impl Steward {
 
     fn allocate(&mut self, plan: JobPlan) -> Result<(), String> {
         let (job, shards) = Job::plan(&plan, &self.shape, &self.registry)?;
+        self.job_limits.admit(&job, self.jobs.values())?;
         let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
         let free = self.memory_bytes.saturating_sub(taken);
         if job.memory_bytes > free {

@@ -104,6 +104,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
         ("job_contributions", "Contributions summed for a living job", |counters| counters.contributions),
         ("job_updates", "Chunks optimised for a living job", |counters| counters.updates),
     ];
+    let busy = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());
     let memory = Family::<JobLabels, Gauge>::default();
     for job in world.jobs().filter(|job| !job.state().has_ended()) {
@@ -112,11 +113,13 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
         for (family, (_, _, count)) in families.iter().zip(&counts) {
             family.get_or_create(&labels).inc_by(count(&counters));
         }
+        busy.get_or_create(&labels).inc_by(counters.busy_ns as f64 / 1e9);
         memory.get_or_create(&labels).set(i64::try_from(counters.memory_bytes).unwrap_or(i64::MAX));
     }
     for (family, (name, help, _)) in families.into_iter().zip(counts) {
         metrics.register(name, help, family);
     }
+    metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
 }
 

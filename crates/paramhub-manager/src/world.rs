@@ -428,7 +428,7 @@ pub(crate) struct Caller {
 
 /// Checks the arguments of CreateService.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
-    use paramhub_core::limits::{HUBS_MAX, JOB_NAME_BYTES_MAX, WORKERS_MAX};
+    use paramhub_core::limits::{HUBS_MAX, JOB_NAME_BYTES_MAX, WEIGHT_MAX, WORKERS_MAX};
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
     let name = &request.name;
@@ -450,6 +450,9 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         && !(1..=HUBS_MAX as u32).contains(&hubs)
     {
         return refuse(format!("job `{name}` waits for {hubs} hubs: 1 to {HUBS_MAX} are possible"));
+    }
+    if !(1..=WEIGHT_MAX).contains(&options.weight) {
+        return refuse(format!("job `{name}` has weight {}: 1 to {WEIGHT_MAX} are possible", options.weight));
     }
     let bounds = [
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),

@@ -281,8 +281,14 @@ fn the_metrics_show_jobs_hubs_and_requests() {
     let job = Job::create(&client, "team/counted", 1);
     job.connect(0).unwrap();
     job.init(0, settings(8)).unwrap();
-    let counters =
-        JobCounters { memory_bytes: 11, bytes_received: 22, bytes_sent: 33, contributions: 44, updates: 55 };
+    let counters = JobCounters {
+        memory_bytes: 11,
+        bytes_received: 22,
+        bytes_sent: 33,
+        contributions: 44,
+        updates: 55,
+        busy_ns: 66_000_000_000,
+    };
     hub.count(&job, counters);
     Job::create(&client, "idle", 1);
     let metrics = || ask(manager.address(), &request("GET", "/metrics", "")).1;
@@ -299,6 +305,7 @@ fn the_metrics_show_jobs_hubs_and_requests() {
         format!("paramhub_job_sent_bytes_total{labels} 33"),
         format!("paramhub_job_contributions_total{labels} 44"),
         format!("paramhub_job_updates_total{labels} 55"),
+        format!("paramhub_job_core_seconds_total{labels} 66.0"),
         "paramhub_hub_core_busy_seconds_total{hub=\"0\",core=\"1\"} 1.5".into(),
         "paramhub_hub_core_idle_seconds_total{hub=\"0\",core=\"0\"} 0.5".into(),
         "paramhub_manager_requests_total{method=\"POST\",route=\"/v1/jobs\",status=\"200\"} 2".into(),

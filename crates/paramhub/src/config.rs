@@ -63,6 +63,12 @@ pub(crate) struct HubSection {
     pub(crate) pin: Pin,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memory: Option<Bytes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) job_memory: Option<Bytes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) job_streams: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) job_share: Option<u32>,
     #[serde(with = "text")]
     pub(crate) manager: HubManager,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -154,6 +160,9 @@ impl Default for HubSection {
             spin_us: 0,
             pin: Pin::Auto,
             memory: None,
+            job_memory: None,
+            job_streams: None,
+            job_share: None,
             manager: HubManager::Own(SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT))),
             join: None,
             core_rate: None,

@@ -372,3 +372,28 @@ fn seats_of(bench: &Process) -> Vec<(i32, String)> {
     };
     processes.filter_map(|entry| seat(entry.ok()?.file_name().to_str()?.parse().ok()?)).collect()
 }
+
+#[test]
+fn jobs_at_once_are_exact_and_timed_beside_one_alone() {
+    let more = ["--jobs", "3", "--workers", "2", "--iters", "4", "--warmup", "1", "--optimizer", "adam"];
+    let arguments = ["bench", "tenants", "--keys", "keys.json", "--json", "out.json"];
+    let ended = paramhub(arguments.into_iter().chain(more)).file("keys.json", KEYS).finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("no number in {results}"));
+    assert_eq!((results["jobs"].as_u64(), results["workers"].as_u64()), (Some(3), Some(2)));
+    assert_eq!(number(&results["max_abs_error"]), 0.0);
+    let (alone, together) =
+        (number(&results["alone"]["seconds_median"]), number(&results["together"]["seconds_median"]));
+    assert!(alone > 0.0 && (number(&results["fair_seconds"]) / alone - 3.0).abs() < 1e-9);
+    assert!((number(&results["lost"]) - (1.0 - 3.0 * alone / together)).abs() < 1e-9);
+    assert!(number(&results["core_seconds_alone"]) > 0.0 && number(&results["core_seconds_together"]) > 0.0);
+    let jobs = results["job_seconds"].as_array().unwrap();
+    assert_eq!(jobs.len(), 3);
+    assert!(jobs.iter().all(|seconds| number(seconds) > 0.0));
+    assert!(number(&results["last_by_first"]) >= 1.0);
+    for part in ["3 jobs, alone and at once", "one alone", "3 at once", "fair shares", "all exact"] {
+        assert!(ended.stdout.contains(part), "no {part} in\n{}", ended.stdout);
+    }
+    let raw = paramhub(["bench", "tenants", "--model", "alexnet", "--raw"]).finish().expect_code(2);
+    assert!(raw.stderr.contains("bench exchange"), "{}", raw.stderr);
+}

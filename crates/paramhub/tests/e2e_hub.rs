@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::path::Path;
+
 use common::{example, hub, paramhub, wait_until};
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobStatus, ServiceCreated};
@@ -41,6 +43,32 @@ fn streams_that_a_hub_cannot_offer_are_wrong_usage() {
         let more = ["--streams", streams, "--listen", listening];
         let refused = paramhub(hub.into_iter().chain(more)).finish().expect_code(2);
         refused.expect_error(&[&format!("not {streams}"), "streams a core and address"]);
+    }
+}
+
+#[test]
+fn a_hub_bounds_its_jobs_as_it_is_told_and_says_what_they_had() {
+    let limits = ["--job-memory", "1M", "--job-streams", "2", "--job-share", "40"];
+    let (_hub, url) = hub(limits);
+    let exchange = Path::new(env!("CARGO_BIN_EXE_paramhub")).with_file_name("examples").join("exchange");
+    let run = |name: &str, workers: &str, elements: &str| {
+        let arguments = ["run", "--hub", &url, "--name", name, "-n", workers, "--"];
+        let exchange = exchange.to_str().unwrap();
+        paramhub(arguments.into_iter().chain([exchange, "--steps", "500", "--elements", elements])).finish()
+    };
+    let refused = run("large", "1", "500000").expect_code(1);
+    assert!(refused.stderr.contains("gives 1 MiB to a job"), "{}", refused.stderr);
+    let refused = run("wide", "3", "1000").expect_code(1);
+    assert!(refused.stderr.contains("takes 2 of a job: 2 workers would fit"), "{}", refused.stderr);
+    run("small", "2", "10000").expect_code(0);
+    let shown = paramhub(["jobs", "show", "small", "--hub", &url]).finish().expect_code(0).stdout;
+    let time = shown.lines().find(|line| line.contains("time of hub cores")).expect("it is shown");
+    assert!(!time.contains(" 0.000 s"), "{shown}");
+    let heavy = ["jobs", "create", "heavy", "-n", "1", "--weight", "101", "--hub", &url];
+    assert!(paramhub(heavy).finish().expect_code(2).stderr.contains("1..=100"));
+    for (flag, value) in [("--job-share", "0"), ("--job-share", "101"), ("--job-streams", "0")] {
+        let wrong = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", flag, value];
+        paramhub(wrong).finish().expect_code(2);
     }
 }
 

@@ -44,7 +44,21 @@ pub(crate) struct Lane {
     last_sent: Instant,
     reported_silent: bool,
     pub(crate) waits_writable: bool,
+    pub(crate) due: Due,
     draining: Option<Draining>,
+}
+
+/// Why a lane waits for its turn, if it does.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Due {
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+}
+
+impl Due {
+    pub(crate) fn is_any(self) -> bool {
+        self.readable || self.writable
+    }
 }
 
 /// What comes is thrown away: the worker broke the rules, or the job is over.
@@ -155,6 +169,7 @@ impl Lane {
             last_sent: now,
             reported_silent: false,
             waits_writable: false,
+            due: Due::default(),
             draining: None,
         }
     }

@@ -1,7 +1,7 @@
 //! A core: one thread that owns chunks end to end, their streams, sums, optimizer state and answers (PHub section 3.2.4).
 //!
 //! The thread shares nothing with other cores. It runs to completion: every frame that a read brought is summed,
-//! optimised and answered before the next stream gets its turn.
+//! optimised and answered before the next stream gets its turn. Whose that is follows from what each job has had.
 
 mod arenas;
 mod buffer;
@@ -14,6 +14,8 @@ mod plan;
 mod ports;
 mod shard;
 mod table;
+mod tick;
+mod turns;
 
 use std::collections::HashMap;
 use std::io;
@@ -26,8 +28,9 @@ use paramhub_transport::{Events, Interest, Poller, Scratch};
 
 use farewell::Farewells;
 use fault::Fault;
-use lane::{Arrival, Flushed, Lane, Pulse, Taken};
+use lane::{Arrival, Flushed, Lane, Taken};
 use table::Table;
+use turns::{Turns, Unit};
 
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
@@ -42,6 +45,13 @@ const EVENTS: usize = 256;
 const UNANNOUNCED_TURNS: u32 = 8;
 /// Elements of a released step that are updated before the streams have their turn: as many as one of them brings in its.
 const RELEASE_TURN_ELEMENTS: usize = 64 << 10;
+/// How long jobs that share a core are served before the poller is asked who else has something to do: one or two turns of a
+/// stream. A job that is alone is served all that the poller has reported.
+const SLICE: Duration = Duration::from_micros(100);
+/// Where many streams are ready, asking takes long: of the time that is served, one part in so many at most...
+const SLICE_POLLS: u32 = 16;
+/// ...unless others would wait longer than this for it.
+const SLICE_MAX: Duration = Duration::from_millis(1);
 const WAKER: u64 = u64::MAX;
 
 /// The state of a core's thread.
@@ -53,12 +63,8 @@ pub(crate) struct Core {
     shards: Table<Hosted>,
     shard_of: HashMap<(Namespace, RouteId), usize>,
     lanes: Table<Lane>,
-    /// Lanes over shared memory whose turn ended before their work did, for the next turn.
-    again: Vec<u64>,
-    /// Those of the turn before.
-    due: Vec<u64>,
-    /// Shards with chunks of a released step to be updated.
-    releasing: Vec<usize>,
+    /// What is to be done, job by job.
+    turns: Turns,
     /// Lanes whose workers may sleep over something sent.
     unannounced: Vec<u64>,
     turns_unannounced: u32,
@@ -72,8 +78,12 @@ pub(crate) struct Core {
 struct Hosted {
     shard: Shard,
     route: RouteId,
+    /// The job's number in [`Turns`].
+    job: usize,
     lane_of: Vec<Option<u64>>,
     ending: bool,
+    /// Chunks of a released step wait for their turn.
+    releases: bool,
 }
 
 impl Core {
@@ -89,9 +99,7 @@ impl Core {
             shards: Table::default(),
             shard_of: HashMap::new(),
             lanes: Table::default(),
-            again: Vec::new(),
-            due: Vec::new(),
-            releasing: Vec::new(),
+            turns: Turns::default(),
             unannounced: Vec::new(),
             turns_unannounced: 0,
             farewells: Farewells::default(),
@@ -106,63 +114,112 @@ impl Core {
         let mut events = Events::with_capacity(EVENTS);
         let mut turn_ended = Instant::now();
         loop {
-            // A TCP lane whose budget ran out before its bytes did is reported again, behind the others; what lies in
-            // shared memory is reported once.
-            let is_idle = self.again.is_empty() && self.unannounced.is_empty() && self.releasing.is_empty();
-            let timeout = match is_idle {
+            let timeout = match self.turns.is_empty() && self.unannounced.is_empty() {
                 true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
                 false => Duration::ZERO,
             };
+            let had_work = !self.turns.is_empty();
             self.poller.wait_spinning(&mut events, self.spin, Some(timeout))?;
             let now = Instant::now();
-            self.idle += now - turn_ended;
-            std::mem::swap(&mut self.again, &mut self.due);
-            // Others' work must not keep a worker asleep over its answer for long.
-            self.turns_unannounced += u32::from(!self.unannounced.is_empty());
-            let has_work = !events.is_empty() || !self.due.is_empty() || !self.releasing.is_empty();
-            if !has_work || self.turns_unannounced > UNANNOUNCED_TURNS {
-                self.announce(now);
+            let polled = now - turn_ended;
+            let slice = match had_work {
+                true => (polled * SLICE_POLLS).clamp(SLICE, SLICE_MAX),
+                false => SLICE,
+            };
+            match had_work {
+                true => self.busy += polled,
+                false => self.idle += polled,
             }
+            let mut mail = false;
             for event in events.iter() {
-                if event.token == WAKER {
-                    self.mailbox.waker.drain();
-                    if self.obey(now) {
-                        return Ok(());
-                    }
-                    continue;
-                }
-                // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
-                if event.readable {
-                    self.receive(event.token, now);
-                }
-                if event.writable || self.lanes.at_mut(event.token).is_some_and(|lane| lane.waits_for_bell())
-                {
-                    self.flush(event.token, now);
+                match event.token {
+                    WAKER => mail = true,
+                    token => self.due(token, event.readable, event.writable),
                 }
             }
-            while let Some(token) = self.due.pop() {
-                self.receive(token, now);
-                self.flush(token, now);
+            self.announce(now);
+            let mut begun = now;
+            if mail {
+                self.mailbox.waker.drain();
+                if self.obey(now) {
+                    return Ok(());
+                }
+                begun = Instant::now();
             }
-            self.release(now);
-            if now - self.last_tick >= TICK {
-                self.tick(now);
+            turn_ended = self.serve(begun, slice);
+            if turn_ended - self.last_tick >= TICK {
+                self.tick(turn_ended);
+                turn_ended = Instant::now();
             }
-            turn_ended = Instant::now();
             self.busy += turn_ended - now;
+        }
+    }
+
+    /// A stream has something to do, or something new to do.
+    fn due(&mut self, token: u64, readable: bool, writable: bool) {
+        // A token of a lane that is gone may still be among the events.
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let waited = lane.due.is_any();
+        lane.due.readable |= readable;
+        lane.due.writable |= writable;
+        if !waited && lane.due.is_any() {
+            self.turns.add(self.shards.index(lane.shard).job, Unit::Lane(token));
+        }
+    }
+
+    /// Does what waits, job by job, and says when it was done: all of it, or where others share the core, a slice. What is
+    /// left waits for the next turn.
+    fn serve(&mut self, begun: Instant, slice: Duration) -> Instant {
+        let is_shared = self.turns.is_shared();
+        let (mut now, mut served) = (begun, None);
+        // What comes back for more has its turn after the poller has been asked for others.
+        for _ in 0..self.turns.len() {
+            let Some((job, unit)) = self.turns.next() else { break };
+            match unit {
+                Unit::Lane(token) => self.serve_lane(token, now),
+                Unit::Release(shard) => self.release(shard, now),
+            }
+            served = Some(job);
+            // The clock is read for each unit only where there is somebody to be fair to.
+            if is_shared {
+                let done = Instant::now();
+                self.turns.charge(job, done - now);
+                now = done;
+                if now - begun >= slice {
+                    break;
+                }
+            }
+        }
+        if let Some(job) = served
+            && !is_shared
+        {
+            now = Instant::now();
+            self.turns.charge(job, now - begun);
+        }
+        now
+    }
+
+    fn serve_lane(&mut self, token: u64, now: Instant) {
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let due = std::mem::take(&mut lane.due);
+        // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
+        if due.readable {
+            self.receive(token, now);
+        }
+        if due.writable || self.lanes.at_mut(token).is_some_and(|lane| lane.waits_for_bell()) {
+            self.flush(token, now);
         }
     }
 
     /// Takes what a stream has brought and sends what that set free.
     fn receive(&mut self, token: u64, now: Instant) {
-        // A token of a lane that is gone may still be among this turn's events.
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let hosted = self.shards.index_mut(lane.shard);
         let left_before = hosted.shard.has_left(lane.port);
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
         let (shard, port) = (lane.shard, lane.port);
-        if hosted.shard.is_releasing() && !self.releasing.contains(&shard) {
-            self.releasing.push(shard);
+        if hosted.shard.is_releasing() && !std::mem::replace(&mut hosted.releases, true) {
+            self.turns.add(hosted.job, Unit::Release(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
@@ -172,31 +229,25 @@ impl Core {
         match taken {
             Ok(Taken::Closed) => self.drop_lane(token),
             Ok(Taken::Open) => {}
-            Ok(Taken::More) => self.come_back(token),
+            // Shared memory reports it once.
+            Ok(Taken::More) => self.due(token, true, true),
             Err(fault) => self.fault(token, &fault, now),
         }
     }
 
-    /// Updates some chunks of every released step and sends what that set free.
-    fn release(&mut self, now: Instant) {
-        for position in (0..self.releasing.len()).rev() {
-            let shard = self.releasing[position];
-            if self.is_releasing(shard) {
-                self.shards.index_mut(shard).shard.update_released(RELEASE_TURN_ELEMENTS);
-                self.answer(shard, now);
-            }
-            if !self.is_releasing(shard) {
-                self.releasing.swap_remove(position);
-            }
+    /// Updates some chunks of a released step and sends what that set free.
+    fn release(&mut self, shard: usize, now: Instant) {
+        let hosted = self.shards.index_mut(shard);
+        hosted.releases = false;
+        if hosted.ending || !hosted.shard.is_releasing() {
+            return;
         }
-    }
-
-    /// Whether the shard at this place lives and has chunks to update.
-    fn is_releasing(&self, shard: usize) -> bool {
-        self.shards.contains_index(shard) && {
-            let hosted = self.shards.index(shard);
-            !hosted.ending && hosted.shard.is_releasing()
+        hosted.shard.update_released(RELEASE_TURN_ELEMENTS);
+        if hosted.shard.is_releasing() {
+            hosted.releases = true;
+            self.turns.add(hosted.job, Unit::Release(shard));
         }
+        self.answer(shard, now);
     }
 
     /// Sends by every port of a shard that has something new. One that takes no more for now has its turn when the poller
@@ -234,26 +285,36 @@ impl Core {
                     }
                 }
                 if is_shm && flushed == Flushed::Some {
-                    self.come_back(token);
+                    self.due(token, true, true);
                 }
             }
             Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
         }
     }
 
-    /// There is nothing else to do: wakes the workers that were left asleep over an answer.
+    /// Wakes the workers that were left asleep over an answer, if there is nothing else to do for them.
     fn announce(&mut self, now: Instant) {
-        self.turns_unannounced = 0;
-        while let Some(token) = self.unannounced.pop() {
-            if let Some(Err(error)) = self.lanes.at_mut(token).map(Lane::announce) {
-                self.fault(token, &Fault::Lost(error.to_string()), now);
-            }
+        if self.unannounced.is_empty() {
+            return;
         }
-    }
-
-    fn come_back(&mut self, token: u64) {
-        if !self.again.contains(&token) {
-            self.again.push(token);
+        // Others' work must not keep a worker asleep over its answer for long.
+        self.turns_unannounced += 1;
+        let all = self.turns.is_empty() || self.turns_unannounced > UNANNOUNCED_TURNS;
+        if all {
+            self.turns_unannounced = 0;
+        }
+        for position in (0..self.unannounced.len()).rev() {
+            let token = self.unannounced[position];
+            let Some(lane) = self.lanes.at_mut(token) else {
+                self.unannounced.swap_remove(position);
+                continue;
+            };
+            if all || self.turns.rests(self.shards.index(lane.shard).job) {
+                self.unannounced.swap_remove(position);
+                if let Err(error) = lane.announce() {
+                    self.fault(token, &Fault::Lost(error.to_string()), now);
+                }
+            }
         }
     }
 
@@ -283,6 +344,7 @@ impl Core {
         let _ = self.poller.remove(&lane);
         let hosted = self.shards.index_mut(lane.shard);
         hosted.lane_of[lane.port as usize] = None;
+        self.turns.remove_lane(hosted.job, token);
         self.close_if_over(lane.shard);
     }
 
@@ -292,7 +354,10 @@ impl Core {
             return;
         }
         let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
-        let counters = hosted.shard.counters();
+        let mut counters = hosted.shard.counters();
+        if let Some(busy) = self.turns.dismiss(hosted.job, index) {
+            counters.busy_ns = busy.as_nanos() as u64;
+        }
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));
         // So that a job shorter than a tick has been counted when it is over.
@@ -318,9 +383,12 @@ impl Core {
 
     fn open(&mut self, plan: ShardPlan) {
         let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
+        let weight = plan.weight;
         let missing_bytes = match Shard::new(plan) {
             Ok(shard) => {
-                let hosted = Hosted { shard, route, lane_of: vec![None; ports], ending: false };
+                let job = self.turns.admit(namespace, weight);
+                let lane_of = vec![None; ports];
+                let hosted = Hosted { shard, route, job, lane_of, ending: false, releases: false };
                 let index = self.shards.insert_index(hosted);
                 self.shard_of.insert((namespace, route), index);
                 None
@@ -358,6 +426,7 @@ impl Core {
             Ok(token) => {
                 let hosted = self.shards.index_mut(shard);
                 hosted.lane_of[port as usize] = Some(token);
+                self.turns.add_lane(hosted.job);
                 if let Some(arenas) = arenas {
                     hosted.shard.attach(port, arenas);
                 }
@@ -420,55 +489,5 @@ impl Core {
                 self.close_if_over(index);
             }
         }
-    }
-
-    /// Heartbeats, silent workers, streams that were given time to close, and counters.
-    fn tick(&mut self, now: Instant) {
-        let pause = (now - self.last_tick).saturating_sub(TICK * 4);
-        self.last_tick = now;
-        for token in self.lanes.tokens() {
-            let Some(lane) = self.lanes.at_mut(token) else { continue };
-            if !pause.is_zero() {
-                lane.forgive(pause);
-            }
-            if lane.is_overdue(now) {
-                self.drop_lane(token);
-                continue;
-            }
-            let (port, index) = (lane.port, lane.shard);
-            let hosted = self.shards.index_mut(index);
-            let namespace = hosted.shard.plan().namespace;
-            let dead_after = hosted.shard.plan().dead_after;
-            let who = hosted.shard.plan().ports.neighbour(port);
-            let pulse = if hosted.shard.has_left(port) { None } else { lane.pulse(now, dead_after) };
-            if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[port as usize].is_empty() {
-                hosted.shard.outboxes[port as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
-                self.flush(token, now);
-            }
-            match pulse {
-                Some(Pulse::Silent(silence)) => {
-                    let seconds = Some(silence.as_secs_f64());
-                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds });
-                }
-                Some(Pulse::HeardAgain) => {
-                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds: None });
-                }
-                Some(Pulse::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
-                None => {}
-            }
-        }
-        self.farewells.let_go(now);
-        self.mailbox.retry();
-        self.publish();
-    }
-
-    fn publish(&mut self) {
-        let mut report = self.mailbox.report.lock().expect("nobody panics while counting");
-        report.time.busy_ns = self.busy.as_nanos() as u64;
-        report.time.idle_ns = self.idle.as_nanos() as u64;
-        report.jobs.clear();
-        report.jobs.extend(
-            self.shards.values().map(|hosted| (hosted.shard.plan().namespace, hosted.shard.counters())),
-        );
     }
 }

@@ -25,6 +25,8 @@ pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) dead_after: Duration,
+    /// Of the core's time, against other jobs' weights.
+    pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
     pub(crate) map: Arc<ChunkMap>,
     pub(crate) composed: Arc<Composed>,

@@ -82,6 +82,11 @@ impl<T> Table<T> {
         self.entries[index].value.is_some()
     }
 
+    /// Where the first value is that is wanted.
+    pub(crate) fn position(&self, wanted: impl Fn(&T) -> bool) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.value.as_ref().is_some_and(&wanted))
+    }
+
     /// The names of all values.
     pub(crate) fn tokens(&self) -> Vec<u64> {
         let here = self.entries.iter().enumerate().filter(|(_, entry)| entry.value.is_some());

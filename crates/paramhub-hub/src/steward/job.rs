@@ -6,7 +6,7 @@ use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::hyperparameters::Hyperparameters;
-use paramhub_core::limits::STATE_SLOTS_MAX;
+use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
@@ -34,6 +34,8 @@ pub(crate) struct Job {
     /// This hub's routes that carry chunks.
     pub(super) routes: Vec<(RouteId, Route)>,
     pub(super) memory_bytes: u64,
+    /// Of a core's time, against other jobs' weights.
+    pub(super) weight: u32,
     pub(super) state: State,
     /// Set where a core found no memory.
     pub(super) missing_bytes: Option<u64>,
@@ -65,6 +67,7 @@ impl Job {
     ) -> Result<(Job, Vec<(u16, ShardPlan)>), String> {
         let rendezvous = seconds("rendezvous_timeout_s", plan.options.rendezvous_timeout_s)?;
         let dead_after = seconds("dead_after_s", plan.options.dead_after_s)?;
+        let weight = plan.options.weight.clamp(1, WEIGHT_MAX);
         let settings = &plan.settings;
         settings.check().map_err(|error| error.to_string())?;
         let here = plan
@@ -113,6 +116,7 @@ impl Job {
                     name: plan.name.clone(),
                     namespace: plan.namespace,
                     dead_after,
+                    weight,
                     settings: settings.clone(),
                     map: map.clone(),
                     composed: composed.clone(),
@@ -132,6 +136,7 @@ impl Job {
             nonce: plan.nonce,
             rendezvous,
             dead_after,
+            weight,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             state: State::Opening { routes: routes.len() },
             settings,

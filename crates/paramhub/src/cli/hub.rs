@@ -14,7 +14,8 @@ use crate::config::{Bytes, Config, HubManager, InterfaceRate, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
 use crate::{
-    ControlError, HubConfig, HubError, ManagerClient, ManagerConfig, RunningHub, Selector, host_identity,
+    ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub, Selector,
+    host_identity,
 };
 
 /// How often a hub that waits for a signal looks after itself.
@@ -85,6 +86,16 @@ pub(super) struct HubFlags {
     /// Memory that all jobs may take together, as in 4G [default: four fifths of what is free at the start]
     #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_MEMORY")]
     memory: Option<Bytes>,
+    /// Memory that one job may take, as in 1G [default: as much as there is]
+    #[arg(long, value_name = "SIZE", env = "PARAMHUB_HUB_JOB_MEMORY")]
+    job_memory: Option<Bytes>,
+    /// Streams that all workers of a job together may open to this hub [default: any number]
+    #[arg(long, value_name = "N", env = "PARAMHUB_HUB_JOB_STREAMS")]
+    job_streams: Option<u32>,
+    /// What of each core's time a job is promised for each 1 of its weight: jobs beyond that are refused [default: nothing,
+    /// and any number of jobs have equal shares]
+    #[arg(long, value_name = "PERCENT", env = "PARAMHUB_HUB_JOB_SHARE")]
+    job_share: Option<u32>,
     /// Where the hub's own connection manager listens; port 0 takes a free one. Or the URL, as in http://HOST:PORT, of a
     /// running one that the hub joins instead [default: 127.0.0.1:7770]
     #[arg(long, value_name = "IP:PORT|URL", env = "PARAMHUB_HUB_MANAGER")]
@@ -113,7 +124,7 @@ impl HubFlags {
         overlay!(
             self => config.hub;
             interface_rates, advertise, host_only, streams, spin_us, pin, manager;
-            listen, interfaces, rack, core_rate, cores, memory, join, state
+            listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state
         );
     }
 }
@@ -191,6 +202,11 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         spin: Duration::from_micros(section.spin_us.into()),
         pin: section.is_pinned(),
         memory_bytes: section.memory.map(|bytes| bytes.0),
+        job_limits: JobLimits {
+            memory_bytes: section.job_memory.map(|bytes| bytes.0),
+            streams: section.job_streams,
+            share_percent: section.job_share,
+        },
         ..HubConfig::default()
     };
     let listen = match section.effective_manager() {

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
 use paramhub_core::composition::{OptimizeAt, Reduction};
+use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
@@ -71,6 +72,10 @@ struct CreateFlags {
     /// How long a worker may be silent before the job is failed [default: 30]
     #[arg(long, value_name = "SECONDS")]
     dead_after: Option<f64>,
+    /// What it gets of a hub core's time against other jobs with work there, 1 to 100; theirs is 1 unless they say so, too
+    /// [default: 1]
+    #[arg(long, value_name = "W", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
+    weight: Option<u32>,
     /// How sums become those of all workers where hubs serve racks or hosts: auto, flat, tree, ring or sharded
     /// [default: auto]
     #[arg(long, value_name = "HOW")]
@@ -90,6 +95,7 @@ impl CreateFlags {
             reduction: self.reduction.unwrap_or(default.reduction),
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
             hubs: self.hubs,
+            weight: self.weight.unwrap_or(default.weight),
         };
         CreateService { name: self.name, workers: self.workers, options }
     }
@@ -187,6 +193,7 @@ fn show(job: &JobStatus) -> String {
         ("sent", bytes(job.counters.bytes_sent)),
         ("contributions summed", job.counters.contributions.to_string()),
         ("chunks optimised", job.counters.updates.to_string()),
+        ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {

@@ -6,6 +6,7 @@ mod bystander;
 mod clipping;
 mod cluster;
 mod consistency;
+mod fairness;
 mod groups;
 mod in_place;
 mod numerics;

@@ -1,6 +1,6 @@
 //! Jobs beside each other and one after the other.
 
-use paramhub_core::service::JobState;
+use paramhub_core::service::{JobOptions, JobState};
 use paramhub_core::settings::Settings;
 use paramhub_hub::{HubConfig, RunningHub};
 
@@ -57,6 +57,67 @@ fn a_job_larger_than_the_hub_is_refused_with_what_would_fit() {
     assert!(refused.contains("needs 33 MiB") || refused.contains("needs 32 MiB"), "{refused}");
     assert!(refused.contains("10 of 10 MiB free"), "{refused}");
     mean_job(&cluster, "small", 1, 2);
+}
+
+/// What a hub with such limits says to a job of so many workers.
+fn refusal(cluster: &Cluster, name: &str, workers: u32, weight: u32) -> String {
+    let ticket = cluster.job_with(name, workers, JobOptions { weight, ..Default::default() });
+    let settings = Settings { chunk_bytes: 4096, ..Settings::new(keys(&[4 << 20, 50_000])) };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..workers)
+            .map(|rank| {
+                let (ticket, settings) = (&ticket, settings.clone());
+                scope.spawn(move || ticket.join(rank, settings).expect_err("it does not fit").to_string())
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).next().unwrap()
+    })
+}
+
+#[test]
+fn a_job_larger_than_jobs_may_be_is_refused_though_the_hub_has_room() {
+    let cluster = Cluster::with(|config| config.job_limits.memory_bytes = Some(20 << 20));
+    let refused = refusal(&cluster, "large", 1, 1);
+    assert!(
+        refused.contains("`large` needs 33 MiB") || refused.contains("`large` needs 34 MiB"),
+        "{refused}"
+    );
+    assert!(refused.contains("gives 20 MiB to a job") && refused.contains("--job-memory"), "{refused}");
+    mean_job(&cluster, "small", 1, 2);
+}
+
+#[test]
+fn a_job_with_more_streams_than_jobs_may_have_is_refused_with_what_would_fit() {
+    let cluster = Cluster::with(|config| {
+        config.cores = 2;
+        config.job_limits.streams = Some(5);
+    });
+    let refused = refusal(&cluster, "wide", 3, 1);
+    assert!(refused.contains("6 streams to this hub, 2 from each worker"), "{refused}");
+    assert!(refused.contains("takes 5 of a job: 2 workers would fit"), "{refused}");
+    mean_job(&cluster, "narrow", 2, 2);
+}
+
+#[test]
+fn jobs_beyond_what_a_core_is_promised_for_are_refused_until_one_ends() {
+    let cluster = Cluster::with(|config| config.job_limits.share_percent = Some(30));
+    let settings = Settings::new(keys(&[1000]));
+    let promised = cluster.job("promised", 1).join(0, settings.clone()).unwrap();
+    let refused = refusal(&cluster, "greedy", 1, 3);
+    assert!(refused.contains("weight 3 is to have 90 % of core 0"), "{refused}");
+    assert!(refused.contains("70 % are not promised to other jobs: a weight of 2 would fit"), "{refused}");
+    let options = JobOptions { weight: 2, ..Default::default() };
+    let full = cluster.job_with("full", 1, options).join(0, settings).unwrap();
+    let refused = refusal(&cluster, "late", 1, 1);
+    assert!(refused.contains("10 % are not promised to other jobs: end other jobs"), "{refused}");
+    // Who was there goes on, and makes room.
+    let (_, mean) = promised.push_pull(0, vec![7.0f32; 1000], vec![0.0f32; 1000]).unwrap().wait().unwrap();
+    assert_eq!(mean, vec![7.0; 1000]);
+    promised.leave().unwrap();
+    full.leave().unwrap();
+    cluster.await_end("promised");
+    cluster.await_end("full");
+    mean_job(&cluster, "next", 1, 2);
 }
 
 fn open_descriptors() -> usize {

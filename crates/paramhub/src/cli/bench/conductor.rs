@@ -13,6 +13,7 @@ use super::numbers::Verdict;
 use super::spec::{HubSeat, HubUse, Line, Meeting, Order, Report, Spec, Turn};
 use super::statistics::mean;
 use super::usage;
+use crate::service::JobOptions;
 
 /// How long processes may take to start.
 const START_PATIENCE: Duration = Duration::from_secs(60);
@@ -107,7 +108,8 @@ impl Company {
         let workers = spec.workers as usize;
         let mut lines = accept(listener, workers + program.hosts.hubs().len(), is_over)?;
         let mut hubs = lines.split_off(workers);
-        let at = open(program, &mut hubs)?;
+        open(spec, &program.hosts, workers, &mut hubs)?;
+        let at = create(&mut hubs[0], "bench", program.hosts.options)?;
         let mut company = Company { workers: lines, hubs };
         for (rank, line) in (0..).zip(&mut company.workers) {
             let rack = program.hosts.rack(rank);
@@ -177,32 +179,41 @@ impl Company {
 
     /// Of all together.
     fn hub_use(&mut self) -> anyhow::Result<HubUse> {
-        let mut all = HubUse::default();
-        for hub in &mut self.hubs {
-            match ask("a hub", hub, &Order::Tell)? {
-                Report::Used(used) => all = all.and(used),
-                other => bail!("a hub answered {other:?}"),
-            }
-        }
-        Ok(all)
+        hub_use(&mut self.hubs)
     }
 }
 
-/// Hubs join the first one's manager, one after the other, so that their numbers are their seats'; then there is a job.
-fn open(program: &Program, hubs: &mut [Line]) -> anyhow::Result<Meeting> {
-    let workers = program.spec.workers as usize;
+/// Of all these hubs together.
+pub(super) fn hub_use(hubs: &mut [Line]) -> anyhow::Result<HubUse> {
+    let mut all = HubUse::default();
+    for hub in hubs {
+        match ask("a hub", hub, &Order::Tell)? {
+            Report::Used(used) => all = all.and(used),
+            other => bail!("a hub answered {other:?}"),
+        }
+    }
+    Ok(all)
+}
+
+/// Hubs join the first one's manager, one after the other, so that their numbers are their seats', after so many workers'.
+pub(super) fn open(spec: &Spec, hosts: &Hosts, workers: usize, hubs: &mut [Line]) -> anyhow::Result<()> {
     let token = token()?;
     let mut joins = None;
-    for (number, (hub, host)) in hubs.iter_mut().zip(program.hosts.hubs()).enumerate() {
+    for (number, (hub, host)) in hubs.iter_mut().zip(hosts.hubs()).enumerate() {
         let (listen, rack) = (host.listen.clone(), host.rack.clone());
         let seat = HubSeat { listen, joins: joins.clone(), rack, token: token.clone() };
-        let name = program.hosts.name(workers + number, workers);
-        match ask(&name, hub, &Order::Host { spec: program.spec.clone(), seat })? {
+        let name = hosts.name(workers + number, workers);
+        match ask(&name, hub, &Order::Host { spec: spec.clone(), seat })? {
             Report::Ready { url } => joins = joins.or(Some(url)),
             other => bail!("{name} answered {other:?}"),
         }
     }
-    match ask("the first hub", &mut hubs[0], &Order::Open { options: program.hosts.options })? {
+    Ok(())
+}
+
+/// A job at hubs that are open.
+pub(super) fn create(first_hub: &mut Line, job: &str, options: JobOptions) -> anyhow::Result<Meeting> {
+    match ask("the first hub", first_hub, &Order::Open { job: job.to_owned(), options })? {
         Report::Hosting(at) => Ok(at),
         other => bail!("the first hub answered {other:?}"),
     }
@@ -220,7 +231,7 @@ pub(super) fn ask(name: &str, line: &mut Line, order: &Order) -> anyhow::Result<
     hear(name, line)
 }
 
-fn hear(name: &str, line: &mut Line) -> anyhow::Result<Report> {
+pub(super) fn hear(name: &str, line: &mut Line) -> anyhow::Result<Report> {
     line.hear().with_context(|| name.to_owned())?.with_context(|| format!("{name} ended too early"))
 }
 

@@ -83,7 +83,7 @@ pub(super) struct ExchangeFlags {
     /// In turn with the exchanges, also measure the bound: as many bytes over as many bare TCP streams, or one pass over
     /// as much shared memory
     #[arg(long)]
-    raw: bool,
+    pub(super) raw: bool,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
@@ -125,7 +125,7 @@ pub(super) fn exchange(command: &ExchangeCommand) -> anyhow::Result<ExitCode> {
         return Err(Usage(why.into()).into());
     }
     check_destination("--json", flags.json.as_deref())?;
-    check_memory(&spec)?;
+    check_memory(&spec, 1)?;
     let bytes_per_worker = spec.keys.bytes();
     let settings = Settings {
         deployment: hosts.deployment(),
@@ -199,7 +199,7 @@ impl ExchangeFlags {
     }
 }
 
-fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
+pub(super) fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
     let Settings { keys, elements, dtype, iters, warmup, scale, .. } = settings;
     let scaled = if *scale > 1 { format!(", every tensor divided by {scale}") } else { String::new() };
     let deployed = settings.deployment.map(|deployment| {
@@ -246,18 +246,18 @@ pub(super) fn place(
     [first].into_iter().chain(fixed).collect::<Vec<_>>().join(", ")
 }
 
-/// All workers and the hub must fit into this machine together.
-pub(super) fn check_memory(spec: &Spec) -> anyhow::Result<()> {
+/// All workers of so many jobs and the hub must fit into this machine together.
+pub(super) fn check_memory(spec: &Spec, jobs: u32) -> anyhow::Result<()> {
     let optimizer = spec.settings()?.optimizer;
     let registry = Registry::with_builtins();
     let kernel = registry.optimizer(&optimizer.name)?;
     let slots = kernel.state_slots(&optimizer.hyperparameters.unwrap_or_else(|| kernel.defaults()));
     let of_workers = u64::from(spec.workers) * 2 * spec.keys.bytes();
-    let needed = of_workers + spec.keys.elements() * 4 * (2 + slots as u64);
+    let needed = u64::from(jobs) * (of_workers + spec.keys.elements() * 4 * (2 + slots as u64));
     match usage::available_bytes() {
         Some(available) if needed > available => Err(Usage(format!(
             "{} workers and their hub need {} of memory, {} are free: choose a larger --scale or fewer --workers",
-            spec.workers,
+            jobs * spec.workers,
             megabytes(needed),
             megabytes(available)
         ))

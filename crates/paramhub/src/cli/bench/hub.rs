@@ -24,8 +24,8 @@ pub(super) fn host(spec: &Spec, seat: HubSeat, line: &mut Line) -> anyhow::Resul
             bail!("the hub has failed: {reason}");
         }
         match order {
-            Order::Open { options } => {
-                let (job, cores) = serving.open(spec.workers, options)?;
+            Order::Open { job, options } => {
+                let (job, cores) = serving.open(job, spec.workers, options)?;
                 let url = serving.url().to_owned();
                 line.say(&Report::Hosting(Meeting { url, job, cores, raw: raw.clone() }))?;
             }
@@ -87,10 +87,15 @@ impl Serving {
     }
 
     /// The job, and the cores that workers dial by themselves.
-    fn open(&self, workers: u32, options: JobOptions) -> anyhow::Result<(ServiceCreated, Vec<SocketAddr>)> {
+    fn open(
+        &self,
+        name: String,
+        workers: u32,
+        options: JobOptions,
+    ) -> anyhow::Result<(ServiceCreated, Vec<SocketAddr>)> {
         match self {
             Serving::First(hub) => {
-                let request = CreateService { name: "bench".into(), workers, options };
+                let request = CreateService { name, workers, options };
                 Ok((hub.client().create_service(&request)?, Vec::new()))
             }
             Serving::ByWorker(Server { job, addresses }) => Ok((job.clone(), addresses.clone())),

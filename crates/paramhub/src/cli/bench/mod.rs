@@ -17,6 +17,7 @@ mod rounds;
 mod spec;
 mod statistics;
 mod sweep;
+mod tenants;
 mod usage;
 
 use std::path::Path;
@@ -40,6 +41,7 @@ enum What {
     Sweep(sweep::SweepFlags),
     Ablate(ablate::AblateFlags),
     Breakdown(breakdown::BreakdownFlags),
+    Tenants(tenants::TenantsCommand),
     Kernels(kernels::KernelsFlags),
 }
 
@@ -49,6 +51,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Sweep(flags) => sweep::sweep(&flags),
         What::Ablate(flags) => ablate::ablate(&flags),
         What::Breakdown(flags) => breakdown::breakdown(&flags),
+        What::Tenants(flags) => tenants::tenants(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }
 }

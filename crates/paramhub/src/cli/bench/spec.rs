@@ -148,8 +148,8 @@ pub(super) struct Meeting {
 pub(super) enum Order {
     /// Be a hub. Answered by [`Report::Ready`].
     Host { spec: Spec, seat: HubSeat },
-    /// All hubs have joined the first: create the job. Answered by it with [`Report::Hosting`].
-    Open { options: JobOptions },
+    /// All hubs have joined the first: create a job of this name. Answered by it with [`Report::Hosting`].
+    Open { job: String, options: JobOptions },
     /// Be this rank of the job. Answered by [`Report::Joined`].
     Join { spec: Spec, rank: u32, rack: Option<String>, at: Meeting },
     /// A worker's turn, from this instant of the monotonic clock on. Answered by [`Report::Done`].

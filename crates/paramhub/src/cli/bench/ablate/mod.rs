@@ -61,7 +61,7 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
         return Err(Usage(why.into()).into());
     }
     let (model, spec) = flags.exchange.spec()?;
-    check_memory(&spec)?;
+    check_memory(&spec, 1)?;
     let tried = variants.into_iter().map(|variant| Tried::new(variant, variant.of(&spec))).collect();
     let mut ablation = Ablation::new(model, flags.rounds, &flags.exchange, &spec, tried);
     println!("{}", ablation.headline());

@@ -55,7 +55,7 @@ pub(super) fn sweep(flags: &SweepFlags) -> anyhow::Result<ExitCode> {
     for value in flags.over.points(flags.points.as_deref())? {
         let flags = flags.over.at(value, &flags.exchange);
         let (_, spec) = flags.spec()?;
-        check_memory(&spec)?;
+        check_memory(&spec, 1)?;
         points.push(SweepPoint::new(value, flags.settings(&spec), spec));
     }
     let mut sweep = Sweep::new(flags.over, flags.rounds, &flags.exchange, points)?;

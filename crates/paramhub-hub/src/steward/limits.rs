@@ -1,0 +1,70 @@
+//! What one job may take of a hub, so that there is room for the next.
+
+use crate::config::JobLimits;
+
+use super::{Job, mebibytes};
+
+impl JobLimits {
+    /// Whether the hub takes the job beside the others that it has, or why not and what would fit.
+    pub(super) fn admit<'a>(
+        &self,
+        job: &Job,
+        others: impl Iterator<Item = &'a Job> + Clone,
+    ) -> Result<(), String> {
+        self.memory(job)?;
+        self.streams(job)?;
+        self.share(job, others)
+    }
+
+    fn memory(&self, job: &Job) -> Result<(), String> {
+        match self.memory_bytes {
+            Some(most) if job.memory_bytes > most => Err(format!(
+                "job `{}` needs {} MiB at this hub, which gives {} MiB to a job: use more hubs, an optimizer with less state \
+                 or a smaller model, or raise the hub's --job-memory",
+                job.name,
+                mebibytes(job.memory_bytes),
+                most >> 20
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn streams(&self, job: &Job) -> Result<(), String> {
+        let streams: u64 = job.ports.values().map(|ports| u64::from(ports.len())).sum();
+        let Some(most) = self.streams.map(u64::from).filter(|&most| streams > most) else { return Ok(()) };
+        let routes = job.ports.len() as u64;
+        let fits = match most / routes {
+            0 => "no worker would fit: start the hub with fewer cores or --streams".to_owned(),
+            1 => "1 worker would fit".to_owned(),
+            members => format!("{members} workers would fit"),
+        };
+        Err(format!(
+            "job `{}` would open {streams} streams to this hub, {routes} from each worker, and the hub takes {most} of a job: \
+             {fits}; or raise the hub's --job-streams",
+            job.name
+        ))
+    }
+
+    /// A promise to all jobs together can be kept on no more than the whole of a core.
+    fn share<'a>(&self, job: &Job, others: impl Iterator<Item = &'a Job> + Clone) -> Result<(), String> {
+        let Some(percent) = self.share_percent.map(u64::from) else { return Ok(()) };
+        let needed = u64::from(job.weight) * percent;
+        for core in job.cores() {
+            let here = others.clone().filter(|other| other.cores().any(|its| its == core));
+            let promised: u64 = here.map(|other| u64::from(other.weight) * percent).sum();
+            let free = 100_u64.saturating_sub(promised);
+            if needed > free {
+                let fits = match free / percent {
+                    0 => "end other jobs".to_owned(),
+                    weight => format!("a weight of {weight} would fit"),
+                };
+                return Err(format!(
+                    "job `{}` of weight {} is to have {needed} % of core {core} of this hub, of which {free} % are not \
+                     promised to other jobs: {fits}, use other hubs or more of them, or lower the hub's --job-share",
+                    job.name, job.weight
+                ));
+            }
+        }
+        Ok(())
+    }
+}
