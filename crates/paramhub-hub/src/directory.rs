@@ -164,7 +164,7 @@ impl Directory {
         };
         let port = match hello.caller {
             Caller::Worker { rank, .. } => entry.ports[&route].of_rank(rank),
-            Caller::Hub { site, route: theirs } => entry.ports[&route].from_site(site, theirs),
+            Caller::Hub { site, route: theirs } => entry.ports[&route].of_site(site, theirs),
         };
         let Some(port) = port else {
             let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");

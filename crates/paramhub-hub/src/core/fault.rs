@@ -50,7 +50,7 @@ pub(crate) enum Fault {
     /// Somebody else's doing.
     #[error("left the job, but other ranks wait for {awaited}")]
     Stranded { who: Neighbour, awaited: Awaited },
-    /// The site above has ended the job.
+    /// Another site has ended the job.
     #[error("{}", .0.message)]
     Failed(Failure),
 }

@@ -410,7 +410,7 @@ impl Core {
         let hosted = self.shards.index_mut(shard);
         debug_assert!(hosted.lane_of[port as usize].is_none(), "a port is given once");
         let plan = hosted.shard.plan();
-        let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).from_there());
+        let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).incoming());
         let arenas = arrival.memory.as_ref().map(|memory| memory.arenas.clone());
         let added = arrival.connect(to, frame_bytes_max).and_then(|stream| {
             let lane = Lane::new(stream, shard, port, now);

@@ -35,7 +35,7 @@ pub(crate) enum Side {
 
 impl Side {
     /// The way of the frames that come from there.
-    pub(crate) fn from_there(self) -> Direction {
+    pub(crate) fn incoming(self) -> Direction {
         match self {
             Side::Worker(_) => Direction::ToHub,
             Side::Below(_) | Side::Above => Direction::Both,
@@ -215,7 +215,7 @@ impl Ports {
     }
 
     /// The port of a site's route whose sums come in here.
-    pub(crate) fn from_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
+    pub(crate) fn of_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
         let wanted = |port: &SitePort| port.site == site && port.route == route && port.side != Side::Above;
         self.to_sites().find(|(_, port)| wanted(port)).map(|(number, _)| number)
     }

@@ -16,7 +16,9 @@ pub(super) fn may_come(side: Side, operation: Operation) -> bool {
         // The stream lets through what workers send, and nothing else.
         (Side::Worker(_), _) => true,
         (Side::Below(_), Operation::PushPull | Operation::Leave)
-        | (Side::Above, Operation::Total | Operation::Parameters | Operation::Failure | Operation::Notice)
+        | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
+        // A site tells all around it why it has ended the job.
+        | (_, Operation::Failure)
         | (
             _,
             Operation::Initialise | Operation::InitialiseState | Operation::Retune | Operation::Heartbeat,
@@ -25,9 +27,9 @@ pub(super) fn may_come(side: Side, operation: Operation) -> bool {
     }
 }
 
-/// Why the job is over, in the words of a worker that gives up or of the site above.
+/// Why the job is over, in the words of a worker that gives up or of another site.
 pub(super) fn failure(side: Side, payload: &[u8]) -> Fault {
-    if side != Side::Above {
+    if let Side::Worker(_) = side {
         return Fault::gave_up(payload);
     }
     match Failure::decode(payload) {
