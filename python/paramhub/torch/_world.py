@@ -23,6 +23,14 @@ from paramhub._hub import Hub, create_job
 from paramhub.errors import ConnectError, JobFailedError, MisuseError
 from paramhub.torch import trace
 from paramhub.torch._clocks import offset_to_rank_0
+from paramhub.torch._hosts import (
+    deployment_of,
+    host_name,
+    is_own_address,
+    own_address_toward,
+    reachable_address,
+    with_port,
+)
 from paramhub.torch._launched import Launched, launched
 from paramhub.torch._meeting import await_keys
 from paramhub.torch._trace_files import Origin
@@ -77,7 +85,7 @@ class World:
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
         self.hub, traced = self._meet_hub(url, place)
-        self.host = f"{self.hub.run}/{_host()}"
+        self.host = f"{self.hub.run}/{host_name()}"
         self._start_host_hub()
         if traced is not None:
             self._trace(**traced)
@@ -110,18 +118,18 @@ class World:
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
-        deployment, run = _deployment(self.options.deployment), secrets.token_hex(8)
+        deployment, run = deployment_of(self.options.deployment), secrets.token_hex(8)
         cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         if place.is_on_one_host:
             self._hub = Hub(cores=cores)
             token = None
         else:
-            address = _reachable_address(place)
+            address = reachable_address(place)
             token = secrets.token_hex(32)
             self._hub = Hub(
-                listen=[_with_port(address, 0)],
-                manager=_with_port(address, 0),
-                rack=f"{run}/{_host()}" if deployment == "cs" else None,
+                listen=[with_port(address, 0)],
+                manager=with_port(address, 0),
+                rack=f"{run}/{host_name()}" if deployment == "cs" else None,
                 cores=cores,
                 admin_token=token,
             )
@@ -143,7 +151,7 @@ class World:
         wanted = is_peer or self.options.host_hub
         if wanted is None:
             toward = urlsplit(self.hub.url)
-            wanted = not _is_own_address(toward.hostname or "localhost")
+            wanted = not is_own_address(toward.hostname or "localhost")
         if (
             not wanted
             or self.local_rank != 0
@@ -153,13 +161,13 @@ class World:
             return
         cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         toward = urlsplit(self.hub.url)
-        address = _own_address_toward(toward.hostname or "localhost", toward.port or 80) or "127.0.0.1"
+        address = own_address_toward(toward.hostname or "localhost", toward.port or 80) or "127.0.0.1"
         try:
             self._host_hub = Hub(
                 join=self.hub.url,
                 host=None if is_peer else self.host,
                 rack=self.host if is_peer else os.environ.get("PARAMHUB_RACK") or None,
-                listen=[_with_port(address, 0)],
+                listen=[with_port(address, 0)],
                 cores=cores,
                 admin_token=self.hub.admin_token,
             )
@@ -191,7 +199,7 @@ class World:
 
     def own_address(self) -> str:
         """An IP address of this rank's host under which the other ranks reach it."""
-        return "127.0.0.1" if self.is_on_one_host else _reachable_address(self._place)
+        return "127.0.0.1" if self.is_on_one_host else reachable_address(self._place)
 
     def group(self) -> Group:
         """All ranks, for collectives. Made when it is first asked for, by all ranks together."""
@@ -556,61 +564,6 @@ def _hubs() -> int | None:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
         raise MisuseError(f"PARAMHUB_HUBS is `{text}`: how many hubs a job waits for, 1 to 1024")
     return int(text)
-
-
-def _reachable_address(place: Launched) -> str:
-    """An address of this host that the other hosts reach: the one they meet at, or the one that leads there."""
-    if place.master is None:
-        raise MisuseError("a hub for other hosts needs MASTER_ADDR, or set PARAMHUB_URL to a running hub")
-    host, port = place.master
-    own = _own_address_toward(host, port)
-    if own is not None:
-        return own
-    raise MisuseError(
-        f"MASTER_ADDR {host} leads to a loopback address, where other hosts cannot reach a hub: set it to a name or "
-        "address of rank 0's host in the network, or set PARAMHUB_URL to a running hub"
-    )
-
-
-def _host() -> str:
-    return os.environ.get("PARAMHUB_HOST", "").strip() or _native.host_identity()
-
-
-def _deployment(given: str | None) -> str:
-    deployment = given or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() or "cc"
-    if deployment not in ("cc", "cs"):
-        raise MisuseError(
-            f"the deployment is cc (a hub on rank 0's host) or cs (one on every host), not {deployment}: hubs on hosts of "
-            "their own are started with `paramhub hub` and named by PARAMHUB_URL"
-        )
-    return deployment
-
-
-def _own_address_toward(host: str, port: int) -> str | None:
-    """The address of this host from which packets to another one leave; None for loopback."""
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-            # No packet leaves: the system only looks up the route.
-            probe.connect(address)
-            own = str(probe.getsockname()[0])
-            if not own.startswith("127.") and own != "::1":
-                return own
-    return None
-
-
-def _is_own_address(host: str) -> bool:
-    """Whether the host is this one: then packets to it leave from the address they go to."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
-                if probe.getsockname()[0] == address[0]:
-                    return True
-    return False
-
-
-def _with_port(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _script_name() -> str:
