@@ -22,6 +22,9 @@ const ADDRESS_BYTES_MAX: usize = 255;
 /// Bytes of a rack's or host's name.
 const PLACE_BYTES_MAX: usize = 128;
 
+/// A hub's number, what it offers and whom it serves.
+pub(crate) type OfferedHub = (u32, (HubShape, Place));
+
 /// All living hubs, by number.
 #[derive(Default)]
 pub(crate) struct Hubs {
@@ -135,7 +138,7 @@ impl Hubs {
     }
 
     /// All hubs in order of arrival, and whom they serve.
-    pub(crate) fn shapes(&self) -> Vec<(u32, (HubShape, Place))> {
+    pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
         self.hubs.iter().map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
     }
 

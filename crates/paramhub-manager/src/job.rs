@@ -3,6 +3,7 @@
 //! What happens to a job comes in as a method call; what follows from it for the rest of the manager goes out as a
 //! [`Transition`]. Callers that wait for the job subscribe to its [`Stage`].
 
+mod convene;
 pub(crate) mod members;
 mod seats;
 #[cfg(test)]
@@ -11,9 +12,7 @@ mod tests;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
-use paramhub_core::composition::{Composition, Place, Reduction, arrange, choose};
-use paramhub_core::cost::Rate;
-use paramhub_core::placement::HubShape;
+use paramhub_core::composition::{Composition, Place};
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
     ServiceError, ServiceInitialised,
@@ -23,15 +22,13 @@ use tokio::sync::watch;
 
 use crate::clock::Now;
 use crate::error::refusal;
-use crate::hubs::check_place;
+use crate::hubs::{OfferedHub, check_place};
 use crate::store::Record;
 use members::Member;
 use seats::{Seats, list_ranks, list_ranks_with_verb};
 
 /// How long a rank whose InitService connection broke may take to come back before the job fails without it.
 pub(crate) const COME_BACK_S: f64 = 2.0;
-/// Hubs that a message lists before it only counts the rest.
-const HUBS_LISTED: usize = 8;
 
 /// How far a job is, for those who wait. Ordered: a job never goes back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -220,47 +217,6 @@ impl Job {
         }
     }
 
-    /// Whether only hubs are missing for the job to get on.
-    pub(crate) fn is_complete(&self) -> bool {
-        self.state == JobState::Connecting && self.seats.are_full()
-    }
-
-    /// Every rank is there and `hubs` have joined: if those are enough, the ranks may go on.
-    pub(crate) fn convene(
-        &mut self,
-        hubs: Vec<(u32, (HubShape, Place))>,
-        core_rate: Option<Rate>,
-        now: Now,
-    ) -> Transition {
-        if !self.is_complete() || hubs.len() < self.hubs_needed() {
-            return Transition::None;
-        }
-        let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
-        let options = &self.options;
-        let choice = core_rate
-            .filter(|_| options.reduction == Reduction::Auto)
-            .and_then(|core_rate| choose(&hubs, &self.places, core_rate));
-        if let Some(choice) = &choice {
-            tracing::info!(job = self.name, "{choice}");
-        }
-        let reduction = choice.map_or(options.reduction, |choice| choice.reduction);
-        let (composition, of_sites) = match arrange(&hubs, &self.places, reduction, options.optimize_at) {
-            Ok(arranged) => arranged,
-            Err(why) => {
-                let message = format!("job `{}` has no hub for everybody: {why}", self.name);
-                return self.fail(ErrorCode::DoesNotFit, message, now);
-            }
-        };
-        let members =
-            (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
-        self.members =
-            members.map(|(hub, site)| Member::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
-        self.composition = Some(Arc::new(composition));
-        self.state = JobState::Initialising;
-        self.stage.send_replace(Stage::Initialising);
-        Transition::Advanced
-    }
-
     /// The answer to a rank whose ConnectService has waited long enough for the others.
     pub(crate) fn connected(
         &self,
@@ -283,18 +239,15 @@ impl Job {
 
     /// A rank has waited in ConnectService for as long as it may: it gives up its seat and learns who is missing, ranks
     /// or hubs.
-    pub(crate) fn connect_timed_out(
-        &mut self,
-        rank: u32,
-        ticket: u64,
-        hubs: &[(u32, (HubShape, Place))],
-    ) -> ServiceError {
+    pub(crate) fn connect_timed_out(&mut self, rank: u32, ticket: u64, hubs: &[OfferedHub]) -> ServiceError {
         let absent = self.seats.absent();
         let gave_up = self.seats.gave_up();
         let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
         let mut message = match (absent.is_empty(), gave_up.is_empty()) {
             (true, true) => {
-                format!("every rank of job `{name}` is there, but {}", self.hubs_missing(hubs))
+                let missing =
+                    self.hubs_missing(hubs).unwrap_or_else(|| "its hubs have only just joined".into());
+                format!("every rank of job `{name}` is there, but {missing}")
             }
             (true, false) => {
                 format!(
@@ -311,41 +264,14 @@ impl Job {
             message += &format!(", and {} up waiting before", list_ranks_with_verb(&gave_up, "gave", "gave"));
         }
         // Whoever waited less long than the first to give up should not look for the fault there.
-        if absent.is_empty() && !gave_up.is_empty() && hubs.len() < self.hubs_needed() {
-            message += &format!("; {}", self.hubs_missing(hubs));
+        if absent.is_empty()
+            && !gave_up.is_empty()
+            && let Some(missing) = self.hubs_missing(hubs)
+        {
+            message += &format!("; {missing}");
         }
         self.seats.give_up(rank, ticket);
         refusal(ErrorCode::Missing, message)
-    }
-
-    /// Hubs without which the job does not begin.
-    fn hubs_needed(&self) -> usize {
-        self.options.hubs.map_or(1, |hubs| hubs as usize)
-    }
-
-    fn hubs_missing(&self, hubs: &[(u32, (HubShape, Place))]) -> String {
-        let timeout_s = self.options.rendezvous_timeout_s;
-        let needed = self.hubs_needed();
-        if hubs.is_empty() && needed == 1 {
-            return format!(
-                "no hub has joined the connection manager within {timeout_s} s: start one with `paramhub hub`"
-            );
-        }
-        let listed: Vec<String> = hubs
-            .iter()
-            .take(HUBS_LISTED)
-            .map(|(hub, (shape, _))| members::describe_hub(*hub, shape))
-            .collect();
-        let more = hubs.len() - listed.len();
-        let joined = match (hubs.len(), more) {
-            (0, _) => "none".to_string(),
-            (count, 0) => format!("only {count}, {}", join_words(&listed)),
-            (count, more) => format!("only {count}, {} and {more} more", listed.join(", ")),
-        };
-        format!(
-            "of the {needed} hubs that it waits for {joined} had joined the connection manager within {timeout_s} s: start \
-             the others with `paramhub hub --manager URL`, or create the job for fewer"
-        )
     }
 
     /// The connection on which a rank waited in ConnectService is gone: its seat is free, unless a newer call has it.

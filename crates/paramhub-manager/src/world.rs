@@ -147,13 +147,13 @@ impl World {
     }
 
     /// Every rank of the job is seated: if the hubs it waits for are there too, the job gets on.
-    pub(crate) fn convene(&mut self, namespace: Namespace, now: Now) {
+    pub(crate) fn convene(&mut self, namespace: Namespace) {
         if !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
             return;
         }
         let shapes = self.hubs.shapes();
         if let Some(job) = self.jobs.get_mut(&namespace) {
-            let transition = job.convene(shapes, self.core_rate, now);
+            let transition = job.convene(shapes, self.core_rate);
             self.follow(namespace, transition);
         }
     }
@@ -214,7 +214,7 @@ impl World {
         tracing::info!(hub, "hub joined");
         let complete: Vec<Namespace> =
             self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
-        complete.into_iter().for_each(|namespace| self.convene(namespace, now));
+        complete.into_iter().for_each(|namespace| self.convene(namespace));
         Ok(hub)
     }
 

@@ -24,6 +24,11 @@ pub(crate) enum Fault {
         "named state slot {slot} of chunk {chunk} of key `{key}`, of which this optimizer keeps {slots}, counted from 0"
     )]
     StateSlot { chunk: u32, key: String, slot: u32, slots: usize },
+    #[error(
+        "asked for optimizer state of key `{key}`, part of which another site's hub keeps, where the optimizer runs: use \
+         --optimize-at every-site to read it anywhere"
+    )]
+    StateElsewhere { key: String },
     #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
     Rules { chunk: u32, key: String, offence: Offence },
     #[error("broke the rules: {0}")]

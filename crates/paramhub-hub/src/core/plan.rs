@@ -51,7 +51,7 @@ impl ShardPlan {
         self.composed.composition.workers()
     }
 
-    /// Whether sums go on as such, for every site to optimise itself.
+    /// Whether every site optimises, this one too, and answers are sums; else each chunk's owner does.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
     }

@@ -170,6 +170,12 @@ impl Shard {
         if !self.plan.ports.carries(port, index) {
             return Err(Fault::Chunk(header.chunk));
         }
+        if header.operation == Operation::PullState
+            && !self.plan.optimizes_here()
+            && self.plan.ports.above(index).is_some()
+        {
+            return Err(Fault::StateElsewhere { key: self.key_name(slot.key) });
+        }
         let of_state = matches!(header.operation, Operation::PullState | Operation::InitialiseState);
         if of_state && header.step as usize >= self.state_slots {
             let (key, slots) = (self.key_name(slot.key), self.state_slots);

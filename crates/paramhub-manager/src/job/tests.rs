@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use paramhub_core::auth::Proof;
 use paramhub_core::key::{Key, KeyTable};
-use paramhub_core::placement::{Imbalance, InterfaceShape};
+use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
 
 fn now() -> Now {
     Now::read()
@@ -35,7 +35,7 @@ fn call(rank: u32, number: u8) -> ConnectService {
     }
 }
 
-fn hubs(count: u32) -> Vec<(u32, (HubShape, Place))> {
+fn hubs(count: u32) -> Vec<OfferedHub> {
     let shape = |hub: u32| {
         let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
         (hub, (HubShape { interfaces: vec![interface], local: None }, Place::default()))
@@ -62,7 +62,7 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
     for rank in 0..workers {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(hub_count), None, now()), Transition::Advanced);
+    assert_eq!(job.convene(hubs(hub_count), None), Transition::Advanced);
     job
 }
 
@@ -147,8 +147,8 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     job.options.hubs = Some(10);
     let tickets: Vec<u64> = (0..2).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
     for (joined, listed) in [(0, "none"), (2, "only 2, hub 0 (10.0.0.0:7771) and hub 1 (10.0.0.1:7771)")] {
-        assert_eq!(job.convene(hubs(joined), None, now()), Transition::None);
-        let missing = job.hubs_missing(&hubs(joined));
+        assert_eq!(job.convene(hubs(joined), None), Transition::None);
+        let missing = job.hubs_missing(&hubs(joined)).unwrap();
         let expected = format!(
             "of the 10 hubs that it waits for {listed} had joined the connection manager within 60 s"
         );
@@ -162,8 +162,40 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     for rank in 0..2 {
         job.connect(&call(rank, 9), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(10), None, now()), Transition::Advanced);
+    assert_eq!(job.convene(hubs(10), None), Transition::Advanced);
     assert_eq!(job.hubs().count(), 10);
+}
+
+#[test]
+fn a_job_waits_for_hubs_that_serve_everybody() {
+    let at = |rack: &str, host: &str| Place { rack: rack.into(), host: host.into() };
+    let mut job = job(2);
+    for (rank, rack) in [(0, "a"), (1, "b")] {
+        job.connect(&ConnectService { place: at(rack, "h"), ..call(rank, rank as u8) }, now()).unwrap();
+    }
+    let mut offered = hubs(3);
+    for (hub, place) in offered.iter_mut().zip([at("", "another run's"), at("a", ""), at("b", "")]) {
+        hub.1.1 = place;
+    }
+    assert_eq!(job.convene(offered[..1].to_vec(), None), Transition::None);
+    assert!(job.hubs_missing(&offered[..1]).unwrap().contains("no hub has joined"));
+    assert_eq!(job.convene(offered[..2].to_vec(), None), Transition::None);
+    let missing = job.hubs_missing(&offered[..2]).unwrap();
+    assert!(missing.contains("rank 1 is in rack \"b\", which no hub serves"), "{missing}");
+    assert_eq!(job.hubs_missing(&offered), None);
+    assert_eq!(job.convene(offered, None), Transition::Advanced);
+    assert_eq!(job.hubs().collect::<Vec<_>>(), [1, 2]);
+}
+
+#[test]
+fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
+    let mut job = placing(1, 2);
+    assert_eq!(job.hub_allocated(1, "hash", now()), Transition::None);
+    assert_eq!(job.hub_ended(1, true, "", now()), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", now()), Transition::Advanced);
+    assert_eq!(job.state(), JobState::Running);
+    assert!(matches!(job.hub_ended(0, true, "", now()), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
         place: Default::default(),
     };
     world.change(namespace, |job| (job.connect(&call, now).unwrap(), Transition::None)).unwrap();
-    world.convene(namespace, now);
+    world.convene(namespace);
     let levels = Levels::default();
     tracing::subscriber::with_default(levels.clone(), || happens(&mut world, hub, namespace));
     assert_eq!(world.job(namespace).unwrap().state(), JobState::Failed);

@@ -82,7 +82,8 @@ impl Racks {
         settings: &Settings,
         work: impl Fn(&Job) -> Result<T, WorkerError> + Sync,
     ) -> Vec<Result<T, WorkerError>> {
-        let options = JobOptions { rendezvous_timeout_s: 20.0, ..options };
+        let rendezvous_timeout_s = options.rendezvous_timeout_s.min(20.0);
+        let options = JobOptions { rendezvous_timeout_s, ..options };
         // The job before may still be ending at some hub.
         let name = format!("composed-{}", self.jobs.fetch_add(1, Ordering::Relaxed));
         let request = CreateService { name, workers: racks.len() as u32, options };
@@ -393,7 +394,8 @@ fn what_sites_cannot_do_is_refused_with_its_reason() {
     let racks = ["a", "b"];
     let cluster = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
     let wrong = |racks: &[&str], settings: &Settings| {
-        let outcomes = cluster.try_run(racks, JobOptions::default(), settings, |_| Ok(()));
+        let options = JobOptions { rendezvous_timeout_s: 1.0, ..Default::default() };
+        let outcomes = cluster.try_run(racks, options, settings, |_| Ok(()));
         outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect::<Vec<_>>()
     };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..Settings::new(keys(&[4])) };
@@ -405,8 +407,25 @@ fn what_sites_cannot_do_is_refused_with_its_reason() {
             assert!(refused.contains(reason) && refused.contains("--reduction flat"), "{refused}");
         }
     }
+    // A hub may yet come until time is up; who gives up second hears of the first as well.
     for refused in wrong(&["a", "z"], &Settings::new(keys(&[4]))) {
         assert!(refused.contains("rank 1 is in rack \"z\", which no hub serves"), "{refused}");
+    }
+}
+
+#[test]
+fn state_is_not_read_where_the_optimizer_does_not_run() {
+    let racks = ["a", "b"];
+    let cluster = Racks::new(&racks.map(|rack| Hub::Rack(rack, 1)));
+    let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&[60_011])) };
+    let options = JobOptions { optimize_at: OptimizeAt::Owner, ..Default::default() };
+    let outcomes = cluster.try_run(&racks, options, &settings, |job| {
+        job.broadcast(&mut [vec![1.0_f32; 60_011]], 0)?;
+        job.pull_state(0, 0, vec![0.0_f32; 60_011])?.finish().outcome
+    });
+    for outcome in outcomes {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("optimizer state of key `layer0`") && error.contains("every-site"), "{error}");
     }
 }
 
