@@ -77,6 +77,7 @@ class World:
         """The store over a connection of its own: while one thread waits in a store, others have to wait for it."""
         self._hub: Hub | None = None
         self._host_hub: Hub | None = None
+        self._sums_by_host = False
         self.is_on_one_host = place.is_on_one_host
         self._place = place
         self._jobs: list[_native.Job] = []
@@ -152,6 +153,7 @@ class World:
         if wanted is None:
             toward = urlsplit(self.hub.url)
             wanted = not is_own_address(toward.hostname or "localhost")
+        self._sums_by_host = bool(wanted)
         if (
             not wanted
             or self.local_rank != 0
@@ -271,7 +273,9 @@ class World:
     def _ticket(
         self, label: str, members: list[int], rank: int, inherits: bool, reduction: str
     ) -> tuple[str, str, str]:
-        if self._inherited is not None and inherits and len(members) == self.size:
+        # Its reduction was chosen before anybody knew the settings.
+        fits = reduction != "flat" or not self._sums_by_host
+        if self._inherited is not None and inherits and fits and len(members) == self.size:
             # What `paramhub run` has created for this run is for whoever comes first.
             ticket, self._inherited = self._inherited, None
             return ticket

@@ -119,21 +119,8 @@ impl Program {
     }
 
     /// Runs it in a network namespace of `ip netns`. The process stays the one that is started.
-    pub fn inside(mut self, namespace: &str) -> Self {
-        let mut command = Command::new("ip");
-        command
-            .args(["netns", "exec", namespace])
-            .arg(self.command.get_program())
-            .args(self.command.get_args());
-        command.current_dir(self.folder.path());
-        for (name, value) in self.command.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
-        self.command = command;
-        self
+    pub fn inside(self, namespace: &str) -> Self {
+        self.within(&["ip", "netns", "exec", namespace].map(str::to_owned))
     }
 
     /// Puts a file into the program's folder.
