@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -282,6 +284,12 @@ def test_every_way_of_waiting_raises_the_failure(held: Held) -> None:
         assert isinstance(error, paramhub.JobFailedError)
         assert error.culprit is None
         assert "for the test" in str(error)
+
+
+def test_a_process_s_first_failure_blocks_nobody() -> None:
+    program = Path(__file__).parent / "support" / "first_failures.py"
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_leaving_waits_for_what_is_under_way(held: Held) -> None:

@@ -228,10 +228,9 @@ impl Handle {
 
 impl Handle {
     fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        match &self.shared.lock().failure {
-            None => Ok(()),
-            Some(failure) => Err(failure.raise(py)),
-        }
+        // Making an exception may let another thread have the GIL, which may then wait for this lock: so not under it.
+        let failure = self.shared.lock().failure.clone();
+        failure.map_or(Ok(()), |failure| Err(failure.raise(py)))
     }
 }
 

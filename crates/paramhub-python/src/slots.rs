@@ -239,6 +239,8 @@ impl Slots {
         let sizes: Vec<usize> = classes.iter().map(|class| class.bytes).collect();
         let pieces = cut(bytes, &sizes);
         if self.waiting.load(Ordering::Relaxed) + pieces.len() > WAITING_MAX {
+            // Another thread may get the GIL while the exception is made, and come here.
+            drop(classes);
             return Err(errors::misuse(
                 py,
                 &format!(
