@@ -29,6 +29,8 @@ class Row:
     # Whether hosts and hubs belong to the racks their names begin with, as r0w3 and r1hub.
     racks: bool = False
     flags: list = field(default_factory=list)
+    # What its busiest link must carry, in models by the rate of a worker's link, where that is not 1.
+    least: float = 1.0
 
     def as_ours(self, testbed, scenario) -> rows.Ours:
         hosts = self.hosts or scenario.hosts
@@ -67,6 +69,11 @@ class Scenario:
             return Scenario(**{**said, "ours": [build(Row, row) for row in said.get("ours", [])]})
         except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
             raise SystemExit(f"{path}: {error}") from None
+
+    def least(self) -> dict:
+        """Of our rows, by their names in the results."""
+        suffix = "" if self.optimizer == "mean" else f"-{self.optimizer}"
+        return {f"ours-{row.name}{suffix}": row.least for row in self.ours}
 
     def testbed_flags(self) -> str:
         return " ".join(f"--{name} {value}" for name, value in self.testbed.items())

@@ -394,6 +394,15 @@ fn jobs_at_once_are_exact_and_timed_beside_one_alone() {
     for part in ["3 jobs, alone and at once", "one alone", "3 at once", "fair shares", "all exact"] {
         assert!(ended.stdout.contains(part), "no {part} in\n{}", ended.stdout);
     }
+    let redraw = |results: &[u8]| {
+        let program = paramhub(["bench", "plot", "results.json", "--svg", "out.svg"]);
+        program.file("results.json", results).finish()
+    };
+    let drawn = plot(&redraw(&ended.read("out.json")).expect_code(0).read("out.svg"));
+    for text in ["3 jobs at once on one hub", "job 2", "a fair share: 3 times what one job alone takes"] {
+        assert!(drawn.contains(text), "no `{text}` in {drawn}");
+    }
+    redraw(b"{}").expect_code(2).expect_error(&["results.json has no results of"]);
     let raw = paramhub(["bench", "tenants", "--model", "alexnet", "--raw"]).finish().expect_code(2);
     assert!(raw.stderr.contains("bench exchange"), "{}", raw.stderr);
 }

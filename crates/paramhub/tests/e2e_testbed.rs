@@ -151,6 +151,7 @@ name = "ncc"
 label = "apart"
 hub-hosts = ["r0hub"]
 interfaces = 1
+least = 2
 
 [[ours]]
 name = "cs"
@@ -161,11 +162,11 @@ deployment = "cs"
 #[test]
 fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
-    let (scenario, out) = (folder.path().join("small.toml"), folder.path().join("out.json"));
+    let [scenario, out, svg] = ["small.toml", "out.json", "out.svg"].map(|name| folder.path().join(name));
     std::fs::write(&scenario, SCENARIO).unwrap();
     let name = format!("s{}", std::process::id());
-    let mut run =
-        testbed::xtask(&format!("run {} --name {name} --json {}", scenario.display(), out.display()));
+    let files = format!("{} --json {} --svg {}", scenario.display(), out.display(), svg.display());
+    let mut run = testbed::xtask(&format!("run {files} --name {name}"));
     let ran = run.args(["--", "--paramhub", env!("CARGO_BIN_EXE_paramhub")]).output().unwrap();
     let (said, complaint) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     match ran.status.code() {
@@ -193,6 +194,10 @@ fn a_scenario_measures_its_rows_on_a_testbed_of_its_own() {
         let payload = results["probes"][1][0]["expected"].as_f64().unwrap();
         let burst = 128e3;
         assert!(seconds > (bytes - burst) / payload, "{name}: {seconds} s for {bytes} bytes");
+    }
+    let drawn = std::fs::read_to_string(svg).expect("a drawing");
+    for text in ["small", "apart", "beside", "the limit of a worker", "busiest link needs"] {
+        assert!(drawn.contains(text), "no `{text}` in {drawn}");
     }
     let left = std::fs::read_dir("/run/netns").into_iter().flatten();
     let left = left.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(&name));

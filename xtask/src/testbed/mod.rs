@@ -58,6 +58,7 @@ pub(crate) enum Task {
         name: String,
         scenario: String,
         json: Option<String>,
+        svg: Option<String>,
         /// For bench/rack/run.
         more: Vec<String>,
     },
@@ -128,7 +129,10 @@ fn try_to(task: Task) -> Result<(), Problem> {
             }
         }
         Task::Exec { name, host, command } => return Err(exec(&expect(&name)?, &host, &command)),
-        Task::Run { name, scenario, json, more } => run(&name, &scenario, json.as_deref(), &more)?,
+        Task::Run { name, scenario, json, svg, more } => {
+            let files = scenario::Files { json: json.as_deref(), svg: svg.as_deref() };
+            run(&name, &scenario, files, &more)?;
+        }
     }
     Ok(())
 }
@@ -169,9 +173,9 @@ fn up(shape: &Shape, lock: &mut Lock) -> Result<(), Problem> {
 }
 
 /// Up, the scenario, down.
-fn run(name: &str, scenario: &str, json: Option<&str>, more: &[String]) -> Result<(), Problem> {
+fn run(name: &str, scenario: &str, files: scenario::Files<'_>, more: &[String]) -> Result<(), Problem> {
     let shape = scenario::shape(name, scenario)?;
-    up_during(&shape, || scenario::run(&shape, scenario, json, more))
+    up_during(&shape, || scenario::run(&shape, scenario, files, more))
 }
 
 /// For programs that use a testbed: even where they are killed, their end of a pipe is closed.

@@ -9,7 +9,7 @@ Usage: cargo xtask testbed up --racks R --workers W --rate RATE [--hub-interface
                               [--congestion NAME] [--hold]
        cargo xtask testbed down | status | hosts | probe [--json FILE]
        cargo xtask testbed exec HOST -- COMMAND...
-       cargo xtask testbed run SCENARIO [--json FILE] [-- OPTIONS OF bench/rack/run]
+       cargo xtask testbed run SCENARIO [--json FILE] [--svg FILE] [-- OPTIONS OF bench/rack/run]
 
   --racks R, --workers W     racks, and workers in each: hosts r0w0, r0w1, .., r0hub, r1w0, ..
   --rate RATE                of each host's link, each way, as in 500mbit
@@ -58,7 +58,8 @@ pub(crate) fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Task,
         "run" => {
             let scenario = positional.next().ok_or("testbed run: which scenario? See bench/rack/")?;
             let more = std::mem::take(&mut words.command);
-            return words.finish(positional, Task::Run { name, scenario, json, more });
+            let svg = words.take("--svg");
+            return words.finish(positional, Task::Run { name, scenario, json, svg, more });
         }
         other => return Err(format!("testbed has no action `{other}`")),
     };
@@ -178,9 +179,9 @@ mod tests {
         let task = Task::Exec { name, host: "r0w1".into(), command };
         assert_eq!(parse_line("exec r0w1 -- ls --name x -- -h"), Ok(task));
         let (name, scenario) = ("b".to_owned(), "rack.toml".to_owned());
-        let task =
-            Task::Run { name, scenario, json: Some("out".into()), more: vec!["--rounds".into(), "1".into()] };
-        assert_eq!(parse_line("run --json out rack.toml --name b -- --rounds 1"), Ok(task));
+        let (json, svg) = (Some("out".into()), Some("drawn".into()));
+        let task = Task::Run { name, scenario, json, svg, more: vec!["--rounds".into(), "1".into()] };
+        assert_eq!(parse_line("run --json out rack.toml --name b --svg drawn -- --rounds 1"), Ok(task));
     }
 
     #[test]

@@ -9,6 +9,13 @@ use super::system::call;
 
 const CONDUCTOR: &str = "bench/rack/run";
 
+/// What is to be written.
+#[derive(Clone, Copy)]
+pub(super) struct Files<'a> {
+    pub(super) json: Option<&'a str>,
+    pub(super) svg: Option<&'a str>,
+}
+
 /// The testbed that a scenario asks for.
 pub(super) fn shape(name: &str, scenario: &str) -> Result<Shape, Problem> {
     let flags = call("python3", &[CONDUCTOR, "--print-testbed", scenario], "").map_err(Problem::Failed)?;
@@ -18,14 +25,16 @@ pub(super) fn shape(name: &str, scenario: &str) -> Result<Shape, Problem> {
 }
 
 /// Measures every row in rounds.
-pub(super) fn run(shape: &Shape, scenario: &str, json: Option<&str>, more: &[String]) -> Result<(), Problem> {
+pub(super) fn run(shape: &Shape, scenario: &str, files: Files<'_>, more: &[String]) -> Result<(), Problem> {
     let unable = |error| Problem::Failed(format!("cannot start {CONDUCTOR}: {error}"));
     let mut command = Command::new("python3");
     command.arg(CONDUCTOR).arg(scenario).args(["--name", &shape.name]);
     // It asks for hosts and has links probed.
     command.arg("--xtask").arg(std::env::current_exe().map_err(unable)?);
-    if let Some(path) = json {
-        command.args(["--json", path]);
+    for (flag, file) in [("--json", files.json), ("--svg", files.svg)] {
+        if let Some(path) = file {
+            command.args([flag, path]);
+        }
     }
     let status = command.args(more).status().map_err(unable)?;
     match status.code() {

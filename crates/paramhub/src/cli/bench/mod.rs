@@ -12,6 +12,7 @@ mod peer;
 mod plot;
 mod processes;
 mod raw;
+mod redraw;
 mod report;
 mod rounds;
 mod spec;
@@ -42,6 +43,7 @@ enum What {
     Ablate(ablate::AblateFlags),
     Breakdown(breakdown::BreakdownFlags),
     Tenants(tenants::TenantsCommand),
+    Plot(redraw::PlotFlags),
     Kernels(kernels::KernelsFlags),
 }
 
@@ -52,6 +54,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Ablate(flags) => ablate::ablate(&flags),
         What::Breakdown(flags) => breakdown::breakdown(&flags),
         What::Tenants(flags) => tenants::tenants(&flags),
+        What::Plot(flags) => redraw::redraw(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }
 }

@@ -181,6 +181,7 @@ impl Ablation {
                 name: name.into(),
                 parts: vec![Part { length, colour, text: String::new() }],
                 range: Some((sorted[0], sorted[sorted.len() - 1])),
+                mark: None,
                 note: format!("{length:.1} ms{factor}"),
             }
         };
@@ -213,6 +214,8 @@ impl Ablation {
             },
             x_label: "milliseconds".into(),
             parts,
+            line: None,
+            marks: None,
             bars,
         }
     }

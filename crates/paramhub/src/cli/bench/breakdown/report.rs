@@ -200,6 +200,7 @@ impl Breakdown {
                 name: trained.train.net.to_string(),
                 parts: trained.stages().into_iter().enumerate().map(part).collect(),
                 range: None,
+                mark: None,
                 note: format!("{} a step", milliseconds(median(whole).expect("at least one round") / 1e3)),
             }
         };
@@ -214,6 +215,8 @@ impl Breakdown {
             },
             x_label: "milliseconds a step".into(),
             parts: Stage::ALL.into_iter().map(|stage| stage.adds().into()).collect(),
+            line: None,
+            marks: None,
             bars: self.trained.iter().map(bar).collect(),
         }
     }

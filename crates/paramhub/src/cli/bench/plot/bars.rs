@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;
 
@@ -16,6 +17,8 @@ const BAR: i32 = 24;
 const GAP: i32 = 10;
 /// The scale below the bars and its label.
 const FOOT: i32 = 64;
+/// Of marks: unlike that of any bar.
+const BOUND: RGBColor = COLOURS[5];
 
 /// A bar plot.
 pub(in crate::cli::bench) struct Bars {
@@ -24,6 +27,10 @@ pub(in crate::cli::bench) struct Bars {
     pub(in crate::cli::bench) x_label: String,
     /// Names of the parts, in the order of the bars' parts; none if every bar is one.
     pub(in crate::cli::bench) parts: Vec<String>,
+    /// A length that all bars are set against, and its name.
+    pub(in crate::cli::bench) line: Option<(f64, String)>,
+    /// What the bars' marks mean.
+    pub(in crate::cli::bench) marks: Option<String>,
     pub(in crate::cli::bench) bars: Vec<Bar>,
 }
 
@@ -34,6 +41,8 @@ pub(in crate::cli::bench) struct Bar {
     pub(in crate::cli::bench) parts: Vec<Part>,
     /// Lowest and highest of the rounds.
     pub(in crate::cli::bench) range: Option<(f64, f64)>,
+    /// A length that this bar is set against.
+    pub(in crate::cli::bench) mark: Option<f64>,
     /// Beside its end.
     pub(in crate::cli::bench) note: String,
 }
@@ -53,14 +62,17 @@ impl Bar {
     }
 
     fn reach(&self) -> f64 {
-        self.range.map_or(0.0, |(_, high)| high).max(self.length())
+        let high = self.range.map_or(0.0, |(_, high)| high);
+        high.max(self.mark.unwrap_or(0.0)).max(self.length())
     }
 }
 
 impl Bars {
     pub(in crate::cli::bench) fn write(&self, path: &Path) -> anyhow::Result<()> {
-        let legend: Vec<(&str, Mark)> =
-            (0..).zip(&self.parts).map(|(number, name)| (name.as_str(), Mark::Box(colour(number)))).collect();
+        let parts = (0..).zip(&self.parts).map(|(number, name)| (name.as_str(), Mark::Box(colour(number))));
+        let line = self.line.iter().map(|(_, name)| (name.as_str(), Mark::Dashes(FAINT)));
+        let marks = self.marks.iter().map(|name| (name.as_str(), Mark::Tick(BOUND)));
+        let legend: Vec<(&str, Mark)> = parts.chain(line).chain(marks).collect();
         // Laid out once to learn its height.
         let above = head(&scratch(&mut String::new()), &self.heading, &legend)?;
         let height = above + ROW * self.bars.len() as i32 + FOOT;
@@ -77,7 +89,8 @@ impl Bars {
         let left = MARGIN + widest(&mut self.bars.iter().map(|bar| &bar.name), TEXT) + GAP;
         let right = WIDTH as i32 - MARGIN - widest(&mut self.bars.iter().map(|bar| &bar.note), TEXT) - GAP;
         let right = right.max(left + 200);
-        let top = self.bars.iter().map(Bar::reach).fold(f64::MIN_POSITIVE, f64::max);
+        let line = self.line.as_ref().map(|&(length, _)| length);
+        let top = self.bars.iter().map(Bar::reach).chain(line).fold(f64::MIN_POSITIVE, f64::max);
         let scale = ticks(top, 6);
         // The notes need no room beyond the longest bar, so the scale ends there and not at the next round number.
         let place = |value: f64| left + (value / top * f64::from(right - left)).round() as i32;
@@ -103,6 +116,11 @@ impl Bars {
                     write(area, &part.text, at, SMALL, ink_on(part.colour), HPos::Center)?;
                 }
             }
+            if let Some(mark) = bar.mark {
+                let [above, below] = [middle - ROW / 2 + 3, middle + ROW / 2 - 3];
+                let path = [(place(mark), above), (place(mark), below)];
+                area.draw(&PathElement::new(path, BOUND.stroke_width(3)))?;
+            }
             if let Some((low, high)) = bar.range {
                 area.draw(&PathElement::new([(place(low), middle), (place(high), middle)], INK))?;
                 for end in [low, high] {
@@ -110,6 +128,10 @@ impl Bars {
                 }
             }
             write(area, &bar.note, (place(bar.reach()) + GAP, text), TEXT, &INK, HPos::Left)?;
+        }
+        if let Some(length) = line {
+            let path = [(place(length), above), (place(length), below)];
+            area.draw(&DashedPathElement::new(path, 8, 6, FAINT.stroke_width(2)))?;
         }
         area.draw(&PathElement::new([(left, above), (left, below)], FAINT))?;
         Ok(())

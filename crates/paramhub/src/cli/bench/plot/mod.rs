@@ -61,9 +61,12 @@ fn draw(
 /// The heading and a legend below it; what follows begins at the height returned.
 fn head(area: &Area<'_>, heading: &Heading, legend: &[(&str, Mark)]) -> anyhow::Result<i32> {
     let mut y = MARGIN;
-    write(area, &heading.title, (MARGIN, y), TITLE, &INK, HPos::Left)?;
-    y += TITLE + 8;
-    for line in heading.notes.iter().flat_map(|note| lines_of(note, SMALL, WIDTH as i32 - 2 * MARGIN)) {
+    let room = WIDTH as i32 - 2 * MARGIN;
+    for line in lines_of(&heading.title, TITLE, room) {
+        write(area, &line, (MARGIN, y), TITLE, &INK, HPos::Left)?;
+        y += TITLE + 8;
+    }
+    for line in heading.notes.iter().flat_map(|note| lines_of(note, SMALL, room)) {
         write(area, &line, (MARGIN, y), SMALL, &FAINT, HPos::Left)?;
         y += SMALL + 5;
     }
@@ -87,6 +90,7 @@ enum Mark {
     Line(RGBColor),
     Dashes(RGBColor),
     Box(RGBColor),
+    Tick(RGBColor),
 }
 
 impl Mark {
@@ -100,6 +104,9 @@ impl Mark {
                 for start in [x, x + 10, x + 20] {
                     area.draw(&PathElement::new([(start, y), (start + 6, y)], colour.stroke_width(3)))?;
                 }
+            }
+            Mark::Tick(colour) => {
+                area.draw(&PathElement::new([(x + 15, y - 10), (x + 15, y + 10)], colour.stroke_width(3)))?;
             }
             Mark::Box(colour) => {
                 area.draw(&Rectangle::new([(x + 6, y - 7), (x + 24, y + 7)], colour.filled()))?;
