@@ -202,6 +202,9 @@ impl Core {
     fn serve_lane(&mut self, token: u64, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let due = std::mem::take(&mut lane.due);
+        if lane.is_cut() {
+            return;
+        }
         // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
         if due.readable {
             self.receive(token, now);
@@ -229,6 +232,7 @@ impl Core {
         match taken {
             Ok(Taken::Closed) => self.drop_lane(token),
             Ok(Taken::Open) => {}
+            Ok(Taken::Cut) => self.cut(token),
             // Shared memory reports it once.
             Ok(Taken::More) => self.due(token, true, true),
             Err(fault) => self.fault(token, &fault, now),
@@ -255,7 +259,7 @@ impl Core {
     fn answer(&mut self, shard: usize, now: Instant) {
         while let Some(port) = self.shards.index_mut(shard).shard.dirty.pop_first() {
             if let Some(token) = self.shards.index_mut(shard).lane_of[port as usize]
-                && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable)
+                && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable && !lane.is_cut())
             {
                 self.flush(token, now);
             }
@@ -263,7 +267,7 @@ impl Core {
     }
 
     fn flush(&mut self, token: u64, now: Instant) {
-        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let Some(lane) = self.lanes.at_mut(token).filter(|lane| !lane.is_cut()) else { return };
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
@@ -288,6 +292,7 @@ impl Core {
                     self.due(token, true, true);
                 }
             }
+            Err(error) if lane.may_be_resumed(&hosted.shard, &error) => self.cut(token),
             Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
         }
     }
@@ -370,7 +375,10 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open(plan) => self.open(*plan),
-                CoreCommand::Adopt { namespace, route, port, socket, memory } => {
+                CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by } => {
+                    if let Some(by) = resumed_by {
+                        self.make_way(namespace, route, port, by);
+                    }
                     self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
@@ -398,6 +406,31 @@ impl Core {
         // So that whoever asks whether the hub holds anything is told from the beginning.
         self.publish();
         self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
+    }
+
+    /// A stream comes that takes the place of a port's: what the old one still brings is lost, as the worker knows.
+    fn make_way(&mut self, namespace: Namespace, route: RouteId, port: u32, by: u16) {
+        let living =
+            self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
+        let Some(shard) = living else { return };
+        if let Some(token) = self.shards.index(shard).lane_of[port as usize] {
+            self.drop_lane(token);
+        }
+        let shard = &mut self.shards.index_mut(shard).shard;
+        shard.resume(port);
+        // The worker keeps the old stream until it hears the new one.
+        shard.outboxes[port as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
+        let who = shard.plan().ports.neighbour(port);
+        self.mailbox.tell(CoreEvent::Moved { namespace, who, by });
+    }
+
+    /// A stream that another may yet take the place of is broken: it waits, as one that is silent does.
+    fn cut(&mut self, token: u64) {
+        let Some(lane) = self.lanes.at_mut(token) else { return };
+        if !lane.cut() {
+            // Fails only if the descriptor is not in the set, and then there is nothing to take out.
+            let _ = self.poller.remove(&*lane);
+        }
     }
 
     fn adopt(&mut self, namespace: Namespace, route: RouteId, port: u32, arrival: Arrival, now: Instant) {

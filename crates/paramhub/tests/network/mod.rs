@@ -108,12 +108,20 @@ impl Network {
             // Which went with it.
             batch(Some(self.hub()), &["route add default via 10.77.9.254 dev eth1 table 101".into()]);
         }
+        if to == "up" && interface == "eth0" {
+            batch(Some(self.hub()), &["route add default via 10.77.8.254 dev eth0".into()]);
+        }
     }
 
     /// Takes the cable out at the router's end.
     pub(crate) fn unplug_worker(&self, rank: usize, interface: &str) {
+        self.switch_port_of_worker(rank, interface, "down");
+    }
+
+    /// Switches the router's end of a worker's cable `up` or `down`.
+    pub(crate) fn switch_port_of_worker(&self, rank: usize, interface: &str, to: &str) {
         let number = if interface == "eth0" { 0 } else { 1 };
-        batch(Some(&self.names[3]), &[format!("link set port{} down", 2 * rank + number)]);
+        batch(Some(&self.names[3]), &[format!("link set port{} {to}", 2 * rank + number)]);
     }
 
     /// Does something with the hub host's network, on a thread that is there.
