@@ -158,7 +158,7 @@ impl Admission {
                 routes: ways,
             };
             let teller = Teller { news, waker: waker.clone() };
-            Moving { ways: Arc::new(ways), news: told, teller, retunes: Retunes::default() }
+            Moving { ways: Arc::new(ways), news: told, teller, retunes: Retunes::default(), told: None }
         });
         let teller = moving.as_ref().map(|moving| moving.teller.clone());
         let engine = Engine::new(desk, lanes, waker, &pace, moving).map_err(system("poll its streams"))?;

@@ -48,8 +48,8 @@ pub(crate) struct Lane {
     pub(crate) closed: bool,
     /// The stream was cut, and another is being opened in its place.
     pub(crate) is_moving: bool,
-    /// The stream that this one took the place of, until this one is heard.
-    pub(crate) retired: Option<Connection>,
+    /// What this stream took the place of, open until this one is heard.
+    pub(crate) retired: Option<(Connection, Vec<std::net::TcpStream>)>,
     /// The address of this host's that a stream over TCP leaves from.
     pub(crate) source: Option<IpAddr>,
     pub(crate) last_sent: Instant,

@@ -29,7 +29,7 @@ pub(crate) enum News {
     /// An interface of this host with this address does not work.
     Down { address: IpAddr, what: String },
     /// A stream was opened again, or cannot be.
-    Resumed { lane: usize, outcome: Result<Resumed, WorkerError> },
+    Resumed { lane: usize, outcome: Result<Box<Resumed>, WorkerError> },
 }
 
 /// A stream that takes the place of another.
@@ -39,6 +39,11 @@ pub(crate) struct Resumed {
     pub(crate) hub: Arc<str>,
     /// The address it was dialled from.
     pub(crate) source: Option<IpAddr>,
+    /// Attempts that came to nothing here, and may have come to something at the hub: their end is not to look like this process's
+    /// before the stream is heard.
+    pub(crate) kept: Vec<std::net::TcpStream>,
+    /// Why the one before was cut.
+    pub(crate) why: String,
 }
 
 /// Takes news to the I/O thread.
@@ -90,6 +95,15 @@ pub(crate) struct Cut {
     pub(crate) reason: String,
 }
 
+impl Cut {
+    fn why(&self) -> String {
+        match &self.own {
+            Some(down) => format!("its {down}"),
+            None => format!("the stream to {}: {}", self.hub, self.reason),
+        }
+    }
+}
+
 struct Attempt<'a> {
     hub: &'a Arc<str>,
     address: SocketAddr,
@@ -98,9 +112,9 @@ struct Attempt<'a> {
 
 impl Ways {
     /// Opens a lane's stream again, on the calling thread, or says why it cannot be. Waits up to [`RESUME_S`].
-    pub(crate) fn resume(&self, lane: usize, cut: &Cut) -> Result<Resumed, WorkerError> {
+    pub(crate) fn resume(&self, lane: usize, cut: &Cut) -> Result<Box<Resumed>, WorkerError> {
         let deadline = Instant::now() + Duration::from_secs(RESUME_S);
-        let mut last = "its names stand for no address".to_owned();
+        let (mut last, mut kept) = ("no interface of this worker leads there".to_owned(), Vec::new());
         loop {
             let interfaces = Interfaces::learn_running(&self.selector);
             let attempts = self.attempts(&self.routes[lane], cut, &interfaces);
@@ -111,8 +125,11 @@ impl Ways {
                 if Instant::now() >= deadline {
                     break;
                 }
-                match self.open(lane, &attempt, &interfaces, deadline) {
-                    Ok(resumed) => return Ok(resumed),
+                match self.open(lane, &attempt, &interfaces, deadline, &mut kept) {
+                    Ok((stream, source)) => {
+                        let (hub, why) = (Arc::clone(attempt.hub), cut.why());
+                        return Ok(Box::new(Resumed { stream, hub, source, kept, why }));
+                    }
                     Err(error @ WorkerError::Refused { refusal, .. }) if refusal != Refusal::Busy => {
                         return Err(error);
                     }
@@ -156,7 +173,8 @@ impl Ways {
         attempt: &Attempt<'_>,
         interfaces: &Interfaces,
         deadline: Instant,
-    ) -> Result<Resumed, WorkerError> {
+        kept: &mut Vec<std::net::TcpStream>,
+    ) -> Result<(Connection, Option<IpAddr>), WorkerError> {
         let hub = attempt.hub;
         let by = |patience| deadline.min(Instant::now() + patience);
         let dialler =
@@ -165,6 +183,7 @@ impl Ways {
         let failed = |error: std::io::Error| dialler.fail(hub, error.to_string());
         let socket = dial_from(attempt.source, attempt.address, left).map_err(failed)?;
         let source = socket.local_addr().ok().map(|address| address.ip());
+        kept.push(socket.try_clone().map_err(failed)?);
         let hello = self.routes[lane].hello;
         let Caller::Worker { rank, .. } = hello.caller else { unreachable!("workers dial hubs as workers") };
         let caller = Caller::Worker { rank, shares_parameters: false, resumes: true };
@@ -172,7 +191,8 @@ impl Ways {
         let stream = TcpStream::new(socket, Direction::ToWorker, self.chunk_bytes)
             .and_then(|stream| stream.with_buffer_bytes(self.send_bytes, self.receive_bytes))
             .map_err(failed)?;
-        Ok(Resumed { stream: Connection::Tcp(stream), hub: Arc::clone(hub), source })
+        kept.pop();
+        Ok((Connection::Tcp(stream), source))
     }
 
     fn lost(&self, cut: &Cut, why: &str) -> WorkerError {

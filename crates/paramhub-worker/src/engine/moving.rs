@@ -1,6 +1,7 @@
 //! Streams that are cut and go on another way, in jobs that are to go on.
 
 use std::net::IpAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -9,8 +10,9 @@ use paramhub_core::wire::{Failure, Refusal};
 use paramhub_transport::{Interest, StreamError};
 
 use super::{Engine, Phase};
-use crate::error::WorkerError;
+use crate::error::{WorkerError, panic_message};
 use crate::lane::{Control, Lane};
+use crate::notices::HubNotice;
 use crate::resume::{Cut, News, Resumed, Teller, Ways};
 use crate::retunes::Retunes;
 
@@ -24,6 +26,8 @@ pub(crate) struct Moving {
     pub(crate) news: Receiver<News>,
     pub(crate) teller: Teller,
     pub(crate) retunes: Retunes,
+    /// When this worker's program was last told of a move.
+    pub(crate) told: Option<Instant>,
 }
 
 impl Engine {
@@ -109,7 +113,7 @@ impl Engine {
     fn resumed(
         &mut self,
         index: usize,
-        outcome: Result<Resumed, WorkerError>,
+        outcome: Result<Box<Resumed>, WorkerError>,
         now: Instant,
     ) -> Result<(), WorkerError> {
         let is_parting = matches!(self.phase, Phase::Parting { .. });
@@ -118,7 +122,7 @@ impl Engine {
             return Ok(());
         }
         match outcome {
-            Ok(resumed) => self.take_over(index, resumed, now),
+            Ok(resumed) => self.take_over(index, *resumed, now),
             // All was answered; what befalls the job now is the others' business.
             Err(_) if is_parting => {
                 self.lanes[index].closed = true;
@@ -142,6 +146,7 @@ impl Engine {
 
     /// Puts a stream in the place of a lane's, and asks again for all that was not answered whole.
     fn take_over(&mut self, index: usize, resumed: Resumed, now: Instant) -> Result<(), WorkerError> {
+        self.tell_of(&resumed, now)?;
         let retunes = &self.moving.as_ref().expect("only such jobs move streams").retunes;
         let lane = &mut self.lanes[index];
         lane.take_over(resumed, retunes, now);
@@ -161,9 +166,28 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Tells this worker's program why its streams move, once for all that move together.
+    fn tell_of(&mut self, resumed: &Resumed, now: Instant) -> Result<(), WorkerError> {
+        let moving = self.moving.as_mut().expect("only such jobs move streams");
+        if moving.told.replace(now).is_some_and(|before| now - before < SILENT) {
+            return Ok(());
+        }
+        let shared = &self.desk.shared;
+        let (rank, hub) = (shared.who.rank, Arc::clone(&resumed.hub));
+        let from = resumed.source.map_or(String::new(), |source| format!(" from {source}"));
+        let message = format!("rank {rank} goes on over {hub}{from}: {}", resumed.why);
+        let notice = HubNotice { hub, rank: Some(rank), message };
+        catch_unwind(AssertUnwindSafe(|| shared.notices.add(notice))).map_err(|panic| WorkerError::Callback {
+            who: shared.who.clone(),
+            message: panic_message(&*panic),
+        })
+    }
+}
+
 impl Lane {
     fn take_over(&mut self, resumed: Resumed, retunes: &Retunes, now: Instant) {
-        self.retired = Some(std::mem::replace(&mut self.stream, resumed.stream));
+        self.retired = Some((std::mem::replace(&mut self.stream, resumed.stream), resumed.kept));
         (self.hub, self.source) = (resumed.hub, resumed.source);
         self.start_again();
         // They go ahead of every push that they hold for, as they did before.

@@ -10,6 +10,8 @@
 //! Routes go by the first interface; what has the second one's address leaves by that, as on hosts with several rails. The
 //! router keeps one end's trouble from the other's carrier, as a switch does.
 
+#![allow(dead_code, reason = "each test binary uses its part")]
+
 use std::io::Write;
 use std::process::{Command, Stdio};
 
