@@ -385,6 +385,8 @@ impl Steward {
     /// Says, once for all streams of somebody, that they go on by another interface.
     fn moved(&mut self, namespace: Namespace, who: Neighbour, by: u16) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // Which says that it is heard again.
+        job.silent.remove(&who);
         let now = Instant::now();
         if job.moved.insert((who, by), now).is_some_and(|before| now - before < RESUME) {
             return;

@@ -60,6 +60,14 @@ fn finish(workers: Vec<Process>) -> Vec<String> {
     workers.into_iter().map(|worker| worker.finish().expect_code(0).stdout).collect()
 }
 
+/// Waits until the hub says of every rank that it goes on over an interface.
+fn everybody_moves(hub: &Process, job: &str, over: &str) {
+    wait_until("streams move", || {
+        let said = hub.stderr();
+        (0..WORKERS).all(|rank| said.contains(&format!("rank {rank} of job `{job}` goes on over {over}")))
+    });
+}
+
 fn streams_moved(said: &str) -> u32 {
     let (before, _) = said.split_once(" streams moved").expect("it is said");
     before.rsplit(' ').next().unwrap().parse().unwrap()
@@ -77,9 +85,7 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
 
     let workers = job(&network, "cut", &digest);
     network.switch_hub("eth1", "down");
-    wait_until("streams move", || {
-        hub.stderr().matches("of job `cut` goes on over eth0 (10.77.8.100:7771)").count() == WORKERS
-    });
+    everybody_moves(&hub, "cut", "eth0 (10.77.8.100:7771)");
     let cut = finish(workers);
     assert!(cut.iter().all(|said| streams_moved(said) >= 2), "both cores of it: {cut:?}");
     for said in &cut {
@@ -99,21 +105,18 @@ fn a_job_goes_on_as_often_as_an_interface_is_left() {
     let Some(network) = Network::raise("resume-twice") else { return };
     let hub = hub(&network);
     let workers = job(&network, "twice", ENDLESS);
-    let moved = |over: &str| {
-        let line = format!("of job `twice` goes on over {over}");
-        wait_until("streams move", || hub.stderr().matches(&line).count() == WORKERS);
-    };
     network.switch_hub("eth1", "down");
-    moved("eth0");
+    everybody_moves(&hub, "twice", "eth0");
     network.switch_hub("eth1", "up");
     wait_until("the hub sees it again", || hub.stderr().contains("eth1 (10.77.9.100:7771) is back"));
     network.switch_hub("eth0", "down");
-    moved("eth1");
+    everybody_moves(&hub, "twice", "eth1");
     network.switch_hub("eth0", "up");
     let counters = || ask(&network, |client| client.job("twice")).unwrap().counters;
     let before = counters();
-    assert!(before.streams_moved >= 12, "half of the streams, then all of them: {before:?}");
     wait_until("it goes on", || counters().updates > before.updates + 1000);
+    let moved = counters().streams_moved;
+    assert!(moved >= 12, "half of the streams, then all of them: {moved}");
     ask(&network, |client| client.stop_job("twice")).unwrap();
     for worker in workers {
         // They check every number of every step, and would have said so.
