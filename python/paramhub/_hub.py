@@ -31,6 +31,7 @@ def create_job(
     patience: float = 0.0,
     reduction: str = "auto",
     optimize_at: str = "every_site",
+    on_interface_down: str = "fail",
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -42,6 +43,9 @@ def create_job(
     Where hubs serve racks or hosts, ``reduction`` says how their sums become those of all workers: ``auto``, ``flat``, ``tree``,
     ``ring`` or ``sharded``; and ``optimize_at`` where the optimizer runs: at ``every_site`` on the same gradient, or at each
     chunk's ``owner``.
+
+    ``on_interface_down`` says what becomes of the job when a network interface goes down: ``fail``, or ``continue`` over those
+    that are left; the latter asks for synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -49,6 +53,7 @@ def create_job(
         "dead_after_s": dead_after,
         "reduction": reduction,
         "optimize_at": optimize_at,
+        "on_interface_down": on_interface_down,
         "hubs": hubs,
     }
     namespace, secret = _native.create_job(

@@ -212,7 +212,8 @@ class Job:
         return self._running().shares_memory
 
     def statistics(self) -> dict[str, float]:
-        """What has been exchanged so far: ``bytes_sent``, ``bytes_received``, ``requests``, ``in_flight_s``."""
+        """What has been exchanged so far: ``bytes_sent``, ``bytes_received``, ``requests``, ``in_flight_s``,
+        ``streams_moved``."""
         return self._running().statistics()
 
     def leave(self) -> None:

@@ -1,5 +1,9 @@
 //! Bounds that every side enforces before it allocates or waits; docs/protocol.md lists them for other implementers.
 
+/// Seconds that a cut stream of a job that goes on may take to be opened again another way.
+pub const RESUME_S: u64 = 10;
+/// The least `dead_after_s` of such a job: what is noticed late and resumed slowly must not count as dead meanwhile.
+pub const RESUME_DEAD_AFTER_S_MIN: f64 = 15.0;
 /// Workers in one job. Ranks travel as `u32`, the hub keeps eight bytes per chunk and rank.
 pub const WORKERS_MAX: u32 = 1024;
 /// A job's weight: a hundred times the least is more than shares of a core can tell apart.

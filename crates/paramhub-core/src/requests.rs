@@ -197,6 +197,16 @@ impl Requests {
         self.chunks[chunk as usize] = Progress::Sent;
     }
 
+    /// A chunk's stream was cut: whether its request must be sent again, which is so if it has left and was not answered whole.
+    pub fn resend(&mut self, chunk: ChunkId) -> bool {
+        let progress = &mut self.chunks[chunk as usize];
+        let was_sent = *progress == Progress::Sent;
+        if was_sent {
+            *progress = Progress::Unsent;
+        }
+        was_sent
+    }
+
     /// Checks an answer's header and says where its payload goes. Asking twice for one answer is fine.
     pub fn expect(&self, header: &Header) -> Result<Extent, Unasked> {
         let chunk = header.chunk;

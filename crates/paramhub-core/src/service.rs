@@ -3,6 +3,9 @@
 //! PHub section 3.1: CreateService, ConnectService and InitService keep their names. All of it is JSON over HTTP;
 //! each type says which route carries it.
 
+use std::fmt;
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
@@ -54,6 +57,55 @@ pub struct JobOptions {
     /// job. `None` waits for the first hub only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
+    /// What becomes of the job when a network interface that its streams go through goes down.
+    #[serde(skip_serializing_if = "is_default")]
+    pub on_interface_down: OnInterfaceDown,
+}
+
+impl JobOptions {
+    /// Whether streams are to go on over other interfaces.
+    pub fn continues(&self) -> bool {
+        self.on_interface_down == OnInterfaceDown::Continue
+    }
+}
+
+/// What becomes of a job when an interface goes down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum OnInterfaceDown {
+    /// It fails, with the interface's name.
+    #[default]
+    Fail,
+    /// Its streams go on over the interfaces that are left, as long as there are some. Of synchronous jobs at one site whose
+    /// steps have one phase; [`Settings::may_resume`] says so.
+    Continue,
+}
+
+impl fmt::Display for OnInterfaceDown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnInterfaceDown::Fail => "fail",
+            OnInterfaceDown::Continue => "continue",
+        })
+    }
+}
+
+impl FromStr for OnInterfaceDown {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "fail" => Ok(OnInterfaceDown::Fail),
+            "continue" => Ok(OnInterfaceDown::Continue),
+            _ => Err(format!("`{text}` is not what can be done about it: expected fail or continue")),
+        }
+    }
+}
+
+/// Left out where nothing else is said, so that older hubs and managers understand it.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// As every job weighs unless it says otherwise; left out, so that older hubs understand it.
@@ -68,6 +120,7 @@ impl Default for JobOptions {
             lease_s: 120.0,
             dead_after_s: 30.0,
             hubs: None,
+            on_interface_down: OnInterfaceDown::default(),
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
@@ -236,6 +289,9 @@ pub struct JobCounters {
     /// Nanoseconds that hub cores spent on it.
     #[serde(default)]
     pub busy_ns: u64,
+    /// Streams that went on over another interface.
+    #[serde(default)]
+    pub streams_moved: u64,
 }
 
 impl std::ops::AddAssign for JobCounters {
@@ -246,6 +302,7 @@ impl std::ops::AddAssign for JobCounters {
         self.contributions += other.contributions;
         self.updates += other.updates;
         self.busy_ns += other.busy_ns;
+        self.streams_moved += other.streams_moved;
     }
 }
 

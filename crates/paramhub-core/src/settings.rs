@@ -160,6 +160,12 @@ pub enum SettingsError {
         "a step in two phases, as clipping needs, takes synchronous consistency and an optimizer, but {0} was asked for"
     )]
     TwoPhase(String),
+    /// Streams of such a job cannot be resumed.
+    #[error(
+        "a job goes on over other interfaces only if it is synchronous and its steps have one phase, but {0} was asked for: use \
+         on_interface_down = fail"
+    )]
+    Resume(String),
     /// A norm that nothing can be clipped to.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
@@ -224,6 +230,18 @@ impl Settings {
             return Err(SettingsError::TwoPhase(asked_for));
         }
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
+        Ok(())
+    }
+
+    /// Refuses settings under which a stream that was cut could not be resumed: where the model can move on without a rank, or
+    /// rank 0 steers a step by frames that nobody answers, what was lost with the stream cannot be told from what was not.
+    pub fn may_resume(&self) -> Result<(), SettingsError> {
+        if self.consistency != Consistency::Synchronous {
+            return Err(SettingsError::Resume(format!("consistency {}", self.consistency)));
+        }
+        if self.is_two_phase() {
+            return Err(SettingsError::Resume("steps in two phases, as clipping needs".into()));
+        }
         Ok(())
     }
 

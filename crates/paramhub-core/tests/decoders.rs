@@ -46,7 +46,7 @@ fn no_bytes_break_the_frame_decoder() {
 /// What well-behaved peers send: the end that reads it, its handshake message, one frame of each operation.
 fn sound_streams() -> Vec<Vec<u8>> {
     let hello = Hello {
-        caller: Caller::Worker { rank: 3, shares_parameters: false },
+        caller: Caller::Worker { rank: 3, shares_parameters: false, resumes: false },
         interface: 1,
         core: 2,
         namespace: Namespace([1; 16]),

@@ -76,6 +76,7 @@ impl Climb {
                 port,
                 socket,
                 memory: None,
+                resumed_by: None,
             });
         }
         Ok(())

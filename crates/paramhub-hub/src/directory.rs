@@ -1,6 +1,6 @@
 //! The jobs a hub serves, as the door needs to know them.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -48,10 +48,10 @@ pub(crate) struct Entry {
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
-    /// Ports that have their stream.
-    pub(crate) taken: HashSet<(RouteId, u32)>,
-    /// Interfaces that streams have come by, those over shared memory not counted.
-    pub(crate) interfaces: HashSet<u16>,
+    /// Ports that have their stream, and the interface that it came by, unless it is one over shared memory.
+    pub(crate) taken: HashMap<(RouteId, u32), Option<u16>>,
+    /// Streams may be resumed.
+    pub(crate) continues: bool,
     pub(crate) memory: JobMemory,
 }
 
@@ -71,6 +71,8 @@ pub(crate) struct Admitted {
     pub(crate) state_slots: u8,
     /// What it exchanges through, unless it is TCP.
     pub(crate) memory: Option<LocalMemory>,
+    /// It takes the place of the port's stream, and came by this interface.
+    pub(crate) resumed_by: Option<u16>,
 }
 
 impl Directory {
@@ -107,7 +109,7 @@ impl Directory {
         let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
         let mut missing = BTreeSet::new();
         for (&route, ports) in &entry.ports {
-            let open = (0..ports.len()).filter(|&port| !entry.taken.contains(&(route, port)));
+            let open = (0..ports.len()).filter(|&port| !entry.taken.contains_key(&(route, port)));
             missing.extend(
                 open.filter(|&port| ports.side(port) != Side::Above).map(|port| ports.neighbour(port)),
             );
@@ -115,10 +117,12 @@ impl Directory {
         missing.into_iter().collect()
     }
 
-    /// Whether a stream of a living job came by this interface.
-    pub(crate) fn has_stream_through(&self, namespace: Namespace, interface: u16) -> bool {
+    /// The ports of a living job whose streams come by this interface.
+    pub(crate) fn ports_through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32)> {
         let jobs = self.jobs();
-        jobs.living.get(&namespace).is_some_and(|entry| entry.interfaces.contains(&interface))
+        let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
+        let through = entry.taken.iter().filter(|(_, by)| **by == Some(interface));
+        through.map(|(&port, _)| port).collect()
     }
 
     /// Gives a proven worker, or a hub of another site, its place on a route, or says why it cannot have it.
@@ -152,8 +156,19 @@ impl Directory {
                 "the two ends computed different placements: use the same release of paramhub on both ends";
             return refused(Refusal::Placement, format!("{who} of job `{name}`: {why}"));
         }
+        let resumes = matches!(hello.caller, Caller::Worker { resumes: true, .. });
+        if resumes && !entry.continues {
+            let why = format!(
+                "{who} of job `{name}` resumes a stream, but the job fails when an interface goes down: create it with \
+                 --on-interface-down continue"
+            );
+            return refused(Refusal::Route, why);
+        }
         let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| match &origin {
+            // The way is another, the route is the same.
+            Origin::Interfaces(_) if resumes => true,
             Origin::Interfaces(interfaces) => interfaces.contains(&hello.interface),
+            Origin::Local(_) if resumes => false,
             // Whoever is on this host needs no interface: it names one to say which route.
             Origin::Local(_) => true,
         });
@@ -176,12 +191,17 @@ impl Directory {
             }
             Caller::Hub { .. } => false,
         };
-        if is_other || entry.taken.contains(&(route, port)) {
+        if is_other || (entry.taken.contains_key(&(route, port)) && !resumes) {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
+        let by = match &origin {
+            Origin::Interfaces(interfaces) if resumes => Some(interfaces.start),
+            Origin::Interfaces(_) => Some(hello.interface),
+            Origin::Local(_) => None,
+        };
         let memory = match (origin, hello.caller) {
-            (Origin::Local(descriptors), Caller::Worker { rank, shares_parameters }) => {
+            (Origin::Local(descriptors), Caller::Worker { rank, shares_parameters, .. }) => {
                 let attached = entry.memory.attach(rank, descriptors, shares_parameters);
                 Some(attached.map_err(|why| {
                     (Refusal::Memory, format!("{who} of job `{name}` offers memory that is no use: {why}"))
@@ -190,12 +210,10 @@ impl Directory {
             (Origin::Local(_), Caller::Hub { .. }) => {
                 return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
             }
-            (Origin::Interfaces(_), _) => {
-                entry.interfaces.insert(hello.interface);
-                None
-            }
+            (Origin::Interfaces(_), _) => None,
         };
-        entry.taken.insert((route, port));
-        Ok(Admitted { route, port, state_slots: entry.state_slots, memory })
+        let replaces = entry.taken.insert((route, port), by).is_some();
+        let resumed_by = by.filter(|_| replaces);
+        Ok(Admitted { route, port, state_slots: entry.state_slots, memory, resumed_by })
     }
 }

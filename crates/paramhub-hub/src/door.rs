@@ -157,7 +157,8 @@ impl Door {
                     let core = &self.cores[usize::from(hello.core)];
                     let (namespace, route, port) = (hello.namespace, admitted.route, admitted.port);
                     let (socket, memory) = (guest.socket, admitted.memory);
-                    core.send(CoreCommand::Adopt { namespace, route, port, socket, memory });
+                    let resumed_by = admitted.resumed_by;
+                    core.send(CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by });
                 }
             }
             Err(error) => {

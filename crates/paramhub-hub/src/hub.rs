@@ -119,6 +119,7 @@ impl RunningHub {
             job_limits: config.job_limits,
             jobs: HashMap::new(),
             interfaces_down: BTreeMap::new(),
+            interface_names: listening.iter().map(Listening::called).collect(),
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);

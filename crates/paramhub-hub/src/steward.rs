@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::limits::RESUME_S;
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan};
 use paramhub_core::wire::{Failure, Notice};
@@ -25,6 +26,8 @@ use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
 const TICK: Duration = Duration::from_millis(200);
+/// How long the workers of a job that goes on may take to come by another interface.
+const RESUME: Duration = Duration::from_secs(RESUME_S);
 /// How long ending jobs may take when the hub stops.
 const STOP: Duration = Duration::from_millis(600);
 
@@ -65,7 +68,16 @@ pub(crate) struct Steward {
     pub(crate) job_limits: JobLimits,
     pub(crate) jobs: HashMap<Namespace, Job>,
     /// Interfaces that do not work, with the reason.
-    pub(crate) interfaces_down: BTreeMap<u16, String>,
+    pub(crate) interfaces_down: BTreeMap<u16, Down>,
+    /// How people call the interfaces, in the order of the shape.
+    pub(crate) interface_names: Vec<String>,
+}
+
+/// An interface that does not work.
+#[derive(Debug)]
+pub(crate) struct Down {
+    reason: String,
+    since: Instant,
 }
 
 impl Steward {
@@ -120,7 +132,7 @@ impl Steward {
             ));
         }
         let down = job.routes.iter().find_map(|(_, route)| self.interfaces_down.get(&route.interface));
-        if let Some(down) = down {
+        if let Some(Down { reason: down, .. }) = down {
             return Err(format!(
                 "job `{}` would have chunks at an interface of this hub that does not work: {down}. Mend it, or start the \
                  hub without it",
@@ -217,6 +229,7 @@ impl Steward {
                 }
             }
             CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
+            CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
             CoreEvent::Closed { namespace, counters } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;
@@ -249,8 +262,8 @@ impl Steward {
             state_slots: job.state_slots,
             routes: job.routes.iter().map(|&(id, route)| ((route.interface, route.core), id)).collect(),
             incarnations: HashMap::new(),
-            taken: Default::default(),
-            interfaces: Default::default(),
+            taken: HashMap::new(),
+            continues: job.continues,
             memory: JobMemory::new(&job.settings, job.hubs),
         };
         let placement_hash = job.placement().hash().to_hex().to_string();
@@ -328,23 +341,69 @@ impl Steward {
     fn note_interfaces(&mut self, numbers: Range<u16>, down: Option<String>) {
         for number in numbers {
             match &down {
-                Some(reason) => self.interfaces_down.insert(number, reason.clone()),
+                Some(reason) => self
+                    .interfaces_down
+                    .insert(number, Down { reason: reason.clone(), since: Instant::now() }),
                 None => self.interfaces_down.remove(&number),
             };
         }
     }
 
     /// Ends the jobs with a stream through an interface that does not work: what is in flight there will not arrive. Streams
-    /// through other interfaces bring the news to the workers.
+    /// through other interfaces bring the news to the workers. A job that is to go on has some time for it, if there is another
+    /// interface.
     fn fail_cut_off(&mut self) {
         let mut cut_off = Vec::new();
-        for (&number, reason) in &self.interfaces_down {
-            let through = |namespace: &&Namespace| self.directory.has_stream_through(**namespace, number);
-            cut_off.extend(self.jobs.keys().filter(through).map(|&job| (job, reason.clone())));
+        let has_another = self.interfaces_down.len() < self.shape.interfaces.len();
+        for (&number, Down { reason, since }) in &self.interfaces_down {
+            for (&namespace, job) in &self.jobs {
+                let mut through = self.directory.ports_through(namespace, number);
+                if job.continues {
+                    through.retain(|port| !job.left.contains(port));
+                }
+                let Some(&(route, port)) = through.iter().min() else { continue };
+                let why = match job.continues {
+                    false => format!("the hub's {reason}"),
+                    true if !has_another => format!("the hub's {reason}; no other of its interfaces is left"),
+                    true if since.elapsed() < RESUME => continue,
+                    true => {
+                        let name = job.name_of(job.ports[&route].neighbour(port));
+                        format!(
+                            "the hub's {reason}, and {name} did not come by another within {} s",
+                            RESUME.as_secs()
+                        )
+                    }
+                };
+                cut_off.push((namespace, why));
+            }
         }
-        for (namespace, reason) in cut_off {
-            self.fail(namespace, None, format!("the hub's {reason}"));
+        for (namespace, why) in cut_off {
+            self.fail(namespace, None, why);
         }
+    }
+
+    /// Says, once for all streams of somebody, that they go on by another interface.
+    fn moved(&mut self, namespace: Namespace, who: Neighbour, by: u16) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // Which says that it is heard again.
+        job.silent.remove(&who);
+        let now = Instant::now();
+        if job.moved.insert((who, by), now).is_some_and(|before| now - before < RESUME) {
+            return;
+        }
+        let copies = (self.shape.interfaces.len() / self.interface_names.len().max(1)).max(1);
+        let over = self.interface_names.get(usize::from(by) / copies).map_or("another way", String::as_str);
+        let why = match self.interfaces_down.values().next() {
+            Some(down) => format!("the hub's {}", down.reason),
+            None => "the way it came by before is cut".to_string(),
+        };
+        let message = format!("{} of job `{}` goes on over {over}: {why}", job.name_of(who), job.name);
+        info!("{message}");
+        let notice = Notice { rank: rank_of(who), message: message.clone() };
+        if let Some(core) = job.cores().next() {
+            self.cores[usize::from(core)].send(CoreCommand::Notify { namespace, rank: 0, notice });
+        }
+        self.report(HubEvent::Noticed { namespace, message });
     }
 
     /// Ends a job that cannot go on; all its ranks are told why.

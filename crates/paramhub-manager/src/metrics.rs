@@ -96,13 +96,16 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     metrics.register("rendezvous_waiting", "ConnectService and InitService calls that wait", waiting);
 
     type Count = fn(&JobCounters) -> u64;
-    let counts: [(&str, &str, Count); 4] = [
+    let counts: [(&str, &str, Count); 5] = [
         ("job_received_bytes", "Bytes the hubs received for a living job", |counters| {
             counters.bytes_received
         }),
         ("job_sent_bytes", "Bytes the hubs sent for a living job", |counters| counters.bytes_sent),
         ("job_contributions", "Contributions summed for a living job", |counters| counters.contributions),
         ("job_updates", "Chunks optimised for a living job", |counters| counters.updates),
+        ("job_streams_moved", "Streams of a living job that went on over another interface", |counters| {
+            counters.streams_moved
+        }),
     ];
     let busy = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());

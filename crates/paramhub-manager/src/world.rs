@@ -428,7 +428,9 @@ pub(crate) struct Caller {
 
 /// Checks the arguments of CreateService.
 pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError> {
-    use paramhub_core::limits::{HUBS_MAX, JOB_NAME_BYTES_MAX, WEIGHT_MAX, WORKERS_MAX};
+    use paramhub_core::limits::{
+        HUBS_MAX, JOB_NAME_BYTES_MAX, RESUME_DEAD_AFTER_S_MIN, RESUME_S, WEIGHT_MAX, WORKERS_MAX,
+    };
 
     let refuse = |message: String| Err(refusal(ErrorCode::BadRequest, message));
     let name = &request.name;
@@ -453,6 +455,13 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
     }
     if !(1..=WEIGHT_MAX).contains(&options.weight) {
         return refuse(format!("job `{name}` has weight {}: 1 to {WEIGHT_MAX} are possible", options.weight));
+    }
+    if options.continues() && options.dead_after_s < RESUME_DEAD_AFTER_S_MIN {
+        return refuse(format!(
+            "job `{name}` is to go on when an interface goes down, which takes up to {RESUME_S} s, but gives workers up after \
+             {} s: set dead_after_s to {RESUME_DEAD_AFTER_S_MIN} or more",
+            options.dead_after_s
+        ));
     }
     let bounds = [
         ("rendezvous_timeout_s", options.rendezvous_timeout_s, 0.1, 86_400.0),

@@ -301,6 +301,7 @@ impl Job {
         dict.set_item("bytes_received", statistics.bytes_received)?;
         dict.set_item("requests", statistics.requests)?;
         dict.set_item("in_flight_s", statistics.in_flight.as_secs_f64())?;
+        dict.set_item("streams_moved", statistics.streams_moved)?;
         Ok(dict)
     }
 

@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use paramhub_core::arena::ArenaLayout;
@@ -21,7 +22,7 @@ use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 use crate::arena::WorkerArena;
 use crate::desk::Desk;
 use crate::dial::Dialler;
-use crate::engine::{Engine, Pace};
+use crate::engine::{Engine, Moving, Pace};
 use crate::error::{Who, WorkerError};
 use crate::inbox::Inbox;
 use crate::interfaces::{self, Interfaces};
@@ -30,13 +31,15 @@ use crate::lane::Lane;
 use crate::norms::NormBook;
 use crate::notices::Notices;
 use crate::options::{Options, Sharing, Transport, deadline};
+use crate::resume::{Teller, Way, Ways};
+use crate::retunes::Retunes;
 use crate::staging::Staging;
 use crate::statistics::Counters;
 use crate::steps::Steps;
 
 /// What was opened: a stream a route, and the memory shared with hubs of this host.
 struct Streams {
-    streams: Vec<(RouteId, Arc<str>, Connection)>,
+    streams: Vec<Opened>,
     /// The interfaces of this host that they go through, and the address there.
     leave_by: BTreeSet<(String, IpAddr)>,
     arena: Option<WorkerArena>,
@@ -44,8 +47,20 @@ struct Streams {
     state_slots: u8,
 }
 
+/// A stream whose handshake is over.
+struct Opened {
+    route: RouteId,
+    hub: Arc<str>,
+    stream: Connection,
+    /// The address it leaves from, over TCP.
+    source: Option<IpAddr>,
+    way: Way,
+}
+
 /// Keeps the I/O thread from doing nothing but heartbeats.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
+/// News of interfaces that may wait beside those of streams.
+const NEWS: usize = 64;
 
 /// All that ConnectService and InitService settle. [`Member::init`](crate::Member::init) makes one; whoever settles these
 /// things otherwise, such as a test with a hub of its own, makes it by hand.
@@ -97,11 +112,14 @@ impl Admission {
         };
         let staging_bytes = self.staging_bytes(&map);
         let now = Instant::now();
-        let lanes = streams.into_iter().map(|(route, hub, stream)| {
+        let (mut lanes, mut ways) = (Vec::new(), Vec::new());
+        for Opened { route, hub, stream, source, way } in streams {
             let slots = placement.chunks(route).len() as u32;
-            Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now)
-        });
-        let lanes: Vec<Lane> = lanes.collect();
+            let mut lane = Lane::new(stream, route, hub, slots, Staging::new(staging_bytes), now);
+            lane.source = source;
+            lanes.push(lane);
+            ways.push(way);
+        }
 
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
@@ -127,10 +145,26 @@ impl Admission {
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
         let pace = Pace { heartbeat, dead_after, spin: options.spin, scratch_bytes: options.scratch_bytes };
-        let engine = Engine::new(desk, lanes, waker, &pace).map_err(system("poll its streams"))?;
+        let moving = self.job_options.continues().then(|| {
+            let (news, told) = sync_channel(2 * lanes.len() + NEWS);
+            let ways = Ways {
+                who: who.clone(),
+                nonce: self.nonce,
+                selector: options.interfaces.clone(),
+                shared: Arc::downgrade(&shared),
+                chunk_bytes,
+                send_bytes: options.socket_send_bytes,
+                receive_bytes: options.socket_receive_bytes,
+                routes: ways,
+            };
+            let teller = Teller { news, waker: waker.clone() };
+            Moving { ways: Arc::new(ways), news: told, teller, retunes: Retunes::default(), told: None }
+        });
+        let teller = moving.as_ref().map(|moving| moving.teller.clone());
+        let engine = Engine::new(desk, lanes, waker, &pace, moving).map_err(system("poll its streams"))?;
         // Before the I/O thread: one that cannot be started must not leave the other behind. It ends with `shared`.
         let watched = Arc::downgrade(&shared);
-        interfaces::watch(watched, leave_by).map_err(system("watch its interfaces"))?;
+        interfaces::watch(watched, leave_by, teller).map_err(system("watch its interfaces"))?;
         let thread = std::thread::Builder::new()
             .name("paramhub-io".into())
             .spawn(move || engine.run())
@@ -178,7 +212,7 @@ impl Admission {
             }
             let shape = &self.hubs[usize::from(route.hub)];
             let hub: Arc<str> = shape.interfaces[usize::from(route.interface)].address.as_str().into();
-            let caller = Caller::Worker { rank: self.rank, shares_parameters: false };
+            let caller = Caller::Worker { rank: self.rank, shares_parameters: false, resumes: false };
             let hello = Hello {
                 caller,
                 interface: route.interface,
@@ -188,6 +222,7 @@ impl Admission {
                 placement: *placement.hash().as_bytes(),
                 challenge: [0; 32],
             };
+            let mut leaves_from = None;
             let (stream, state_slots) = match self.reach_locally(&dialler, &hub, shape, options)? {
                 Some(socket) => {
                     let arena = match &mut opened.arena {
@@ -195,7 +230,7 @@ impl Admission {
                         none => none.insert(self.arena().map_err(system("share memory"))?),
                     };
                     let shares_parameters = options.wants_shared_parameters(&self.settings, self.hubs.len());
-                    let caller = Caller::Worker { rank: self.rank, shares_parameters };
+                    let caller = Caller::Worker { rank: self.rank, shares_parameters, resumes: false };
                     let hello = Hello { caller, ..hello };
                     let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;
                     if let Some(common) = stream.common
@@ -214,6 +249,7 @@ impl Admission {
                 }
                 None => {
                     let (socket, state_slots) = dialler.open(&hub, hello)?;
+                    leaves_from = socket.local_addr().ok().map(|source| source.ip());
                     if let Ok(source) = socket.local_addr()
                         && let Some(name) = interfaces.name_of(source.ip())
                         && socket.peer_addr().is_ok_and(|hub| hub.ip() != source.ip())
@@ -241,7 +277,17 @@ impl Admission {
                 ));
             }
             opened.state_slots = state_slots;
-            opened.streams.push((id as RouteId, hub, stream));
+            let mut addresses: Vec<Arc<str>> =
+                shape.interfaces.iter().map(|interface| interface.address.as_str().into()).collect();
+            addresses.rotate_left(usize::from(route.interface));
+            addresses.dedup();
+            let way = Way { hello, addresses };
+            let route = id as RouteId;
+            opened.streams.push(Opened { route, hub, stream, source: leaves_from, way });
+        }
+        if self.job_options.continues() && !opened.leave_by.is_empty() {
+            // Those that streams may go on by, too.
+            opened.leave_by.extend(interfaces.usable());
         }
         Ok(opened)
     }

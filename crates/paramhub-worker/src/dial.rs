@@ -40,7 +40,17 @@ impl Dialler<'_> {
     /// A stream over TCP to `hub` (`host:port`) over which frames may travel, and the values of state that the hub says the
     /// job's optimizer keeps a parameter. The challenge of `hello` is drawn here.
     pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
-        let mut socket = self.connect(hub, usize::from(hello.interface))?;
+        let socket = self.connect(hub, usize::from(hello.interface))?;
+        self.greet(hub, socket, hello)
+    }
+
+    /// [`open`](Self::open) over a connection that stands.
+    pub(crate) fn greet(
+        &self,
+        hub: &Arc<str>,
+        mut socket: TcpStream,
+        hello: Hello,
+    ) -> Result<(TcpStream, u8), WorkerError> {
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict) = greet(&mut socket, self.nonce, &hello, self.deadline)
             .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;

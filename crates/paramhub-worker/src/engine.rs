@@ -1,10 +1,13 @@
 //! The I/O thread: one loop over all streams of a job.
 
+mod moving;
+
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::limits::RESUME_S;
 use paramhub_core::wire::{Failure, Release};
 use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
 
@@ -14,6 +17,7 @@ use crate::handle::become_io_thread;
 use crate::inbound::{Fault, Inbound};
 use crate::inbox::{Change, Command};
 use crate::lane::{Control, Lane};
+pub(crate) use moving::Moving;
 
 /// Bytes one stream may take or give before the others have their turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -23,6 +27,9 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(2);
 /// The waker's token; a lane's is its position.
 const WAKER: u64 = u64::MAX;
+
+/// How long the farewell may take where a stream may have to be opened again for it.
+const LONG_FAREWELL: Duration = Duration::from_secs(RESUME_S + 5);
 
 /// What the I/O thread works with.
 pub(crate) struct Engine {
@@ -36,6 +43,8 @@ pub(crate) struct Engine {
     /// Taken from the inbox, not begun.
     commands: VecDeque<Command>,
     phase: Phase,
+    /// Of a job whose streams go on another way.
+    moving: Option<Moving>,
     heartbeat: Duration,
     dead_after: Duration,
     spin: Duration,
@@ -70,7 +79,13 @@ pub(crate) struct Pace {
 
 impl Engine {
     /// Over streams whose handshake is over.
-    pub(crate) fn new(desk: Desk, lanes: Vec<Lane>, waker: Waker, pace: &Pace) -> std::io::Result<Self> {
+    pub(crate) fn new(
+        desk: Desk,
+        lanes: Vec<Lane>,
+        waker: Waker,
+        pace: &Pace,
+        moving: Option<Moving>,
+    ) -> std::io::Result<Self> {
         let poller = Poller::new()?;
         poller.add(&waker, WAKER, Interest::READABLE)?;
         let mut lane_of = vec![None; desk.placement.routes().len()];
@@ -87,6 +102,7 @@ impl Engine {
             scratch: Scratch::new(pace.scratch_bytes),
             commands: VecDeque::with_capacity(64),
             phase: Phase::Running,
+            moving,
             heartbeat: pace.heartbeat,
             dead_after: pace.dead_after,
             spin: pace.spin,
@@ -155,7 +171,8 @@ impl Engine {
                     continue;
                 }
                 let lane = event.token as usize;
-                if event.readable && !self.lanes[lane].closed {
+                // Of a stream that is being replaced an event may still be among these.
+                if event.readable && !self.lanes[lane].closed && !self.lanes[lane].is_moving {
                     self.receive(lane, now)?;
                 }
                 if event.writable || self.lanes[lane].stream.is_shm() {
@@ -170,6 +187,7 @@ impl Engine {
                     self.send(lane, now)?;
                 }
             }
+            self.hear_news(now)?;
             self.take_commands(now)?;
         }
     }
@@ -210,6 +228,9 @@ impl Engine {
                     }
                     let Change { group, first_step, hyperparameters } = change;
                     let wire: Arc<[u8]> = hyperparameters.to_wire().as_slice().into();
+                    if let Some(moving) = &mut self.moving {
+                        moving.retunes.say(group, first_step, Arc::clone(&wire));
+                    }
                     for lane in &mut self.lanes {
                         lane.say(Control::Retune { group, first_step, wire: Arc::clone(&wire) });
                     }
@@ -263,15 +284,18 @@ impl Engine {
                     lane.last_sent = now;
                     self.desk.shared.counters.sent(bytes);
                 }
+                Err(error) if self.is_cut(index, &error) => {
+                    self.cut(index, None, error.to_string())?;
+                }
                 Err(error) => {
                     // What the hub said before it went is still to be read.
-                    lane.deaf = true;
+                    self.lanes[index].deaf = true;
                     self.lose(index, &error.to_string(), now);
                 }
             }
         }
         let lane = &mut self.lanes[index];
-        if matches!(self.phase, Phase::Parting { .. }) && !lane.deaf && !lane.has_work() {
+        if matches!(self.phase, Phase::Parting { .. }) && lane.may_end() {
             lane.deaf = true;
             // A stream that cannot even be ended has ended.
             let _ = lane.stream.end_sending();
@@ -283,7 +307,7 @@ impl Engine {
     fn poll_lane(&mut self, index: usize) -> Result<(), WorkerError> {
         let lane = &mut self.lanes[index];
         let wanted = lane.has_work() && !matches!(self.phase, Phase::Doomed { .. });
-        if lane.closed || wanted == lane.polls_writable {
+        if lane.closed || lane.is_moving || wanted == lane.polls_writable {
             return Ok(());
         }
         lane.polls_writable = wanted;
@@ -302,6 +326,7 @@ impl Engine {
         let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
         if lane.stream.bytes_received() > before {
             lane.last_heard = now;
+            lane.retired = None;
         }
         lane.has_more = matches!(&received, Ok(received) if received.more && !received.closed);
         self.desk.count_received();
@@ -312,6 +337,9 @@ impl Engine {
         match received {
             Ok(received) if !received.closed => Ok(()),
             Ok(_) => self.end_lane(index, "it closed the connection", now),
+            Err(ReceiveError::Stream(error)) if self.is_cut(index, &error) => {
+                self.cut(index, None, error.to_string())
+            }
             Err(ReceiveError::Stream(error)) => self.end_lane(index, &error.to_string(), now),
             Err(ReceiveError::Frame(error)) => self.blame(index, Fault::Offence(error.to_string()), now),
             Err(ReceiveError::Sink(fault)) => self.blame(index, fault, now),
@@ -355,11 +383,17 @@ impl Engine {
 
     /// Sends heartbeats where nothing else was sent, and fails the job if a hub has been silent for too long.
     fn beat(&mut self, now: Instant) -> Result<(), WorkerError> {
+        if self.moving.is_some() {
+            self.move_silent(now)?;
+        }
         if matches!(self.phase, Phase::Doomed { .. } | Phase::Parting { .. }) {
             return Ok(());
         }
         for index in 0..self.lanes.len() {
             let lane = &mut self.lanes[index];
+            if lane.is_moving {
+                continue;
+            }
             let silent = now.saturating_duration_since(lane.last_heard);
             if silent > self.dead_after {
                 let (who, hub) = (self.desk.shared.who.clone(), Arc::clone(&lane.hub));
@@ -412,7 +446,8 @@ impl Engine {
 
     /// Says farewell on every stream, after whatever frame has begun there.
     fn part(&mut self, now: Instant, outcome: Result<(), WorkerError>) {
-        self.phase = Phase::Parting { deadline: now + FAREWELL, outcome };
+        let farewell = if self.moving.is_some() { LONG_FAREWELL } else { FAREWELL };
+        self.phase = Phase::Parting { deadline: now + farewell, outcome };
         for index in 0..self.lanes.len() {
             self.lanes[index].forget_chunks();
             self.lanes[index].say(Control::Leave);

@@ -13,6 +13,7 @@ use paramhub_transport::interface::{
 use crate::error::WorkerError;
 use crate::inbox::Command;
 use crate::job::Shared;
+use crate::resume::{News, Teller};
 
 /// The interfaces that streams may leave by.
 pub(crate) struct Interfaces {
@@ -42,6 +43,35 @@ impl Interfaces {
         Ok(Interfaces { found, usable, selector: selector.clone() })
     }
 
+    /// Those of this host that `selector` means and that work now; none where they cannot be listed.
+    pub(crate) fn learn_running(selector: &Selector) -> Self {
+        let mut found = interfaces().unwrap_or_default();
+        found.retain(Interface::is_running);
+        let usable = choose(&found, selector, &Sysfs::default()).map_or(Vec::new(), |choice| choice.usable);
+        Interfaces { found, usable, selector: selector.clone() }
+    }
+
+    /// Every address from which a hub can be dialled; `None` where the kernel is to choose one.
+    pub(crate) fn sources(&self, hub: SocketAddr) -> Vec<Option<IpAddr>> {
+        if self.found.iter().any(|interface| interface.has(hub.ip())) {
+            return vec![None];
+        }
+        let sources = sources(&self.usable, hub.ip(), leads_to(hub.ip()));
+        match sources.is_empty() && self.selector == Selector::Auto && !self.usable.is_empty() {
+            true => vec![None],
+            false => sources.into_iter().map(Some).collect(),
+        }
+    }
+
+    /// All addresses that streams may leave from, each with its interface.
+    pub(crate) fn usable(&self) -> impl Iterator<Item = (String, IpAddr)> + '_ {
+        let addresses = |usable: &Usable| {
+            let name = usable.name.clone();
+            usable.networks.iter().map(|network| (name.clone(), network.address())).collect::<Vec<_>>()
+        };
+        self.usable.iter().flat_map(addresses)
+    }
+
     /// The address from which to dial the interface at `position` of a hub; `None` leaves it to the kernel, as where there is
     /// nothing to choose.
     ///
@@ -55,11 +85,7 @@ impl Interfaces {
         if self.selector == Selector::Auto && self.usable.len() < 2 {
             return Ok(None);
         }
-        let leads_there = |from: &IpAddr, name: &str| {
-            // A system that cannot be asked leaves the kernel to choose.
-            leaves_by(*from, hub.ip()).is_ok_and(|leaves_by| leaves_by.as_deref() == Some(name))
-        };
-        let sources = sources(&self.usable, hub.ip(), leads_there);
+        let sources = sources(&self.usable, hub.ip(), leads_to(hub.ip()));
         match (&self.selector, sources.len()) {
             (Selector::Auto, 0 | 1) => Ok(None),
             (selector, 0) => Err(format!(
@@ -76,6 +102,11 @@ impl Interfaces {
         let interface = self.found.iter().find(|interface| interface.has(ip))?;
         (!interface.is_loopback).then_some(interface.name.as_str())
     }
+}
+
+fn leads_to(hub: IpAddr) -> impl Fn(&IpAddr, &str) -> bool {
+    // A system that cannot be asked leaves the kernel to choose.
+    move |from, name| leaves_by(*from, hub).is_ok_and(|leaves_by| leaves_by.as_deref() == Some(name))
 }
 
 /// The addresses from which a hub can be dialled, one of each interface: of those in its own subnet if there are any, else of
@@ -96,18 +127,24 @@ fn sources(usable: &[Usable], hub: IpAddr, leads_there: impl Fn(&IpAddr, &str) -
 }
 
 /// Watches the interfaces of these addresses until the job is over, on a thread of its own that there is only where streams
-/// leave this host.
-pub(crate) fn watch(shared: Weak<Shared>, used: BTreeSet<(String, IpAddr)>) -> std::io::Result<()> {
+/// leave this host. What goes down ends the job, or is told where the job goes on.
+pub(crate) fn watch(
+    shared: Weak<Shared>,
+    used: BTreeSet<(String, IpAddr)>,
+    teller: Option<Teller>,
+) -> std::io::Result<()> {
     if used.is_empty() {
         return Ok(());
     }
     std::thread::Builder::new()
         .name("paramhub-watch".into())
-        .spawn(move || look_after(&shared, Watch::new(used)))
+        .spawn(move || look_after(&shared, used, teller.as_ref()))
         .map(drop)
 }
 
-fn look_after(shared: &Weak<Shared>, mut watch: Watch) {
+fn look_after(shared: &Weak<Shared>, used: BTreeSet<(String, IpAddr)>, teller: Option<&Teller>) {
+    let addresses: Vec<IpAddr> = used.iter().map(|&(_, address)| address).collect();
+    let mut watch = Watch::new(used);
     loop {
         std::thread::sleep(LOOK);
         // Held for a moment only, so that a job that is over takes its memory along.
@@ -117,7 +154,15 @@ fn look_after(shared: &Weak<Shared>, mut watch: Watch) {
         }
         // A system that cannot be asked for a moment is asked again.
         let Ok(found) = interfaces() else { continue };
-        if let Some(down) = watch.look(&found, Instant::now()).into_iter().find_map(|change| change.down) {
+        let changes = watch.look(&found, Instant::now());
+        if let Some(teller) = teller {
+            let down = changes.into_iter().filter_map(|change| Some((change.position, change.down?)));
+            for (position, what) in down {
+                teller.tell(News::Down { address: addresses[position], what });
+            }
+            continue;
+        }
+        if let Some(down) = changes.into_iter().find_map(|change| change.down) {
             let told = Failure { rank: Some(shared.who.rank), message: format!("its {down}") };
             let error = WorkerError::InterfaceDown { who: shared.who.clone(), what: down.into() };
             // Refused only by a job that is over.

@@ -1,6 +1,7 @@
 //! One stream's sending side: control frames first, then chunks, the most urgent first.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -45,6 +46,12 @@ pub(crate) struct Lane {
     pub(crate) deaf: bool,
     /// Nothing more will come.
     pub(crate) closed: bool,
+    /// The stream was cut, and another is being opened in its place.
+    pub(crate) is_moving: bool,
+    /// What this stream took the place of, open until this one is heard.
+    pub(crate) retired: Option<(Connection, Vec<std::net::TcpStream>)>,
+    /// The address of this host's that a stream over TCP leaves from.
+    pub(crate) source: Option<IpAddr>,
     pub(crate) last_sent: Instant,
     pub(crate) last_heard: Instant,
 }
@@ -107,6 +114,9 @@ impl Lane {
             has_more: false,
             deaf: false,
             closed: false,
+            is_moving: false,
+            retired: None,
+            source: None,
             last_sent: now,
             last_heard: now,
         }
@@ -135,7 +145,33 @@ impl Lane {
 
     /// Whether anything waits to be sent.
     pub(crate) fn has_work(&self) -> bool {
-        !self.deaf && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
+        !self.deaf
+            && !self.is_moving
+            && (self.begun.is_some() || !self.control.is_empty() || !self.ready.is_empty())
+    }
+
+    /// [`say`](Self::say), for what was said before on a stream that was cut.
+    pub(crate) fn say_again(&mut self, control: Control) {
+        self.control.push_back(control);
+    }
+
+    /// Forgets how far a stream came that was cut. Changes of hyperparameters are the caller's to say again, all of them; who
+    /// says goodbye says it last.
+    pub(crate) fn start_again(&mut self) {
+        // A write that failed has left its frames where they were gathered.
+        let gathered = self.batch.drain(..).filter_map(|item| match item {
+            Item::Chunk(chunk) => Some(chunk),
+            Item::Control => None,
+        });
+        for chunk in gathered.chain(self.begun.take()) {
+            self.ready.insert(chunk.slot);
+        }
+        self.control.clear();
+    }
+
+    /// Whether nothing more is to be sent, but this has not been said.
+    pub(crate) fn may_end(&self) -> bool {
+        !self.deaf && !self.is_moving && !self.has_work()
     }
 
     /// Gives up what has not begun to leave.

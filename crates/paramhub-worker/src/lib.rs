@@ -49,6 +49,8 @@ mod membership;
 mod norms;
 mod notices;
 mod options;
+mod resume;
+mod retunes;
 mod scope;
 mod staging;
 mod statistics;

@@ -15,6 +15,8 @@ pub struct Statistics {
     pub requests: u64,
     /// Time during which at least one request was under way.
     pub in_flight: Duration,
+    /// Streams that went on another way when an interface went down.
+    pub streams_moved: u64,
 }
 
 /// Written by the I/O thread, read by anyone.
@@ -23,6 +25,7 @@ pub(crate) struct Counters {
     bytes_sent: AtomicU64,
     bytes_received: AtomicU64,
     requests: AtomicU64,
+    streams_moved: AtomicU64,
     /// Locked when the first request begins and when the last one ends.
     in_flight: Mutex<InFlight>,
 }
@@ -46,6 +49,10 @@ impl Counters {
         self.requests.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(crate) fn moved_one(&self) {
+        self.streams_moved.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Requests are under way, or none is any more.
     pub(crate) fn set_in_flight(&self, any: bool) {
         let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
@@ -65,6 +72,7 @@ impl Counters {
             bytes_sent: self.bytes_sent.load(Ordering::Relaxed),
             bytes_received: self.bytes_received.load(Ordering::Relaxed),
             requests: self.requests.load(Ordering::Relaxed),
+            streams_moved: self.streams_moved.load(Ordering::Relaxed),
             in_flight: in_flight.total + in_flight.since.map_or(Duration::ZERO, |since| since.elapsed()),
         }
     }

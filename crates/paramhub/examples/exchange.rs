@@ -111,10 +111,11 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let statistics = job.statistics();
     job.leave()?;
     println!(
-        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received{}",
+        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received, {} streams moved{}",
         arguments.steps,
         statistics.bytes_sent as f64 / 1e6,
         statistics.bytes_received as f64 / 1e6,
+        statistics.streams_moved,
         if arguments.seed.is_none() { ", all numbers right" } else { "" },
     );
     if let Some(path) = &arguments.save {

@@ -12,7 +12,7 @@ use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::cost::Rate;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
-use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT};
+use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown};
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 use serde::{Deserialize, Serialize};
@@ -104,6 +104,8 @@ pub(crate) struct RunSection {
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
     pub(crate) optimize_at: OptimizeAt,
+    #[serde(with = "text")]
+    pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
 }
@@ -135,6 +137,8 @@ pub(crate) struct TrainSection {
     pub(crate) consistency: Consistency,
     #[serde(with = "text")]
     pub(crate) reduction: Reduction,
+    #[serde(with = "text")]
+    pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
@@ -217,8 +221,9 @@ impl Default for ManagerSection {
 
 impl Default for RunSection {
     fn default() -> Self {
-        let JobOptions { rendezvous_timeout_s, dead_after_s, reduction, optimize_at, .. } =
-            JobOptions::default();
+        let JobOptions {
+            rendezvous_timeout_s, dead_after_s, reduction, optimize_at, on_interface_down, ..
+        } = JobOptions::default();
         RunSection {
             workers: 1,
             name: None,
@@ -227,6 +232,7 @@ impl Default for RunSection {
             dead_after_s,
             reduction,
             optimize_at,
+            on_interface_down,
             hubs: None,
         }
     }
@@ -250,6 +256,7 @@ impl Default for TrainSection {
             reproducible: false,
             consistency: Consistency::Synchronous,
             reduction: Reduction::Auto,
+            on_interface_down: OnInterfaceDown::Fail,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

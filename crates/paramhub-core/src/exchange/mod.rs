@@ -9,6 +9,9 @@
 //! push of `step` t contributes to the update that makes version t + 1. Between a member's request for a chunk and the
 //! hub's answer it may not ask for that chunk again; so no queue is ever needed.
 //!
+//! Where a member's stream was cut and another takes its place, it asks again for all that was not answered whole. What the hub
+//! has taken before it drops, and what it has answered it answers again; see [`Exchange::resume`].
+//!
 //! In two phases a complete chunk is held instead of updated. When all are, their norm is told, and rank 0 releases the step:
 //! chunks then have their updates one after the other, and may meanwhile take contributions to the next step.
 //!
@@ -19,5 +22,7 @@ mod rules;
 
 pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Reach, Rules, Stranded, Then, Update};
 
+#[cfg(test)]
+mod resume_tests;
 #[cfg(test)]
 mod tests;

@@ -107,6 +107,8 @@ impl ChunkBook {
 enum Request {
     #[default]
     None,
+    /// Its stream was cut: whether it waits for an answer shows when it asks again or goes on.
+    Cut,
     Waiting(Answer),
     /// The answer may leave but has not begun to.
     Owed(Answer),
@@ -146,6 +148,8 @@ pub enum Then {
     Hold,
     /// The optimizer must run on it.
     Update(Update),
+    /// It was here before: its answer may be due, or due again.
+    Repeated,
 }
 
 /// Where a contribution's payload goes.
@@ -160,6 +164,8 @@ pub enum Fold {
     },
     /// Into the member's parking place, until every lower one's contribution is in the sum.
     Park,
+    /// Nowhere: it is taken already.
+    Drop,
 }
 
 /// A run of the optimizer.
@@ -285,13 +291,23 @@ impl Exchange {
     }
 
     /// Takes the parameters to start from, at `version`, from a member or, `None`, from the site above. The caller copies
-    /// them into the model if this is `Ok`, then calls [`Exchange::settle`].
-    pub fn initialise(&mut self, slot: u32, member: Option<u32>, version: u32) -> Result<(), Offence> {
+    /// them into the model if this is `true`, and calls [`Exchange::settle`]. `false` says that they were here before the
+    /// member's stream was cut.
+    pub fn initialise(&mut self, slot: u32, member: Option<u32>, version: u32) -> Result<bool, Offence> {
         let chunk = self.chunks[slot as usize];
+        if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0)
+            && chunk.initialised
+            && self.rules.has_parameters
+            && chunk.version == u64::from(version)
+            && self.book(slot, rank_0).request == Request::Cut
+        {
+            self.book_mut(slot, rank_0).request = Request::Waiting(Answer::Applied);
+            return Ok(false);
+        }
         if chunk.initialised || !self.speaks_for_rank_0(member) {
             return Err(Offence::Initialised);
         }
-        if member.is_some_and(|member| self.book(slot, member).request != Request::None) {
+        if member.is_some_and(|member| self.is_unanswered(slot, member)) {
             return Err(Offence::Unanswered);
         }
         let expected = self.start.unwrap_or(version);
@@ -310,7 +326,7 @@ impl Exchange {
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
             self.book_mut(slot, rank_0).request = Request::Waiting(Answer::Applied);
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Whether what rank 0 alone may say may come from there: from itself, or from a site that passes it on.
@@ -327,7 +343,7 @@ impl Exchange {
         if self.chunks[slot as usize].initialised || !self.speaks_for_rank_0(member) {
             return Err(Offence::StateInitialised);
         }
-        if member.is_some_and(|member| self.book(slot, member).request != Request::None) {
+        if member.is_some_and(|member| self.is_unanswered(slot, member)) {
             return Err(Offence::Unanswered);
         }
         if updates > STATE_UPDATES_MAX {
@@ -343,7 +359,7 @@ impl Exchange {
     /// Takes a request for a slot of the optimizer's state. It is answered as soon as there are parameters, with what the
     /// chunk's last update left: see [`Exchange::settle`].
     pub fn pull_state(&mut self, slot: u32, member: u32, state_slot: u8) -> Result<(), Offence> {
-        if self.book(slot, member).request != Request::None {
+        if self.is_unanswered(slot, member) {
             return Err(Offence::Unanswered);
         }
         self.book_mut(slot, member).request = Request::Waiting(Answer::State(state_slot));
@@ -364,7 +380,7 @@ impl Exchange {
     pub fn owed(&self, slot: u32, member: u32) -> Option<Answer> {
         match self.book(slot, member).request {
             Request::Owed(answer) => Some(answer),
-            Request::None | Request::Waiting(_) => None,
+            Request::None | Request::Cut | Request::Waiting(_) => None,
         }
     }
 
@@ -377,7 +393,13 @@ impl Exchange {
             return Err(Offence::NotInitialised);
         }
         if book.request != Request::None {
-            return Err(Offence::Unanswered);
+            if book.request != Request::Cut {
+                return Err(Offence::Unanswered);
+            }
+            if self.is_repeat(slot, member, step) {
+                self.book_mut(slot, member).request = Request::Waiting(answer);
+                return Ok(Arrival { fold: Fold::Drop, then: Then::Repeated });
+            }
         }
         let expected = book.next_step;
         match step {
@@ -406,6 +428,22 @@ impl Exchange {
             true => self.complete(slot, step, contributions_due),
         };
         Ok(Arrival { fold, then })
+    }
+
+    /// Notes that a member's stream was cut and another takes its place. What was owed to it counts as lost, whether or not it
+    /// has left: the member asks again for all that it has had no whole answer to, and is answered again. In a synchronous
+    /// job a chunk cannot have moved on since, so that the answer is the same.
+    pub fn resume(&mut self, member: u32) {
+        debug_assert_eq!(self.rules.consistency, Consistency::Synchronous, "others move on");
+        for slot in 0..self.chunks.len() as u32 {
+            self.book_mut(slot, member).request = Request::Cut;
+        }
+    }
+
+    /// Whether a contribution to `step` was taken before the member's stream was cut.
+    pub fn is_repeat(&self, slot: u32, member: u32, step: u32) -> bool {
+        let book = self.book(slot, member);
+        book.request == Request::Cut && step.checked_add(1) == Some(book.next_step)
     }
 
     /// Takes the answer of the site above to a sum that was raised at `step`: the sum of all workers' gradients. What
@@ -464,7 +502,7 @@ impl Exchange {
     pub fn pull(&mut self, slot: u32, member: u32, version: u32) -> Result<(), Offence> {
         let chunk = self.chunks[slot as usize];
         let book = self.book(slot, member);
-        if book.request != Request::None {
+        if self.is_unanswered(slot, member) {
             return Err(Offence::Unanswered);
         }
         let newest = match self.rules.consistency {
@@ -602,6 +640,10 @@ impl Exchange {
     fn slowest(&self, slot: u32) -> u32 {
         let present = (0..self.rules.members).filter(|&member| !self.left[member as usize]);
         present.map(|member| self.book(slot, member).next_step).min().unwrap_or(u32::MAX)
+    }
+
+    fn is_unanswered(&self, slot: u32, member: u32) -> bool {
+        matches!(self.book(slot, member).request, Request::Waiting(_) | Request::Owed(_))
     }
 
     fn book(&self, slot: u32, member: u32) -> MemberBook {

@@ -54,6 +54,7 @@ impl World {
     fn push(&mut self, rank: u32, step: u32, answer: Answer) -> Result<(), Offence> {
         let arrival = self.exchange.push(0, rank, step, answer)?;
         match arrival.fold {
+            Fold::Drop => unreachable!("no stream is cut here"),
             Fold::Park => {
                 assert!(self.parked[rank as usize].replace((rank, step)).is_none(), "a place taken twice")
             }

@@ -40,6 +40,8 @@ pub enum Caller {
         rank: u32,
         /// On a local stream: it reads parameters from the arena all workers of its host share.
         shares_parameters: bool,
+        /// The stream takes the place of one that the rank had by this route and lost.
+        resumes: bool,
     },
     /// A hub of a site below or beside.
     Hub {
@@ -60,7 +62,7 @@ pub enum Caller {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each.
+    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each. Flag 4: it resumes.
     pub caller: Caller,
     /// Position of the interface in its hub.
     pub interface: u16,
@@ -102,7 +104,9 @@ impl Hello {
         wire[0..4].copy_from_slice(&MAGIC);
         wire[4..6].copy_from_slice(&VERSION.to_le_bytes());
         let (flags, caller) = match self.caller {
-            Caller::Worker { rank, shares_parameters } => (u8::from(shares_parameters), rank),
+            Caller::Worker { rank, shares_parameters, resumes } => {
+                (u8::from(shares_parameters) | u8::from(resumes) << 2, rank)
+            }
             Caller::Hub { site, route } => (2, u32::from(site) << 16 | u32::from(route)),
         };
         wire[6] = flags;
@@ -130,7 +134,9 @@ impl Hello {
         }
         let number = u32::from_le_bytes(bytes(wire, 8));
         let caller = match u16::from_le_bytes(bytes(wire, 6)) {
-            flags @ (0 | 1) => Caller::Worker { rank: number, shares_parameters: flags == 1 },
+            flags @ (0 | 1 | 4) => {
+                Caller::Worker { rank: number, shares_parameters: flags == 1, resumes: flags == 4 }
+            }
             2 => Caller::Hub { site: (number >> 16) as u16, route: number as u16 },
             reserved => return Err(HandshakeError::Reserved(reserved)),
         };
@@ -253,7 +259,7 @@ mod tests {
 
     fn hello() -> Hello {
         Hello {
-            caller: Caller::Worker { rank: 3, shares_parameters: true },
+            caller: Caller::Worker { rank: 3, shares_parameters: true, resumes: false },
             interface: 1,
             core: 2,
             namespace: Namespace([1; 16]),
@@ -269,6 +275,9 @@ mod tests {
         assert_eq!(Hello::decode(&wire), Ok(hello()));
         let hub = Hello { caller: Caller::Hub { site: 300, route: 700 }, ..hello() };
         assert_eq!(Hello::decode(&hub.encode()), Ok(hub));
+        let resumes = Caller::Worker { rank: 3, shares_parameters: false, resumes: true };
+        let resumed = Hello { caller: resumes, ..hello() };
+        assert_eq!(Hello::decode(&resumed.encode()), Ok(resumed));
         let mut stranger = wire;
         stranger[0] = b'G';
         assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));
@@ -285,7 +294,8 @@ mod tests {
         let nonce = Nonce([9; 32]);
         let (worker, hub) = stream_proofs(&nonce, &hello(), &[5; 32]);
         assert!(!worker.matches(&hub));
-        let other_rank = Hello { caller: Caller::Worker { rank: 4, shares_parameters: true }, ..hello() };
+        let caller = Caller::Worker { rank: 4, shares_parameters: true, resumes: false };
+        let other_rank = Hello { caller, ..hello() };
         assert!(!worker.matches(&stream_proofs(&nonce, &other_rank, &[5; 32]).0));
         assert!(!worker.matches(&stream_proofs(&nonce, &hello(), &[6; 32]).0));
     }

@@ -45,6 +45,8 @@ pub(crate) struct Lane {
     reported_silent: bool,
     pub(crate) waits_writable: bool,
     pub(crate) due: Due,
+    /// Broken, and another may take its place.
+    is_cut: bool,
     draining: Option<Draining>,
 }
 
@@ -93,6 +95,8 @@ pub(crate) enum Taken {
     More,
     /// The peer has closed in order.
     Closed,
+    /// It broke, and another may take its place.
+    Cut,
 }
 
 struct ShardSink<'a> {
@@ -170,6 +174,7 @@ impl Lane {
             reported_silent: false,
             waits_writable: false,
             due: Due::default(),
+            is_cut: false,
             draining: None,
         }
     }
@@ -196,6 +201,23 @@ impl Lane {
     /// Whether any event may mean that there is room for what waits.
     pub(crate) fn waits_for_bell(&self) -> bool {
         self.waits_writable && self.stream.is_shm()
+    }
+
+    /// Notes that it is broken and waits for another to take its place; says whether it did already.
+    pub(crate) fn cut(&mut self) -> bool {
+        std::mem::replace(&mut self.is_cut, true)
+    }
+
+    pub(crate) fn is_cut(&self) -> bool {
+        self.is_cut
+    }
+
+    /// Whether the way is at fault rather than the worker: one that dies closes its streams or resets them.
+    pub(crate) fn may_be_resumed(&self, shard: &Shard, error: &StreamError) -> bool {
+        shard.plan().continues
+            && !self.is_shm()
+            && self.draining.is_none()
+            && matches!(error, StreamError::Io(_))
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -230,6 +252,7 @@ impl Lane {
             }
             // Having left, it owes nobody an orderly close.
             Err(ReceiveError::Stream(_)) if shard.has_left(self.port) => Ok(Taken::Closed),
+            Err(ReceiveError::Stream(error)) if self.may_be_resumed(shard, &error) => Ok(Taken::Cut),
             Err(ReceiveError::Stream(error)) => Err(Fault::Lost(error.to_string())),
             Err(ReceiveError::Frame(error)) => Err(Fault::Frame(error.to_string())),
             Err(ReceiveError::Sink(fault)) => Err(fault),
@@ -295,7 +318,9 @@ impl Lane {
 
     /// Looks at the clock: whether a heartbeat is due.
     pub(crate) fn wants_heartbeat(&self, now: Instant, dead_after: Duration) -> bool {
-        self.draining.is_none() && now.duration_since(self.last_sent) >= HEARTBEAT_MAX.min(dead_after / 4)
+        self.draining.is_none()
+            && !self.is_cut
+            && now.duration_since(self.last_sent) >= HEARTBEAT_MAX.min(dead_after / 4)
     }
 
     /// Looks at the clock: what is to be said about the worker, once per change.

@@ -24,8 +24,15 @@ const MAILBOX_COMMANDS: usize = 1024;
 pub(crate) enum CoreCommand {
     /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
     Open(Box<ShardPlan>),
-    /// Serve a stream whose handshake is done.
-    Adopt { namespace: Namespace, route: RouteId, port: u32, socket: OwnedFd, memory: Option<LocalMemory> },
+    /// Serve a stream whose handshake is done. One that was `resumed_by` an interface takes the place of the port's stream.
+    Adopt {
+        namespace: Namespace,
+        route: RouteId,
+        port: u32,
+        socket: OwnedFd,
+        memory: Option<LocalMemory>,
+        resumed_by: Option<u16>,
+    },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
     /// Free all of a job and close its streams, telling them why if it failed; answered by [`CoreEvent::Closed`], a route.
@@ -45,6 +52,8 @@ pub(crate) enum CoreEvent {
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// Somebody has not been heard for a while on some stream, or is heard again.
     Silence { namespace: Namespace, who: Neighbour, seconds: Option<f64> },
+    /// A stream goes on by this interface.
+    Moved { namespace: Namespace, who: Neighbour, by: u16 },
     /// A route is freed and its streams are closed.
     Closed { namespace: Namespace, counters: JobCounters },
 }

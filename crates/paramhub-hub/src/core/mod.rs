@@ -12,6 +12,7 @@ mod mailbox;
 mod outbox;
 mod plan;
 mod ports;
+mod resume;
 mod shard;
 mod table;
 mod tick;
@@ -202,6 +203,9 @@ impl Core {
     fn serve_lane(&mut self, token: u64, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let due = std::mem::take(&mut lane.due);
+        if lane.is_cut() {
+            return;
+        }
         // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
         if due.readable {
             self.receive(token, now);
@@ -229,6 +233,7 @@ impl Core {
         match taken {
             Ok(Taken::Closed) => self.drop_lane(token),
             Ok(Taken::Open) => {}
+            Ok(Taken::Cut) => self.cut(token),
             // Shared memory reports it once.
             Ok(Taken::More) => self.due(token, true, true),
             Err(fault) => self.fault(token, &fault, now),
@@ -255,7 +260,7 @@ impl Core {
     fn answer(&mut self, shard: usize, now: Instant) {
         while let Some(port) = self.shards.index_mut(shard).shard.dirty.pop_first() {
             if let Some(token) = self.shards.index_mut(shard).lane_of[port as usize]
-                && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable)
+                && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable && !lane.is_cut())
             {
                 self.flush(token, now);
             }
@@ -263,7 +268,7 @@ impl Core {
     }
 
     fn flush(&mut self, token: u64, now: Instant) {
-        let Some(lane) = self.lanes.at_mut(token) else { return };
+        let Some(lane) = self.lanes.at_mut(token).filter(|lane| !lane.is_cut()) else { return };
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
@@ -288,6 +293,7 @@ impl Core {
                     self.due(token, true, true);
                 }
             }
+            Err(error) if lane.may_be_resumed(&hosted.shard, &error) => self.cut(token),
             Err(error) => self.fault(token, &Fault::Lost(error.to_string()), now),
         }
     }
@@ -370,7 +376,10 @@ impl Core {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open(plan) => self.open(*plan),
-                CoreCommand::Adopt { namespace, route, port, socket, memory } => {
+                CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by } => {
+                    if let Some(by) = resumed_by {
+                        self.make_way(namespace, route, port, by);
+                    }
                     self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),

@@ -131,6 +131,15 @@ impl Outbox {
         !self.has_begun(Source::Spill)
     }
 
+    /// Forgets how far a stream came that another takes the place of: answers, which will be asked for again, and where in a
+    /// message it was.
+    pub(crate) fn start_again(&mut self) {
+        self.begun = None;
+        while self.parameters.pop_first().is_some() {}
+        while self.applied.pop_first().is_some() {}
+        while self.state.pop_first().is_some() {}
+    }
+
     /// Forgets all but what has begun: the job is over, and its last word finds room.
     pub(crate) fn forget(&mut self) {
         self.messages.truncate(usize::from(self.has_begun(Source::Message)));

@@ -25,6 +25,8 @@ pub(crate) struct ShardPlan {
     pub(crate) name: String,
     pub(crate) namespace: Namespace,
     pub(crate) dead_after: Duration,
+    /// Streams may be cut and resumed.
+    pub(crate) continues: bool,
     /// Of the core's time, against other jobs' weights.
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,

@@ -136,6 +136,14 @@ impl Shard {
         }
     }
 
+    /// Another stream has taken the place of a worker's. All that was to leave by the old one is forgotten but for messages:
+    /// the worker asks again for what it lacks.
+    pub(crate) fn resume(&mut self, worker: u32) {
+        self.exchange.resume(worker);
+        self.outboxes[worker as usize].start_again();
+        self.counters.streams_moved += 1;
+    }
+
     /// Whether tensors to and from there stay in an arena.
     pub(crate) fn has_arena(&self, port: u32) -> bool {
         port < self.plan.ports.workers() && self.arenas.has(port)
@@ -157,6 +165,10 @@ impl Shard {
     /// Refuses a header before its payload is read.
     pub(crate) fn check(&self, port: u32, header: &Header) -> Result<(), Fault> {
         let side = self.plan.ports.side(port);
+        if self.has_left(port) && self.plan.continues && header.operation == Operation::Leave {
+            // Its stream was cut behind its goodbye, which it could not know.
+            return Ok(());
+        }
         if self.has_left(port) && side != Side::Above {
             return Err(Fault::AfterLeave(header.operation));
         }
@@ -234,6 +246,7 @@ impl Shard {
             Operation::InitialiseState => self.initialise_state(port, header, payload.here()),
             Operation::Retune => self.retune(port, header, payload.here()),
             Operation::Release => self.release(port, header.step, payload.here()),
+            Operation::Leave if self.has_left(port) => Ok(()),
             Operation::Leave => self.leave(port),
             Operation::Total => self.lower(header, payload.here()),
             Operation::Parameters => self.lower_parameters(header, payload.here()),
@@ -256,7 +269,9 @@ impl Shard {
             Side::Below(member) => (member, Codec::F32),
             Side::Above => unreachable!("`check` lets no contribution in from above"),
         };
+        // What is repeated is not looked at: an answer may have begun to land on it at the worker.
         if self.plan.settings.reject_non_finite
+            && !self.exchange.is_repeat(index, member, header.step)
             && let Some(element) = self.first_non_finite(port, slot, payload)
         {
             return Err(Fault::NonFinite {
@@ -268,6 +283,10 @@ impl Shard {
             .exchange
             .push(index, member, header.step, answer)
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        if arrival.then == Then::Repeated {
+            self.settle(index);
+            return self.stranded_at(index);
+        }
         self.counters.contributions += 1;
         self.fold(index, slot, member, codec, payload, &arrival.fold);
         if let Then::Update(update) = arrival.then
@@ -290,6 +309,7 @@ impl Shard {
             Then::Wait => {}
             Then::Hold => self.hold(index, slot),
             Then::Raise => self.raise(index),
+            Then::Repeated => unreachable!("it ends where it is taken"),
             Then::Update(update) => {
                 self.keep_total(slot);
                 self.arenas.find_no_sources();
@@ -307,7 +327,7 @@ impl Shard {
         let aggregator = &*self.plan.aggregator;
         let sum = &mut self.merge[slot.range()];
         match (fold, payload) {
-            (Fold::Park, Payload::InArena) => {}
+            (Fold::Drop, _) | (Fold::Park, Payload::InArena) => {}
             (Fold::Park, Payload::Here(wire)) => {
                 aggregator.assign(&mut self.parked[member as usize - 1][slot.range()], wire, codec);
             }

@@ -34,6 +34,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
         name: "test".into(),
         namespace: Namespace([1; 16]),
         dead_after: Duration::from_secs(30),
+        continues: false,
         weight: 1,
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),

@@ -26,6 +26,10 @@ pub(crate) struct Job {
     pub(super) ports: HashMap<RouteId, Arc<Ports>>,
     pub(super) rendezvous: Duration,
     pub(super) dead_after: Duration,
+    /// Streams go on over other interfaces.
+    pub(super) continues: bool,
+    /// When somebody was last said to go on over an interface.
+    pub(super) moved: HashMap<(Neighbour, u16), Instant>,
     pub(super) settings: Arc<Settings>,
     /// Of the site, this one included.
     pub(super) hubs: usize,
@@ -70,6 +74,16 @@ impl Job {
         let weight = plan.options.weight.clamp(1, WEIGHT_MAX);
         let settings = &plan.settings;
         settings.check().map_err(|error| error.to_string())?;
+        if plan.options.continues() {
+            settings.may_resume().map_err(|error| format!("job `{}`: {error}", plan.name))?;
+            if plan.composition.sites.len() > 1 {
+                return Err(format!(
+                    "job `{}` is to go on over other interfaces, but its hubs reduce for hosts or racks, and streams between \
+                     hubs cannot be resumed: use on_interface_down = fail, or reduction = flat",
+                    plan.name
+                ));
+            }
+        }
         let here = plan
             .composition
             .sites
@@ -116,6 +130,7 @@ impl Job {
                     name: plan.name.clone(),
                     namespace: plan.namespace,
                     dead_after,
+                    continues: plan.options.continues(),
                     weight,
                     settings: settings.clone(),
                     map: map.clone(),
@@ -136,6 +151,8 @@ impl Job {
             nonce: plan.nonce,
             rendezvous,
             dead_after,
+            continues: plan.options.continues(),
+            moved: HashMap::new(),
             weight,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),
             state: State::Opening { routes: routes.len() },

@@ -22,7 +22,7 @@ fn a_hello_says_who_and_which_route() {
     let hub = Hub::new(2);
     let admission = hub.admission(1, settings(&[1000]));
     let (job, peers) = hub.open(admission.clone(), Options::default());
-    let caller = Caller::Worker { rank: 1, shares_parameters: false };
+    let caller = Caller::Worker { rank: 1, shares_parameters: false, resumes: false };
     for (core, peer) in peers.iter().enumerate() {
         assert_eq!((peer.hello.caller, peer.hello.interface, peer.hello.core), (caller, 0, core as u16));
         assert_eq!(

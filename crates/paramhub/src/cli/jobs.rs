@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::{ManagerUrl, client};
 use crate::cli::ExitCode;
 use crate::config::Config;
-use crate::service::{CreateService, JobOptions, JobState, JobStatus, ServiceCreated};
+use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -83,6 +83,9 @@ struct CreateFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE")]
     optimize_at: Option<OptimizeAt>,
+    /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
+    #[arg(long, value_name = "WHAT")]
+    on_interface_down: Option<OnInterfaceDown>,
 }
 
 impl CreateFlags {
@@ -95,6 +98,7 @@ impl CreateFlags {
             reduction: self.reduction.unwrap_or(default.reduction),
             optimize_at: self.optimize_at.unwrap_or(default.optimize_at),
             hubs: self.hubs,
+            on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
         };
         CreateService { name: self.name, workers: self.workers, options }
@@ -194,6 +198,7 @@ fn show(job: &JobStatus) -> String {
         ("contributions summed", job.counters.contributions.to_string()),
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
+        ("streams moved", job.counters.streams_moved.to_string()),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {

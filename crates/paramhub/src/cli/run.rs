@@ -15,7 +15,7 @@ use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
-use crate::service::{CreateService, JobOptions, JobState, ServiceCreated};
+use crate::service::{CreateService, JobOptions, JobState, OnInterfaceDown, ServiceCreated};
 
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -53,6 +53,9 @@ pub(super) struct RunFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", env = "PARAMHUB_RUN_OPTIMIZE_AT")]
     optimize_at: Option<OptimizeAt>,
+    /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
+    #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
+    on_interface_down: Option<OnInterfaceDown>,
     /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it
     /// [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
@@ -65,7 +68,7 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores, reduction, optimize_at; name, hubs);
+        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down; name, hubs);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -114,6 +117,7 @@ fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCrea
         dead_after_s: section.dead_after_s,
         reduction: section.reduction,
         optimize_at: section.optimize_at,
+        on_interface_down: section.on_interface_down,
         hubs: section.hubs,
         ..JobOptions::default()
     };

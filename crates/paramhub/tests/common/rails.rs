@@ -91,11 +91,19 @@ impl Rails {
             // Which went with it.
             self.hub.ip(&["route add default via 10.77.9.254 dev eth1 table 101"]);
         }
+        if to == "up" && interface == "eth0" {
+            self.hub.ip(&["route add default via 10.77.8.254 dev eth0"]);
+        }
     }
 
     /// Takes the cable out at the router's end.
     pub fn unplug_worker(&self, rank: usize, interface: &str) {
+        self.switch_port_of_worker(rank, interface, "down");
+    }
+
+    /// Switches the router's end of a worker's cable `up` or `down`.
+    pub fn switch_port_of_worker(&self, rank: usize, interface: &str, to: &str) {
         let number = if interface == "eth0" { 0 } else { 1 };
-        self.router.ip(&[format!("link set port{} down", 2 * rank + number)]);
+        self.router.ip(&[format!("link set port{} {to}", 2 * rank + number)]);
     }
 }

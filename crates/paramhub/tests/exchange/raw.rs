@@ -32,7 +32,7 @@ pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &C
     let shape = cluster.client.hubs().unwrap().remove(0).shape;
     let placement = Placement::new(&settings.keys, &map, &[shape]).unwrap();
     Hello {
-        caller: Caller::Worker { rank, shares_parameters: false },
+        caller: Caller::Worker { rank, shares_parameters: false, resumes: false },
         interface: 0,
         core: 0,
         namespace: ticket.namespace,

@@ -17,9 +17,14 @@ impl Shard {
         payload: Payload<'_>,
     ) -> Result<(), Fault> {
         let (index, slot) = self.slot(header.chunk)?;
-        self.exchange
+        let is_new = self
+            .exchange
             .initialise(index, self.member(port), header.step)
             .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        if !is_new {
+            self.settle(index);
+            return Ok(());
+        }
         let model = &mut self.model[slot.range()];
         match payload {
             Payload::Here(wire) => convert::decode(wire, model, slot.parameter),

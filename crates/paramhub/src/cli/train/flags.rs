@@ -9,6 +9,7 @@ use paramhub_train::net::NetKind;
 
 use crate::cli::{ManagerUrl, overlay};
 use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
+use crate::service::OnInterfaceDown;
 use crate::{Codec, Consistency, Transport};
 
 #[derive(Args)]
@@ -69,6 +70,9 @@ pub(crate) struct TrainFlags {
     /// [default: auto]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
     reduction: Option<Reduction>,
+    /// What becomes of the run when a network interface goes down: fail, or continue over those that are left [default: fail]
+    #[arg(long, value_name = "WHAT", env = "PARAMHUB_TRAIN_ON_INTERFACE_DOWN")]
+    on_interface_down: Option<OnInterfaceDown>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -91,7 +95,7 @@ impl TrainFlags {
         self.url.apply(config);
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
-            reduction, codec, chunk_bytes, cores;
+            reduction, on_interface_down, codec, chunk_bytes, cores;
             lr, weight_decay, json, save);
     }
 }

@@ -102,7 +102,11 @@ impl Venue {
         let create = |client: &ManagerClient| -> anyhow::Result<ServiceCreated> {
             let suffix = getrandom::u32().context("the system has no random numbers")?;
             let name = format!("train-{suffix:08x}");
-            let options = JobOptions { reduction: section.reduction, ..Default::default() };
+            let options = JobOptions {
+                reduction: section.reduction,
+                on_interface_down: section.on_interface_down,
+                ..Default::default()
+            };
             let request = CreateService { name, workers: section.workers, options };
             Ok(client.create_service(&request)?)
         };

@@ -209,7 +209,7 @@ impl Chunks {
         match arrival.fold {
             Fold::Sum { first: true, .. } => self.aggregator.assign(&mut work.sum, payload, header.codec),
             Fold::Sum { first: false, .. } => self.aggregator.add(&mut work.sum, payload, header.codec),
-            Fold::Park => bail!("nothing is parked here"),
+            Fold::Park | Fold::Drop => bail!("nothing is parked or repeated here"),
         }
         if let Then::Update(update) = arrival.then {
             let step = Step {
