@@ -3,12 +3,14 @@
 
 mod common;
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use common::rails::{Rails, WORKERS};
 use common::{Finished, Process, example, paramhub, wait_until};
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState, OnInterfaceDown};
+use paramhub_transport::socket::dial_from;
 use rustix::process::Signal;
 
 const TOKEN: &str = "let-me-in";
@@ -67,6 +69,17 @@ fn everybody_moves(hub: &Process, job: &str, over: &str) {
     });
 }
 
+/// Puts a worker's cable back in, and waits until what leaves by it arrives: kernels take a second or more to use it again.
+fn mend(rails: &Rails, rank: usize, interface: &str) {
+    rails.switch_port_of_worker(rank, interface, "up");
+    let number = if interface == "eth0" { 0 } else { 1 };
+    let source = IpAddr::from([10, 77, 2 * rank as u8 + number, 1]);
+    let hub = SocketAddr::from(([10, 77, 8 + number, 100], 7771));
+    wait_until("the cable works again", || {
+        rails.worker(rank).within(|| dial_from(Some(source), hub, Duration::from_secs(1)).is_ok())
+    });
+}
+
 fn streams_moved(said: &str) -> u32 {
     let (before, _) = said.split_once(" streams moved").expect("it is said");
     before.rsplit(' ').next().unwrap().parse().unwrap()
@@ -88,7 +101,10 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
     let cut = finish(workers);
     for worker in &cut {
         assert!(streams_moved(&worker.stdout) >= 2, "both cores of it: {}", worker.stdout);
-        assert!(worker.read("parameters") == undisturbed[0].read("parameters"), "other bits than undisturbed");
+        assert!(
+            worker.read("parameters") == undisturbed[0].read("parameters"),
+            "other bits than undisturbed"
+        );
     }
     let said = hub.stderr();
     assert!(said.contains("the hub's interface eth1 (10.77.9.100) is down: it was switched off"), "{said}");
@@ -141,7 +157,7 @@ fn a_job_goes_on_when_a_workers_interface_goes_down() {
     assert!(said[1].contains("notice: rank 1 goes on over ") && said[1].contains(told), "{said:?}");
 
     // Those that leave by the first interface, with the second mended.
-    rails.switch_port_of_worker(1, "eth1", "up");
+    mend(&rails, 1, "eth1");
     let workers = job(&rails, "again", LONG);
     rails.unplug_worker(1, "eth0");
     let said: Vec<String> = finish(workers).into_iter().map(|worker| worker.stdout).collect();
@@ -168,8 +184,8 @@ fn a_job_without_another_interface_fails_with_the_name_of_the_last() {
     println!("the worker said so after {:?}", began.elapsed());
     drop(workers);
     ask(&rails, |client| client.stop_job("worker-gone")).unwrap();
-    rails.switch_port_of_worker(1, "eth0", "up");
-    rails.switch_port_of_worker(1, "eth1", "up");
+    mend(&rails, 1, "eth0");
+    mend(&rails, 1, "eth1");
 
     let workers = job(&rails, "hub-gone", ENDLESS);
     let began = Instant::now();
