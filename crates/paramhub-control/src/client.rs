@@ -5,7 +5,8 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::service::{
     Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
-    LeaveService, PollCommands, RegisterHub, ServiceConnected, ServiceCreated, ServiceInitialised,
+    LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected, ServiceCreated,
+    ServiceInitialised,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -122,6 +123,16 @@ impl ManagerClient {
     /// Every hub that has joined.
     pub fn hubs(&self) -> Result<Vec<HubStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/hubs"))
+    }
+
+    /// What hubs have found out about the network between racks.
+    pub fn links(&self) -> Result<Vec<LinkStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/links"))
+    }
+
+    /// Lets the hubs of all racks probe the network between them, and waits until they have, some seconds.
+    pub fn probe_links(&self) -> Result<Vec<LinkStatus>, ControlError> {
+        self.answer(self.post("/v1/links", &ProbeLinks::default())?)
     }
 
     /// A hub joins. Needs the admin token where the manager has one.

@@ -160,6 +160,11 @@ impl Door {
                     core.send(CoreCommand::Adopt { namespace, route, port, socket, memory });
                 }
             }
+            Ok(Next::Probe(probe)) => {
+                if let Some(guest) = self.dismiss(token) {
+                    self.directory.probe.admit(probe, guest.socket);
+                }
+            }
             Err(error) => {
                 debug!("{} left during its handshake: {error}", guest.by);
                 self.dismiss(token);

@@ -18,7 +18,7 @@ use crate::routes::{hubs, jobs, pages};
     ),
     paths(
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop,
-        hubs::register, hubs::list, hubs::poll, hubs::events,
+        hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),
     modifiers(&Tokens),

@@ -35,7 +35,7 @@ pub(crate) async fn connect(
                 .map(|ticket| (job.wait(ticket), deadline(now.instant, job.options.rendezvous_timeout_s)));
             (seated, Transition::None)
         })?;
-        world.convene(namespace);
+        world.convene(namespace, now);
         seated
     })?;
     let mut waiting = Waiting::new(registry, caller, ticket.number, Wait::Connect);

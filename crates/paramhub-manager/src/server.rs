@@ -45,6 +45,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/hubs", get(hubs::list).post(hubs::register))
         .route("/v1/hubs/{hub}/poll", post(hubs::poll))
         .route("/v1/hubs/{hub}/events", post(hubs::events))
+        .route("/v1/links", get(hubs::links).post(hubs::probe))
         .fallback(unknown_route)
         .method_not_allowed_fallback(unknown_method)
         .layer(axum::middleware::from_fn_with_state(registry.clone(), guard))

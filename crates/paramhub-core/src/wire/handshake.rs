@@ -48,6 +48,8 @@ pub enum Caller {
         /// Its route whose sums come on this stream.
         route: u16,
     },
+    /// A hub that probes the network: bytes without frames follow.
+    Prober,
 }
 
 /// The first message on a stream, from a worker or from a hub of another site.
@@ -60,13 +62,14 @@ pub enum Caller {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each.
+    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each; flag 3: zeros, of a
+    /// hub that probes.
     pub caller: Caller,
     /// Position of the interface in its hub.
     pub interface: u16,
     /// Core of the hub.
     pub core: u16,
-    /// The job.
+    /// The job, or the probe.
     pub namespace: Namespace,
     /// As given to ConnectService; of a hub zeros.
     pub incarnation: Incarnation,
@@ -104,6 +107,7 @@ impl Hello {
         let (flags, caller) = match self.caller {
             Caller::Worker { rank, shares_parameters } => (u8::from(shares_parameters), rank),
             Caller::Hub { site, route } => (2, u32::from(site) << 16 | u32::from(route)),
+            Caller::Prober => (3, 0),
         };
         wire[6] = flags;
         wire[8..12].copy_from_slice(&caller.to_le_bytes());
@@ -132,6 +136,7 @@ impl Hello {
         let caller = match u16::from_le_bytes(bytes(wire, 6)) {
             flags @ (0 | 1) => Caller::Worker { rank: number, shares_parameters: flags == 1 },
             2 => Caller::Hub { site: (number >> 16) as u16, route: number as u16 },
+            3 if number == 0 => Caller::Prober,
             reserved => return Err(HandshakeError::Reserved(reserved)),
         };
         Ok(Hello {
@@ -269,6 +274,8 @@ mod tests {
         assert_eq!(Hello::decode(&wire), Ok(hello()));
         let hub = Hello { caller: Caller::Hub { site: 300, route: 700 }, ..hello() };
         assert_eq!(Hello::decode(&hub.encode()), Ok(hub));
+        let prober = Hello { caller: Caller::Prober, ..hello() };
+        assert_eq!(Hello::decode(&prober.encode()), Ok(prober));
         let mut stranger = wire;
         stranger[0] = b'G';
         assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));

@@ -29,7 +29,7 @@ impl Subscriber for Levels {
 /// What is logged when this happens to a job that a hub serves.
 fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
     let now = Now::read();
-    let mut world = World::new(Vec::new(), None, 8, 8, now);
+    let mut world = World::new(Vec::new(), None, Nonce([9; 32]), 8, 8, now);
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let hub = world.register_hub(shape, Default::default(), "token".into(), now).unwrap();
@@ -46,7 +46,7 @@ fn logged(happens: impl FnOnce(&mut World, u32, Namespace)) -> Vec<Level> {
         place: Default::default(),
     };
     world.change(namespace, |job| (job.connect(&call, now).unwrap(), Transition::None)).unwrap();
-    world.convene(namespace);
+    world.convene(namespace, now);
     let levels = Levels::default();
     tracing::subscriber::with_default(levels.clone(), || happens(&mut world, hub, namespace));
     assert_eq!(world.job(namespace).unwrap().state(), JobState::Failed);

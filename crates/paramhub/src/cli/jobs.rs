@@ -188,6 +188,7 @@ fn show(job: &JobStatus) -> String {
         ("gradients of one worker", bytes(job.bytes)),
         ("optimizer", or_dash(&job.optimizer)),
         ("consistency", or_dash(&job.consistency)),
+        ("reduction", or_dash(&job.reduction)),
         ("memory", bytes(job.counters.memory_bytes)),
         ("received", bytes(job.counters.bytes_received)),
         ("sent", bytes(job.counters.bytes_sent)),
