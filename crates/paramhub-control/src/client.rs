@@ -106,6 +106,12 @@ impl ManagerClient {
         self.answer(self.admin("GET", &job_path(job)))
     }
 
+    /// The namespace and secret of a living job, by name, for workers on a further host, until every rank has joined. Needs the
+    /// admin token where the manager has one.
+    pub fn membership(&self, job: &str) -> Result<ServiceCreated, ControlError> {
+        self.answer(self.admin("GET", &format!("{}/membership", job_path(job))))
+    }
+
     /// Ends a job, by name or namespace, and waits until its hubs have freed it. Its message then is that an operator
     /// stopped it.
     pub fn stop_job(&self, job: &str) -> Result<JobStatus, ControlError> {

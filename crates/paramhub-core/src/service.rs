@@ -85,7 +85,7 @@ impl Default for JobOptions {
 pub struct ServiceCreated {
     /// Names the job from now on.
     pub namespace: Namespace,
-    /// The job's secret, shown this once; share it with the job's workers only.
+    /// The job's secret, shown once more only to launchers, until every rank has joined; share it with the job's workers only.
     pub nonce: Nonce,
 }
 

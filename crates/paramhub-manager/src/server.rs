@@ -39,6 +39,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/openapi.json", get(pages::openapi))
         .route("/v1/jobs", get(jobs::list).post(jobs::create))
         .route("/v1/jobs/{job}", get(jobs::show).delete(jobs::stop))
+        .route("/v1/jobs/{job}/membership", get(jobs::membership))
         .route("/v1/jobs/{job}/connect", post(jobs::connect))
         .route("/v1/jobs/{job}/init", post(jobs::init))
         .route("/v1/jobs/{job}/leave", post(jobs::leave))

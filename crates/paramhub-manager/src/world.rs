@@ -16,7 +16,7 @@ use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
-    LeaveService, STOP_REASON_CHARS_MAX, ServiceError, ServiceInitialised,
+    LeaveService, STOP_REASON_CHARS_MAX, ServiceCreated, ServiceError, ServiceInitialised,
 };
 use paramhub_core::settings::Settings;
 use tokio::sync::watch;
@@ -137,6 +137,21 @@ impl World {
             );
             refusal(ErrorCode::NotFound, message)
         })
+    }
+
+    /// What a launcher on a further host needs to take part in a job that is still being assembled.
+    pub(crate) fn membership(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
+        let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
+            return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
+        };
+        if job.state() != JobState::Connecting {
+            let message = format!(
+                "job `{name}` has begun, and all its ranks are there: end it with `paramhub jobs stop {name}`, or choose \
+                 another name"
+            );
+            return Err(refusal(ErrorCode::NameTaken, message));
+        }
+        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce })
     }
 
     /// Lets a change happen to a job and draws the consequences. A job that was forgotten answers as one that ended.

@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use file::load;
 pub(crate) use values::{
-    Bytes, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text, text,
+    Bytes, Deployment, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text,
+    text,
 };
 
 /// Everything that can be configured, one table of the file for each command.
@@ -106,6 +107,14 @@ pub(crate) struct RunSection {
     pub(crate) optimize_at: OptimizeAt,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) deployment: Option<Deployment>,
+    pub(crate) hosts: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) host_rank: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) master_addr: Option<String>,
+    pub(crate) master_port: u16,
 }
 
 /// `[train]`
@@ -135,6 +144,10 @@ pub(crate) struct TrainSection {
     pub(crate) consistency: Consistency,
     #[serde(with = "text")]
     pub(crate) reduction: Reduction,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) deployment: Option<Deployment>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hubs: Option<u32>,
     #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
@@ -228,6 +241,11 @@ impl Default for RunSection {
             reduction,
             optimize_at,
             hubs: None,
+            deployment: None,
+            hosts: 1,
+            host_rank: None,
+            master_addr: None,
+            master_port: 29_500,
         }
     }
 }
@@ -250,6 +268,8 @@ impl Default for TrainSection {
             reproducible: false,
             consistency: Consistency::Synchronous,
             reduction: Reduction::Auto,
+            deployment: None,
+            hubs: None,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

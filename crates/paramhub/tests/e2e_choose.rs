@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::time::Instant;
 
 use common::testbed::Testbed;
@@ -125,6 +127,15 @@ impl Racks {
     }
 }
 
+fn metrics(url: &str) -> String {
+    let address = url.strip_prefix("http://").expect("a URL");
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET /metrics HTTP/1.1\r\nhost: {address}\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
 #[test]
 fn auto_goes_by_what_the_hubs_have_probed() {
     // Loopback carries some gigabits: much for interfaces that carry 10 Mbit/s, little for those of a petabit.
@@ -144,6 +155,10 @@ fn auto_goes_by_what_the_hubs_have_probed() {
             assert_eq!([&link["from"], &link["to"]], ends);
             assert_eq!(link["is_at_least"], taken == "flat", "{links}");
         }
+        let metrics = metrics(&racks.url);
+        let measured = r#"paramhub_rack_link_bits_per_second{from="r0",to="r1"} "#;
+        let value = metrics.lines().find_map(|line| line.strip_prefix(measured)).expect("it is counted");
+        assert!(value.parse::<f64>().unwrap() > 1e6, "{metrics}");
         // Known from now on, until somebody asks for more.
         assert!(racks.reduction_of("second").contains(&choice));
         assert_eq!(racks.probes(), 1);

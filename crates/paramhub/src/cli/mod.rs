@@ -1,6 +1,7 @@
 //! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
 mod bench;
+mod deployment;
 mod doctor;
 mod exit;
 mod hub;

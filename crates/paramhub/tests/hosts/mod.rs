@@ -3,7 +3,7 @@
 //! Each namespace lives as long as a process that does nothing but read a pipe of this test's. However the test ends, the
 //! pipe closes, that process ends, and namespace, addresses and links are gone. Nothing is done to this machine's own network.
 
-#![allow(unreachable_pub, reason = "a module of a test binary")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::io::{Error, ErrorKind};
 use std::process::{Child, Command, Stdio};

@@ -8,7 +8,7 @@ use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
 use crate::cli::{ManagerUrl, overlay};
-use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
+use crate::config::{Bytes, Config, Deployment, ExchangeKind, TrainOptimizer};
 use crate::{Codec, Consistency, Transport};
 
 #[derive(Args)]
@@ -69,6 +69,13 @@ pub(crate) struct TrainFlags {
     /// [default: auto]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_REDUCTION")]
     reduction: Option<Reduction>,
+    /// Where the hubs are: cc or cs, here, beside the workers; ncc or ncs, one or several dedicated ones that have joined the
+    /// connection manager at --hub [default: one here, or with --hub whichever have joined]
+    #[arg(long, value_enum, hide_possible_values = true, env = "PARAMHUB_DEPLOYMENT")]
+    deployment: Option<Deployment>,
+    /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
+    hubs: Option<u32>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -92,6 +99,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
             reduction, codec, chunk_bytes, cores;
-            lr, weight_decay, json, save);
+            lr, weight_decay, deployment, hubs, json, save);
     }
 }
