@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use paramhub_collective::MeshError;
+use paramhub_core::wire::Refusal;
 use paramhub_worker::WorkerError;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -68,6 +69,8 @@ impl From<&MeshError> for Failure {
 /// A worker's error with its own message.
 pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
     let kind = match error {
+        // It failed while this rank was still dialling.
+        WorkerError::Refused { refusal: Refusal::JobEnded, .. } => Kind::JobFailed,
         WorkerError::Settings { .. }
         | WorkerError::NoSuchKey { .. }
         | WorkerError::Length { .. }

@@ -363,7 +363,8 @@ impl Engine {
             let silent = now.saturating_duration_since(lane.last_heard);
             if silent > self.dead_after {
                 let (who, hub) = (self.desk.shared.who.clone(), Arc::clone(&lane.hub));
-                return Err(WorkerError::Silent { who, hub, seconds: silent.as_secs_f64() });
+                let error = WorkerError::Silent { who, hub, seconds: silent.as_secs_f64() };
+                return self.give_up_hub(error, now);
             }
             if !lane.has_work() && now.saturating_duration_since(lane.last_sent) >= self.heartbeat {
                 lane.say(Control::Heartbeat);
@@ -396,16 +397,16 @@ impl Engine {
                 self.part(now, outcome);
             }
         }
+        if let Phase::Doomed { error, deadline } = &self.phase {
+            let (error, is_over) = (error.clone(), now >= *deadline || self.are_all_closed());
+            return is_over.then(|| self.give_up_hub(error, now).err()).flatten().map(Err);
+        }
         match &self.phase {
-            Phase::Doomed { error, deadline } => {
-                let over = now >= *deadline || self.lanes.iter().all(|lane| lane.closed);
-                over.then(|| Err(error.clone()))
-            }
             Phase::Parting { deadline, outcome } => {
-                let over = now >= *deadline || self.lanes.iter().all(|lane| lane.closed);
+                let over = now >= *deadline || self.are_all_closed();
                 over.then(|| outcome.clone())
             }
-            Phase::Running | Phase::Leaving { .. } => None,
+            Phase::Running | Phase::Leaving { .. } | Phase::Doomed { .. } => None,
         }
     }
 
@@ -420,11 +421,42 @@ impl Engine {
         }
     }
 
+    /// A hub is lost, and nobody has said why. If there are others they are told before this worker goes, or the other ranks
+    /// would hear from them that it was this one who is lost.
+    fn give_up_hub(&mut self, error: WorkerError, now: Instant) -> Result<(), WorkerError> {
+        let (hub, message) = match &error {
+            WorkerError::Lost { hub, reason, .. } => (hub, format!("it lost the hub at {hub}: {reason}")),
+            WorkerError::Silent { hub, seconds, .. } => {
+                (hub, format!("it has not heard the hub at {hub} for {seconds:.0} s"))
+            }
+            _ => return Err(error),
+        };
+        for lane in self.lanes.iter_mut().filter(|lane| lane.hub == *hub && !lane.closed) {
+            lane.closed = true;
+            lane.deaf = true;
+            // Fails only if the descriptor is not in the set, and then there is nothing to take out.
+            let _ = self.poller.remove(&lane.stream);
+        }
+        if self.are_all_closed() {
+            return Err(error);
+        }
+        let told = Failure { rank: Some(self.desk.shared.who.rank), message };
+        self.give_up(error, &told, now);
+        Ok(())
+    }
+
+    fn are_all_closed(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.closed)
+    }
+
     /// Ends with `error`, once the hubs that can still hear it have been told why, and with them the other ranks.
     fn give_up(&mut self, error: WorkerError, told: &Failure, now: Instant) {
         self.phase = Phase::Parting { deadline: now + LAST_WORDS, outcome: Err(error) };
         let wire: Arc<[u8]> = told.encode().into();
         for index in 0..self.lanes.len() {
+            if self.lanes[index].closed {
+                continue;
+            }
             self.lanes[index].forget_chunks();
             self.lanes[index].say(Control::GiveUp(Arc::clone(&wire)));
             // The other streams tell it as well.

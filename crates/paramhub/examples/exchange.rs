@@ -6,8 +6,10 @@
 //! ```
 //! Every rank contributes gradients of `step + 1`, and the optimizer is plain SGD with a learning rate of 2^-10, so a
 //! synchronous job's parameters are known at every step. In an asynchronous or bounded-staleness job each contribution
-//! counts by itself, so each lowers the parameters.
+//! counts by itself, so each lowers the parameters. With `--seed` the gradients are fractions, unlike at every rank, and what
+//! comes of them is left to whoever compares the files of `--save`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -32,6 +34,18 @@ struct Arguments {
     /// Milliseconds of pretended computation a step.
     #[arg(long, default_value_t = 0)]
     compute_ms: u64,
+    /// One of the hub's optimizers.
+    #[arg(long, default_value = "sgd")]
+    optimizer: String,
+    /// Sums that are equal to the bit from run to run.
+    #[arg(long)]
+    reproducible: bool,
+    /// Draws gradients from -1 to 1 instead, unlike at every rank.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Writes the parameters at the end, key by key, as f32 of this machine's byte order.
+    #[arg(long)]
+    save: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -51,9 +65,10 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let settings = Settings {
         optimizer: OptimizerChoice {
             hyperparameters: Some(hyperparameters),
-            ..OptimizerChoice::named("sgd")
+            ..OptimizerChoice::named(&arguments.optimizer)
         },
         consistency: arguments.consistency,
+        reproducible: arguments.reproducible,
         ..Settings::new(KeyTable::new(keys)?)
     };
 
@@ -64,7 +79,8 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     job.broadcast(&mut parameters, 0)?;
     // Buffers travel into a request and come back from its handle, so each key needs but these two.
     let mut gradients = parameters.clone();
-    println!("rank {} of {} exchanges {} keys", job.rank(), job.workers(), parameters.len());
+    let rank = job.rank();
+    println!("rank {rank} of {} exchanges {} keys", job.workers(), parameters.len());
 
     let begun = Instant::now();
     let mut expected = 0.0f32;
@@ -76,7 +92,10 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
             .map(|key| {
                 let (mut gradient, out) =
                     (std::mem::take(&mut gradients[key]), std::mem::take(&mut parameters[key]));
-                gradient.fill((step + 1) as f32);
+                match arguments.seed {
+                    None => gradient.fill((step + 1) as f32),
+                    Some(seed) => draw(&mut gradient, [seed, rank.into(), step.into(), key as u64]),
+                }
                 job.push_pull(key as u32, gradient, out)
             })
             .collect::<Result<_, _>>()?;
@@ -84,19 +103,40 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
             (gradients[key], parameters[key]) = handle.wait()?;
         }
         expected -= LEARNING_RATE * (step + 1) as f32;
-        check(&parameters, expected, arguments.consistency, step)?;
+        if arguments.seed.is_none() {
+            check(&parameters, expected, arguments.consistency, step)?;
+        }
     }
     let seconds = begun.elapsed().as_secs_f64();
     let statistics = job.statistics();
-    let rank = job.rank();
     job.leave()?;
     println!(
-        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received, all numbers right",
+        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received{}",
         arguments.steps,
         statistics.bytes_sent as f64 / 1e6,
         statistics.bytes_received as f64 / 1e6,
+        if arguments.seed.is_none() { ", all numbers right" } else { "" },
     );
+    if let Some(path) = &arguments.save {
+        let bytes: Vec<u8> = parameters.iter().flatten().flat_map(|value| value.to_ne_bytes()).collect();
+        std::fs::write(path, bytes)?;
+    }
     Ok(())
+}
+
+/// Fills with numbers that follow from the seeds alone.
+fn draw(gradient: &mut [f32], seeds: [u64; 4]) {
+    // A step of SplitMix64 (Steele, Lea and Flood, 2014).
+    let mixed = |state: u64| {
+        let first = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let second = (first ^ (first >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        second ^ (second >> 31)
+    };
+    let mut state = seeds.into_iter().fold(0, |state, seed| mixed(state ^ seed).wrapping_add(seed));
+    for value in gradient {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        *value = (mixed(state) >> 40) as f32 / (1 << 23) as f32 - 1.0;
+    }
 }
 
 /// Checks what came back: exactly, where all contribute to a step together; else, that at least the own contributions are in.

@@ -2,94 +2,22 @@
 //! who dials whom, and that nothing else is needed.
 
 mod common;
-mod hosts;
 
-use common::{Process, wait_until};
-use hosts::{Host, Network};
+use common::cluster::{Cluster, HUB_PORT, MANAGER_PORT, Station};
+use common::hosts::Host;
+use common::wait_until;
 use rustix::process::Signal;
 
-const TOKEN: &str = "of-these-hosts-only";
-const MANAGER_PORT: u16 = 7770;
-const HUB_PORT: u16 = 7771;
-
-/// Manager, two hubs and two hosts with two workers each.
-struct Cluster {
-    manager: Host,
-    hubs: [Host; 2],
-    workers: [Host; 2],
-    /// Keeps the switch.
-    _network: Network,
-}
-
-impl Cluster {
-    /// None, with a line that says so, where this process may not make network namespaces.
-    fn build() -> Option<Cluster> {
-        let mut network = match Network::new() {
-            Ok(network) => network,
-            Err(why) => {
-                eprintln!("skipped: network namespaces are not permitted here: {why}");
-                return None;
-            }
-        };
-        let manager = network.host();
-        let hubs = [network.host(), network.host()];
-        let workers = [network.host(), network.host()];
-        Some(Cluster { manager, hubs, workers, _network: network })
-    }
-
-    fn url(&self) -> String {
-        format!("http://{}:{MANAGER_PORT}", self.manager.address)
-    }
-
-    fn start_manager(&self) -> Process {
-        let listen = format!("{}:{MANAGER_PORT}", self.manager.address);
-        let manager = self
-            .manager
-            .paramhub(["manager", "--listen", &listen])
-            .env("PARAMHUB_ADMIN_TOKEN", TOKEN)
-            .start();
-        manager.wait_for("manager ready: ");
-        manager
-    }
-
-    fn start_hub(&self, host: &Host) -> Process {
-        let listen = format!("{}:{HUB_PORT}", host.address);
-        let flags = ["hub", "--manager", &self.url(), "--listen", &listen, "--cores", "1", "--pin", "no"];
-        host.paramhub(flags).env("PARAMHUB_ADMIN_TOKEN", TOKEN).start()
-    }
-
-    /// Any of the commands that operators use, from the manager's host.
-    fn operate(&self, arguments: &[&str]) -> String {
-        let program = self.manager.paramhub(arguments.iter().copied());
-        program
-            .env("PARAMHUB_URL", &self.url())
-            .env("PARAMHUB_ADMIN_TOKEN", TOKEN)
-            .finish()
-            .expect_code(0)
-            .stdout
-    }
-
-    /// Creates a job of four and starts its workers, which know no more than the three lines that `jobs create` prints and
-    /// their ranks.
-    fn start_job(&self, create: &[&str], arguments: &[&str]) -> Vec<Process> {
-        let printed = self.operate(&[&["jobs", "create", "-n", "4"], create].concat());
-        let worker = |rank: usize| {
-            let program = self.workers[rank / 2].example("exchange", arguments.iter().copied());
-            let program = printed
-                .lines()
-                .filter_map(|line| line.split_once('='))
-                .fold(program, |program, (name, value)| program.env(name, value));
-            program.env("RANK", &rank.to_string()).start()
-        };
-        (0..4).map(worker).collect()
-    }
-}
+/// Two hubs, and two hosts with two workers each.
+const STATIONS: [Station; 4] = [Station::HUB, Station::HUB, Station::workers("", 2), Station::workers("", 2)];
+const HUBS: [usize; 2] = [0, 1];
+const WORKERS: [usize; 2] = [2, 3];
 
 #[test]
 fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
-    let Some(cluster) = Cluster::build() else { return };
+    let Some(cluster) = Cluster::of_hosts(&STATIONS) else { return };
     // In the order that is wrong everywhere else: the workers' job is there before any hub, one hub before the manager.
-    let early = cluster.start_hub(&cluster.hubs[0]);
+    let early = cluster.start_hub(HUBS[0]);
     wait_until("the hub waits", || early.stderr().contains("tries again"));
     let manager = cluster.start_manager();
     early.wait_for("hub ready: ");
@@ -99,25 +27,32 @@ fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
         cluster.operate(&["jobs", "show", "across"]).contains("connecting"),
         "it waits for the second hub"
     );
-    let late = cluster.start_hub(&cluster.hubs[1]);
+    let late = cluster.start_hub(HUBS[1]);
     late.wait_for("hub ready: ");
     workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
 
     // While it runs.
-    assert_eq!(cluster.manager.listening(), [format!("{}:{MANAGER_PORT}", cluster.manager.address)]);
-    for hub in &cluster.hubs {
+    assert_eq!(
+        cluster.manager_host.listening(),
+        [format!("{}:{MANAGER_PORT}", cluster.manager_host.address)]
+    );
+    let hubs = HUBS.map(|station| cluster.host(station));
+    let hosts = WORKERS.map(|station| cluster.host(station));
+    for hub in hubs {
         assert_eq!(hub.listening(), [format!("{}:{HUB_PORT}", hub.address)]);
         wait_until("both hosts' workers have streams here", || {
             let peers = hub.peers(HUB_PORT);
-            cluster.workers.iter().all(|host| peers.contains(&host.address))
+            hosts.iter().all(|host| peers.contains(&host.address))
         });
-        assert!(hub.dialled().iter().all(|to| *to == format!("{}:{MANAGER_PORT}", cluster.manager.address)));
+        assert!(
+            hub.dialled().iter().all(|to| *to == format!("{}:{MANAGER_PORT}", cluster.manager_host.address))
+        );
     }
-    for host in &cluster.workers {
+    for host in hosts {
         assert_eq!(host.listening(), [] as [String; 0]);
         for to in host.dialled() {
             let hub = |hub: &Host| to == format!("{}:{HUB_PORT}", hub.address);
-            assert!(cluster.hubs.iter().any(hub), "a worker has a connection to {to}");
+            assert!(hubs.into_iter().any(hub), "a worker has a connection to {to}");
         }
     }
 
@@ -143,11 +78,11 @@ fn a_job_across_hosts_uses_the_given_ports_and_its_workers_only_dial_out() {
 
 #[test]
 fn who_is_missing_is_told_across_hosts() {
-    let Some(cluster) = Cluster::build() else { return };
+    let Some(cluster) = Cluster::of_hosts(&STATIONS) else { return };
     let _manager = cluster.start_manager();
-    let alone = cluster.start_hub(&cluster.hubs[0]);
+    let alone = cluster.start_hub(HUBS[0]);
     alone.wait_for("hub ready: ");
-    let address = format!("{}:{HUB_PORT}", cluster.hubs[0].address);
+    let address = cluster.address(HUBS[0]);
     let options = ["pair", "--hubs", "2", "--rendezvous-timeout", "1"];
     let told: Vec<String> = cluster
         .start_job(&options, &["--steps", "1"])
@@ -166,7 +101,7 @@ fn who_is_missing_is_told_across_hosts() {
     let workers =
         cluster.start_job(&["cut", "--dead-after", "1"], &["--steps", "100000", "--compute-ms", "1"]);
     workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
-    cluster.hubs[0].pull_the_cable();
+    cluster.host(HUBS[0]).pull_the_cable();
     for worker in workers {
         let ended = worker.finish().expect_code(1);
         assert!(ended.stderr.contains(&address), "{}", ended.stderr);

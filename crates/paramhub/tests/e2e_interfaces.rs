@@ -1,12 +1,11 @@
 //! Hubs and workers with several interfaces, on an emulated network: which they use, and what happens when one goes down.
 
 mod common;
-mod network;
 
 use std::time::Duration;
 
+use common::rails::{Rails, WORKERS};
 use common::{Process, example, paramhub, wait_until};
-use network::{Network, WORKERS};
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobOptions, JobState};
 use rustix::process::Signal;
@@ -18,27 +17,27 @@ const ENDLESS: &[&str] = &["--steps", "100000", "--compute-ms", "1"];
 const SOON: Duration = Duration::from_secs(10);
 
 /// A hub on all that workers reach, with its manager on the first of it.
-fn hub(network: &Network) -> Process {
+fn hub(rails: &Rails) -> Process {
     let arguments = ["hub", "--listen", "0.0.0.0:7771", "--cores", "2", "--manager", "10.77.8.100:7770"];
-    let hub = paramhub(arguments.into_iter().chain(["--admin-token", TOKEN])).inside(network.hub()).start();
+    let hub = paramhub(arguments.into_iter().chain(["--admin-token", TOKEN])).inside(rails.hub()).start();
     hub.wait_for("hub ready: ");
     hub
 }
 
 /// Asks the manager from within the hub's namespace.
-fn ask<T: Send>(network: &Network, ask: impl FnOnce(ManagerClient) -> T + Send) -> T {
-    network.within_hub(|| ask(ManagerClient::new("10.77.8.100:7770", Some(TOKEN.into())).unwrap()))
+fn ask<T: Send>(rails: &Rails, ask: impl FnOnce(ManagerClient) -> T + Send) -> T {
+    rails.hub().within(|| ask(ManagerClient::new("10.77.8.100:7770", Some(TOKEN.into())).unwrap()))
 }
 
 /// A job of one worker on each host.
-fn job(network: &Network, name: &str, environment: &[(&str, &str)], arguments: &[&str]) -> Vec<Process> {
+fn job(rails: &Rails, name: &str, environment: &[(&str, &str)], arguments: &[&str]) -> Vec<Process> {
     let request = CreateService {
         name: name.into(),
         workers: WORKERS as u32,
         // Silence alone would take far longer than any test waits for an interface.
         options: JobOptions { dead_after_s: 300.0, ..Default::default() },
     };
-    let created = ask(network, |client| client.create_service(&request)).unwrap();
+    let created = ask(rails, |client| client.create_service(&request)).unwrap();
     let start = |rank: usize| {
         let variables = environment.iter().copied();
         variables
@@ -49,7 +48,7 @@ fn job(network: &Network, name: &str, environment: &[(&str, &str)], arguments: &
             .env("PARAMHUB_JOB", &created.namespace.to_string())
             .env("PARAMHUB_SECRET", &String::from(created.nonce))
             .env("RANK", &rank.to_string())
-            .inside(network.worker(rank))
+            .inside(rails.worker(rank))
             .start()
     };
     (0..WORKERS).map(start).collect()
@@ -57,8 +56,8 @@ fn job(network: &Network, name: &str, environment: &[(&str, &str)], arguments: &
 
 #[test]
 fn streams_are_spread_over_the_interfaces_of_both_ends() {
-    let Some(network) = Network::raise("spread") else { return };
-    let hub = hub(&network);
+    let Some(rails) = Rails::lay() else { return };
+    let hub = hub(&rails);
     let said = hub.stderr();
     for part in [
         "interface eth0 (10.77.8.100:7771)",
@@ -67,7 +66,7 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
     ] {
         assert!(said.contains(part), "no `{part}` in {said}");
     }
-    let shape = ask(&network, |client| client.hubs()).unwrap().remove(0).shape;
+    let shape = ask(&rails, |client| client.hubs()).unwrap().remove(0).shape;
     let addresses: Vec<&str> = shape.interfaces.iter().map(|interface| interface.address.as_str()).collect();
     assert_eq!(addresses, ["10.77.8.100:7771", "10.77.9.100:7771"], "nothing else is advertised");
     let cores: Vec<&[u16]> = shape.interfaces.iter().map(|interface| interface.cores.as_slice()).collect();
@@ -80,23 +79,23 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
         ("first", Some("10.77.0.0/24,10.77.2.0/24"), 0.0..0.1),
         ("not-first", Some("^eth0"), 0.9..1.01),
     ] {
-        let before: Vec<[u64; 2]> = (0..WORKERS).map(|rank| network.sent_by(rank)).collect();
+        let before: Vec<[u64; 2]> = (0..WORKERS).map(|rank| rails.sent_by(rank)).collect();
         let environment: Vec<(&str, &str)> =
             chosen.iter().map(|&chosen| ("PARAMHUB_INTERFACES", chosen)).collect();
         let more = ["--steps", "20"];
-        for worker in job(&network, name, &environment, &more) {
+        for worker in job(&rails, name, &environment, &more) {
             let ended = worker.finish().expect_code(0);
             assert!(ended.stdout.contains("all numbers right"), "{name}: {ended:?}");
         }
         for (rank, before) in before.iter().enumerate() {
-            let after = network.sent_by(rank);
+            let after = rails.sent_by(rank);
             let [first, second] = [after[0] - before[0], after[1] - before[1]];
             let share = second as f64 / (first + second) as f64;
             assert!(expected.contains(&share), "{name}: rank {rank} sent {first} and {second} bytes");
         }
     }
 
-    let refused = job(&network, "none", &[("PARAMHUB_INTERFACES", "eth0,eth7")], &[]).remove(0).finish();
+    let refused = job(&rails, "none", &[("PARAMHUB_INTERFACES", "eth0,eth7")], &[]).remove(0).finish();
     assert!(
         refused.expect_code(1).stderr.contains("`eth7` means no interface with an address here: there are")
     );
@@ -104,12 +103,12 @@ fn streams_are_spread_over_the_interfaces_of_both_ends() {
 
 #[test]
 fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
-    let Some(network) = Network::raise("hub-down") else { return };
-    let hub = hub(&network);
-    let workers = job(&network, "cut", &[], ENDLESS);
+    let Some(rails) = Rails::lay() else { return };
+    let hub = hub(&rails);
+    let workers = job(&rails, "cut", &[], ENDLESS);
     workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
     let began = std::time::Instant::now();
-    network.switch_hub("eth1", "down");
+    rails.switch_hub("eth1", "down");
     for (rank, worker) in workers.into_iter().enumerate() {
         let error = worker.finish().expect_code(1).stderr;
         let reason = "the hub's interface eth1 (10.77.9.100) is down: it was switched off";
@@ -118,15 +117,15 @@ fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
     println!("told after {:?}", began.elapsed());
     wait_until("the manager hears of it", || {
-        let status = ask(&network, |client| client.job("cut")).unwrap();
+        let status = ask(&rails, |client| client.job("cut")).unwrap();
         status.state == JobState::Failed && status.message.contains("interface eth1 (10.77.9.100)")
     });
 
-    let refused = job(&network, "too-soon", &[], ENDLESS).remove(0).finish().expect_code(1).stderr;
+    let refused = job(&rails, "too-soon", &[], ENDLESS).remove(0).finish().expect_code(1).stderr;
     assert!(refused.contains("interface eth1 (10.77.9.100) is down"), "{refused}");
-    network.switch_hub("eth1", "up");
+    rails.switch_hub("eth1", "up");
     wait_until("the hub sees it again", || hub.stderr().contains("eth1 (10.77.9.100:7771) is back"));
-    for worker in job(&network, "after", &[], &["--steps", "5"]) {
+    for worker in job(&rails, "after", &[], &["--steps", "5"]) {
         worker.finish().expect_code(0);
     }
     hub.signal(Signal::TERM);
@@ -135,12 +134,12 @@ fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
 
 #[test]
 fn a_workers_interface_that_goes_down_is_named_to_everybody() {
-    let Some(network) = Network::raise("worker-down") else { return };
-    let hub = hub(&network);
-    let mut workers = job(&network, "cut", &[], ENDLESS);
+    let Some(rails) = Rails::lay() else { return };
+    let hub = hub(&rails);
+    let mut workers = job(&rails, "cut", &[], ENDLESS);
     workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
     let began = std::time::Instant::now();
-    network.unplug_worker(1, "eth1");
+    rails.unplug_worker(1, "eth1");
     let mine = workers.remove(1).finish().expect_code(1).stderr;
     let reason = "interface eth1 (10.77.3.1) is down: it has lost its carrier";
     assert!(mine.contains(&format!("job `cut`, rank 1: this worker's {reason}")), "{mine}");
@@ -154,10 +153,10 @@ fn a_workers_interface_that_goes_down_is_named_to_everybody() {
 
 #[test]
 fn a_hub_on_chosen_interfaces_weighs_them_by_their_rates() {
-    let Some(network) = Network::raise("rates") else { return };
+    let Some(rails) = Rails::lay() else { return };
     let common = ["hub", "--manager", "127.0.0.1:0", "--log", "error"];
     let refused = |more: &[&str], parts: &[&str]| {
-        let hub = paramhub(common.into_iter().chain(more.iter().copied())).inside(network.hub());
+        let hub = paramhub(common.into_iter().chain(more.iter().copied())).inside(rails.hub());
         hub.finish().expect_code(2).expect_error(parts);
     };
     refused(&["--interfaces", "eth0,eth5"], &["`eth5` means no interface", "eth1 (10.77.9.100"]);
@@ -168,7 +167,7 @@ fn a_hub_on_chosen_interfaces_weighs_them_by_their_rates() {
     let arguments =
         ["--interfaces", "10.77.8.0/23", "--interface-rate", "eth0=10gbit,eth1=2.5gbit", "--cores", "5"];
     let hub = paramhub(["hub", "--manager", "127.0.0.1:0"].into_iter().chain(arguments));
-    let hub = hub.inside(network.hub()).start();
+    let hub = hub.inside(rails.hub()).start();
     let ready = hub.wait_for("hub ready: ");
     assert!(ready.contains("data 10.77.8.100:7771,10.77.9.100:7771"), "{ready}");
     let said = hub.stderr();

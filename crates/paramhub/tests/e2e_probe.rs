@@ -2,8 +2,7 @@
 
 mod common;
 
-use std::process::Command;
-
+use common::hosts::Network;
 use common::{Program, paramhub};
 use serde_json::Value;
 
@@ -72,81 +71,27 @@ fn ranks_of_one_machine_share_a_range_of_ports() {
     assert!(refused.stderr.contains(&format!("no port from {port} to {port}")), "{}", refused.stderr);
 }
 
-/// Two network namespaces, joined by a link that is shaped in both directions. Removed with everything in them.
-struct Namespaces {
-    names: [String; 2],
-}
-
-impl Namespaces {
-    const HERE: &str = "10.219.7.1";
-
-    /// `None` where this process may not make any, which it says.
-    fn joined(rates: [&str; 2]) -> Option<Namespaces> {
-        let names = [0, 1].map(|end| format!("phprobe-{}-{end}", std::process::id()));
-        let made = Namespaces { names };
-        let [here, there] = &made.names;
-        if let Err(reason) = ip(&["netns", "add", here]) {
-            println!("skipped: no network namespaces here: {reason}");
-            return None;
-        }
-        ip(&["netns", "add", there]).unwrap();
-        ip(&["-n", here, "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", there])
-            .unwrap();
-        for (name, address, rate) in [(here, "10.219.7.1/24", rates[0]), (there, "10.219.7.2/24", rates[1])] {
-            ip(&["-n", name, "address", "add", address, "dev", "link0"]).unwrap();
-            ip(&["-n", name, "link", "set", "lo", "up"]).unwrap();
-            ip(&["-n", name, "link", "set", "link0", "up"]).unwrap();
-            let shape = ["-n", name, "qdisc", "add", "dev", "link0", "root", "tbf", "rate", rate, "burst"];
-            if let Err(reason) = tool("tc", &[&shape[..], &["64k", "latency", "100ms"]].concat()) {
-                println!("skipped: links cannot be shaped here: {reason}");
-                return None;
-            }
-        }
-        Some(made)
-    }
-
-    /// `paramhub` with these arguments in the first namespace.
-    fn paramhub<'a>(&'a self, arguments: impl IntoIterator<Item = &'a str>) -> Program {
-        let within = ["netns", "exec", &self.names[0], PROBE];
-        common::program("ip".as_ref(), within.into_iter().chain(arguments))
-            .env("PARAMHUB_ADMIN_TOKEN", "a-token-for-this-test")
-    }
-}
-
-impl Drop for Namespaces {
-    fn drop(&mut self) {
-        for name in &self.names {
-            let _ = ip(&["netns", "delete", name]);
-        }
-    }
-}
-
-fn ip(arguments: &[&str]) -> Result<(), String> {
-    tool("ip", arguments)
-}
-
-fn tool(name: &str, arguments: &[&str]) -> Result<(), String> {
-    let ended = Command::new(name).args(arguments).output().map_err(|error| format!("{name}: {error}"))?;
-    match ended.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned()),
-    }
-}
-
 #[test]
 fn a_links_two_directions_are_told_apart() {
-    let Some(namespaces) = Namespaces::joined(["80mbit", "20mbit"]) else { return };
-    let anywhere = format!("{}:0", Namespaces::HERE);
-    let hub = namespaces.paramhub(["hub", "--listen", &anywhere, "--manager", &anywhere]).start();
+    let Some(mut network) = Network::new() else { return };
+    let [here, there] = [(); 2].map(|()| network.host());
+    if !(here.shape("80mbit") && there.shape("20mbit")) {
+        return;
+    }
+    let here_with_token = |arguments: &[&str]| {
+        here.paramhub(arguments.iter().copied()).env("PARAMHUB_ADMIN_TOKEN", "a-token-for-this-test")
+    };
+    let anywhere = format!("{}:0", here.address);
+    let hub = here_with_token(&["hub", "--listen", &anywhere, "--manager", &anywhere]).start();
     let ready = hub.wait_for("hub ready: ");
     let url = ready.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL");
     // Rank 1 crosses over.
     let worker = format!(
-        "probe='{PROBE} probe --seconds 3 --json'; [ $RANK = 0 ] && exec $probe; exec ip netns exec {} $probe",
-        namespaces.names[1]
+        "probe='{PROBE} probe --seconds 3 --json'; [ $RANK = 0 ] && exec $probe; exec {} $probe",
+        there.namespace().door().join(" ")
     );
-    let report = json(namespaces.paramhub(["run", "-n", "2", "--hub", url, "--", "sh", "-c", &worker]));
-    assert_eq!(report["members"][1]["address"], "10.219.7.2", "{report}");
+    let report = json(here_with_token(&["run", "-n", "2", "--hub", url, "--", "sh", "-c", &worker]));
+    assert_eq!(report["members"][1]["address"], there.address, "{report}");
     for matrix in [&report["alone_mbit_per_s"], &report["both_mbit_per_s"]] {
         for (from, to, shaped) in [(0, 1, 80.0), (1, 0, 20.0)] {
             let rate = matrix[from][to].as_f64().unwrap();

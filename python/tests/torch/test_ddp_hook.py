@@ -316,7 +316,9 @@ def test_a_dying_rank_fails_the_others_passes(
     for name, message in (results[0], results[2]):
         assert name == kind
         # Told by its connection, at once, and not by its silence.
-        assert "because of rank 1" in message and "rank 1 was lost: " in message
+        assert "rank 1 was lost: " in message
+        # In the first pass a rank may be dialling still, and is refused with the reason.
+        assert "because of rank 1" in message or (passes == 0 and "refused the stream" in message)
         assert "connection" in message.split("rank 1 was lost: ")[1]
 
 

@@ -1,6 +1,10 @@
 //! Starts the real program, with nothing of this machine's configuration, and ends it whatever happens.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
+pub mod cluster;
+pub mod hosts;
+pub mod namespace;
+pub mod rails;
 pub mod testbed;
 
 use std::io::Read;
@@ -11,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use namespace::Namespace;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -99,7 +104,7 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
 
 impl Program {
     /// Lets a command start it that replaces itself with the program, as `nsenter` does.
-    pub fn within(mut self, entry: &[String]) -> Self {
+    fn within(mut self, entry: &[String]) -> Self {
         let mut command = Command::new(&entry[0]);
         command.args(&entry[1..]).arg(self.command.get_program()).args(self.command.get_args());
         command.current_dir(self.folder.path());
@@ -118,9 +123,9 @@ impl Program {
         self
     }
 
-    /// Runs it in a network namespace of `ip netns`. The process stays the one that is started.
-    pub fn inside(self, namespace: &str) -> Self {
-        self.within(&["ip", "netns", "exec", namespace].map(str::to_owned))
+    /// Runs it in a network namespace.
+    pub fn inside(self, namespace: &Namespace) -> Self {
+        self.within(&namespace.entry())
     }
 
     /// Puts a file into the program's folder.
@@ -190,6 +195,10 @@ impl Process {
             std::thread::sleep(Duration::from_millis(10));
         }
         found.expect("just found")
+    }
+
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().expect("it can be waited for").is_some()
     }
 
     /// Waits for the end.
