@@ -163,12 +163,14 @@ fn dial_streams(
             .map(|number| {
                 let to = &order.dial[number % order.dial.len()];
                 let from = sources.get(number % sources.len().max(1)).map(|source| source.ip());
-                scope.spawn(move || {
+                let dials = move || {
                     dial_stream(order, to, from, deadline).map_err(|why| format!("no stream to {to}: {why}"))
-                })
+                };
+                let begun = thread::Builder::new().spawn_scoped(scope, dials);
+                begun.map_err(|error| format!("it cannot start a thread: {error}"))
             })
             .collect();
-        dialling.into_iter().map(|dial| dial.join().expect("dialling does not panic")).collect()
+        dialling.into_iter().map(|dial| dial?.join().expect("dialling does not panic")).collect()
     })
 }
 

@@ -226,7 +226,15 @@ impl Probes {
             self.campaign = Some(campaign);
             return (Vec::new(), false);
         }
-        campaign.round.drain(..).for_each(|running| self.note(running, now));
+        for running in std::mem::take(&mut campaign.round) {
+            let ends = running.pair.iter().zip(&running.told);
+            let silent: Vec<u32> =
+                ends.filter(|(_, told)| told.is_none()).map(|(delegate, _)| delegate.hub).collect();
+            self.note(running, now);
+            // It would be as silent in every other round.
+            silent.into_iter().for_each(|hub| self.pass_over(hub, &mut campaign.waiting, now));
+        }
+        campaign.waiting.retain(|round| !round.is_empty());
         let Some(next) = campaign.waiting.pop_front() else {
             self.ended.send_modify(|ended| *ended += 1);
             return (Vec::new(), true);
@@ -265,6 +273,20 @@ impl Probes {
         // The one that is dialled hears of it first.
         let orders = vec![(pair[1].hub, order(Vec::new())), (pair[0].hub, order(pair[1].addresses.clone()))];
         (Running { probe, pair, told: [None, None] }, orders)
+    }
+
+    /// Takes a silent hub's pairs out of the rounds to come, as not probed for this reason.
+    fn pass_over(&mut self, hub: u32, waiting: &mut VecDeque<Vec<[Delegate; 2]>>, now: Now) {
+        for round in waiting {
+            let (passed_over, others): (Vec<[Delegate; 2]>, Vec<[Delegate; 2]>) =
+                round.drain(..).partition(|pair| pair.iter().any(|delegate| delegate.hub == hub));
+            *round = others;
+            for pair in passed_over {
+                let unasked = Told { outcome: Err("it was not asked".into()), is_rated: true };
+                let told = pair.each_ref().map(|end| (end.hub != hub).then(|| unasked.clone()));
+                self.note(Running { probe: Namespace([0; 16]), pair, told }, now);
+            }
+        }
     }
 
     /// Keeps what a pair has found out.

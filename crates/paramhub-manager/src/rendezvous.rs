@@ -43,6 +43,9 @@ pub(crate) async fn connect(
     waiting.over = true;
     let ticket = waiting.ticket;
     registry.with(|world| {
+        if let Waited::TimedOut = waited {
+            world.convene_at_last(namespace, Now::read());
+        }
         let hubs = world.hubs.shapes();
         // The last rank may have come between the timeout and this lock.
         world.change(namespace, |job| {

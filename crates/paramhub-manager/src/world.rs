@@ -1,7 +1,7 @@
 //! All jobs and hubs, and what an event at one means for the others. No clock, no sockets, no store: time is handed in,
 //! commands and records are handed out.
 
-mod probing;
+mod convene;
 #[cfg(test)]
 mod tests;
 
@@ -16,7 +16,7 @@ use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
-    LeaveService, STOP_REASON_CHARS_MAX, ServiceCreated, ServiceError, ServiceInitialised,
+    LeaveService, STOP_REASON_CHARS_MAX, ServiceError, ServiceInitialised,
 };
 use paramhub_core::settings::Settings;
 use tokio::sync::watch;
@@ -139,21 +139,6 @@ impl World {
         })
     }
 
-    /// What a launcher on a further host needs to take part in a job that is still being assembled.
-    pub(crate) fn membership(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
-        let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
-            return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
-        };
-        if job.state() != JobState::Connecting {
-            let message = format!(
-                "job `{name}` has begun, and all its ranks are there: end it with `paramhub jobs stop {name}`, or choose \
-                 another name"
-            );
-            return Err(refusal(ErrorCode::NameTaken, message));
-        }
-        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce })
-    }
-
     /// Lets a change happen to a job and draws the consequences. A job that was forgotten answers as one that ended.
     pub(crate) fn change<T>(
         &mut self,
@@ -164,26 +149,6 @@ impl World {
         let (value, transition) = change(job);
         self.follow(namespace, transition);
         Ok(value)
-    }
-
-    /// Every rank of the job is seated: if the hubs it waits for are there too, the job gets on. Where it must be known first
-    /// what the network between its racks carries, their hubs probe it, and the job gets on when they have.
-    pub(crate) fn convene(&mut self, namespace: Namespace, now: Now) {
-        if !self.jobs.get(&namespace).is_some_and(Job::is_complete) || self.probes.are_under_way() {
-            return;
-        }
-        let Some(core) = self.core_for(namespace, now) else { return };
-        let shapes = self.hubs.shapes();
-        if let Some(job) = self.jobs.get_mut(&namespace) {
-            let transition = job.convene(shapes, &core);
-            self.follow(namespace, transition);
-        }
-    }
-
-    fn convene_all(&mut self, now: Now) {
-        let complete: Vec<Namespace> =
-            self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
-        complete.into_iter().for_each(|namespace| self.convene(namespace, now));
     }
 
     /// A rank's settings agree; the last one to say so gets them, to make the placement.

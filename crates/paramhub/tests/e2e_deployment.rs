@@ -102,8 +102,12 @@ fn dedicated_hubs_are_those_of_the_manager() {
     let at = |deployment: &'static str| ["--hub", &url, "--deployment", deployment].map(str::to_owned);
     let alone = at("ncc");
     let alone: Vec<&str> = alone.iter().map(String::as_str).collect();
-    assert_exchanged(&run(&alone, &command).finish().expect_code(0), [0, 1]);
+    // A hub of another rack, or of another run, has no part in it.
     let listen = ["hub", "--listen", "127.0.0.1:0", "--manager", &url];
+    let _elsewhere = paramhub(listen.into_iter().chain(["--rack", "elsewhere"])).start();
+    _elsewhere.wait_for("hub ready: ");
+    assert_exchanged(&run(&alone, &command).finish().expect_code(0), [0, 1]);
+    run(&[&alone[..], &["--reduction", "flat"]].concat(), &command).finish().expect_code(2);
     let _second = paramhub(listen).start();
     _second.wait_for("hub ready: ");
     let refused = run(&alone, &command).finish().expect_code(2);

@@ -33,12 +33,19 @@ pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
     let (open, is_over) = (AtomicUsize::new(streams.len()), AtomicBool::new(false));
     let begin = Instant::now();
     let counted = thread::scope(|scope| {
-        for stream in streams {
-            scope.spawn(|| send(stream, &noise, &sent, &is_over));
-            scope.spawn(|| {
-                receive(stream, &arrived, &is_over);
+        let (noise, sent, arrived, open, is_over) = (&noise, &sent, &arrived, &open, &is_over);
+        let begun = streams.iter().try_for_each(|stream| {
+            let sends = move || send(stream, noise, sent, is_over);
+            let receives = move || {
+                receive(stream, arrived, is_over);
                 open.fetch_sub(1, Ordering::AcqRel);
-            });
+            };
+            thread::Builder::new().spawn_scoped(scope, sends)?;
+            thread::Builder::new().spawn_scoped(scope, receives).map(drop)
+        });
+        if let Err(error) = begun {
+            is_over.store(true, Ordering::Release);
+            return Err(format!("it cannot start a thread: {error}"));
         }
         let look = |until: Instant| {
             while Instant::now() < until && open.load(Ordering::Acquire) > 0 {
@@ -50,13 +57,13 @@ pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
         let (after, to) = look(begin + WARM_UP + COUNTED);
         thread::sleep((begin + WARM_UP + COUNTED + AFTER).saturating_duration_since(Instant::now()));
         is_over.store(true, Ordering::Release);
-        (after - before, to - from)
+        Ok((after - before, to - from))
     });
     for stream in streams {
         // The other end may have closed it before.
         let _ = stream.shutdown(Shutdown::Both);
     }
-    match counted {
+    match counted? {
         (0, _) => Err("nothing arrived from the other hub".into()),
         (bytes, time) => Ok(bytes as f64 * 8.0 / time.as_secs_f64().max(1e-3)),
     }

@@ -1,5 +1,7 @@
 //! Where the hubs of a run are, by one key: PHub's four deployments (section 3.4), for `run` and `train`.
 
+use paramhub_core::composition::Reduction;
+
 use super::Usage;
 use crate::ManagerClient;
 use crate::config::Deployment;
@@ -32,16 +34,22 @@ pub(super) fn check(
     }
 }
 
-/// How many hubs a job on dedicated ones waits for. `ncc` is refused where more than one would serve it.
+/// How many hubs a job on dedicated ones waits for. `ncc` is refused where more than one would serve it, which the hubs of other
+/// racks, and those of other runs, do with the reduction `flat` only.
 pub(super) fn hubs_needed(
     deployment: Option<Deployment>,
     hubs: Option<u32>,
+    reduction: Reduction,
     client: &ManagerClient,
 ) -> anyhow::Result<Option<u32>> {
     if deployment != Some(Deployment::Ncc) {
         return Ok(hubs);
     }
-    let joined = client.hubs()?.iter().filter(|hub| hub.place.host.is_empty()).count();
+    // As the workers name it, who inherit it.
+    let own_rack = std::env::var("PARAMHUB_RACK").unwrap_or_default();
+    let serves = |rack: &str| reduction == Reduction::Flat || rack.is_empty() || rack == own_rack;
+    let hubs = client.hubs()?;
+    let joined = hubs.iter().filter(|hub| hub.place.host.is_empty() && serves(&hub.place.rack)).count();
     if joined > 1 {
         let problem = format!(
             "--deployment ncc is one dedicated hub, and {joined} have joined the connection manager at {}, all of which \

@@ -54,6 +54,13 @@ pub(super) fn check(config: &Config) -> Result<(), Usage> {
             paramhub_core::limits::WORKERS_MAX
         ));
     }
+    let names_racks = section.hosts > 1 || deployment::is_colocated(section.deployment);
+    if let Some(name) = section.name.as_ref().filter(|name| names_racks && name.len() > NAME_BYTES_MAX) {
+        return refused(format!(
+            "--name has {} characters: at most {NAME_BYTES_MAX} with --hosts, or with --deployment cc or cs",
+            name.len()
+        ));
+    }
     if section.hosts <= 1 {
         return match section.host_rank {
             None | Some(0) => Ok(()),
@@ -79,9 +86,6 @@ pub(super) fn check(config: &Config) -> Result<(), Usage> {
     }
     match &section.name {
         None => refused("--hosts needs --name, the same on every host: by it they find the job".into()),
-        Some(name) if name.len() > NAME_BYTES_MAX => {
-            refused(format!("--name has {} characters: with --hosts at most {NAME_BYTES_MAX}", name.len()))
-        }
         Some(_) => Ok(()),
     }
 }
@@ -182,7 +186,9 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         // Where there are several hubs, each host's sums what its workers send and completes its share for all.
         Some(Deployment::Cc) => (Some(1), or_sharded(section.reduction)),
         Some(Deployment::Cs) => (Some(section.hosts), or_sharded(section.reduction)),
-        deployment => (deployment::hubs_needed(deployment, section.hubs, client)?, section.reduction),
+        deployment => {
+            (deployment::hubs_needed(deployment, section.hubs, section.reduction, client)?, section.reduction)
+        }
     };
     let options = JobOptions {
         rendezvous_timeout_s: section.rendezvous_timeout_s,

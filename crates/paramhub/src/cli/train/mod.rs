@@ -102,7 +102,7 @@ impl Venue {
         let create = |client: &ManagerClient| -> anyhow::Result<ServiceCreated> {
             let suffix = getrandom::u32().context("the system has no random numbers")?;
             let name = format!("train-{suffix:08x}");
-            let hubs = deployment::hubs_needed(section.deployment, section.hubs, client)?;
+            let hubs = deployment::hubs_needed(section.deployment, section.hubs, section.reduction, client)?;
             let options = JobOptions { reduction: section.reduction, hubs, ..Default::default() };
             let request = CreateService { name, workers: section.workers, options };
             Ok(client.create_service(&request)?)

@@ -1,4 +1,4 @@
-//! When hubs probe the network between racks, and for whom.
+//! How a job gets on whose ranks are all there, and when hubs probe the network between racks first.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use axum::body::Bytes;
 use paramhub_core::auth::Namespace;
 use paramhub_core::composition::{Place, Reduction, served_racks};
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{ErrorCode, JobState, LinkStatus, ServiceError};
+use paramhub_core::service::{ErrorCode, JobState, LinkStatus, ServiceCreated, ServiceError};
 use tokio::sync::watch;
 
 use super::World;
@@ -17,8 +17,54 @@ use crate::job::Job;
 use crate::probes::{Core, Delegate, Orders, ROUND_S, delegates, serves_one_of};
 
 impl World {
+    /// What a launcher on a further host needs to take part in a job that is still being assembled.
+    pub(crate) fn membership(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
+        let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
+            return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
+        };
+        if job.state() != JobState::Connecting {
+            let message = format!(
+                "job `{name}` has begun, and all its ranks are there: end it with `paramhub jobs stop {name}`, or choose \
+                 another name"
+            );
+            return Err(refusal(ErrorCode::NameTaken, message));
+        }
+        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce })
+    }
+
+    /// Every rank of the job is seated: if the hubs it waits for are there too, the job gets on. Where it must be known first
+    /// what the network between its racks carries, their hubs probe it, and the job gets on when they have.
+    pub(crate) fn convene(&mut self, namespace: Namespace, now: Now) {
+        if !self.probes.are_under_way() {
+            self.arrange(namespace, true, now);
+        }
+    }
+
+    /// The job's ranks have waited as long as they do. Nobody's probe is a reason for them to fail: the job gets on without.
+    pub(crate) fn convene_at_last(&mut self, namespace: Namespace, now: Now) {
+        self.arrange(namespace, false, now);
+    }
+
+    pub(super) fn convene_all(&mut self, now: Now) {
+        let complete: Vec<Namespace> =
+            self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
+        complete.into_iter().for_each(|namespace| self.convene(namespace, now));
+    }
+
+    fn arrange(&mut self, namespace: Namespace, may_probe: bool, now: Now) {
+        if !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
+            return;
+        }
+        let Some(core) = self.core_for(namespace, may_probe, now) else { return };
+        let shapes = self.hubs.shapes();
+        if let Some(job) = self.jobs.get_mut(&namespace) {
+            let transition = job.convene(shapes, &core);
+            self.follow(namespace, transition);
+        }
+    }
+
     /// What a job's reduction `auto` has to know. None while that is being probed.
-    pub(super) fn core_for(&mut self, namespace: Namespace, now: Now) -> Option<Core> {
+    fn core_for(&mut self, namespace: Namespace, may_probe: bool, now: Now) -> Option<Core> {
         let job = &self.jobs[&namespace];
         let hubs = self.hubs.shapes();
         if job.options.reduction != Reduction::Auto || !job.suffice(&hubs) {
@@ -38,6 +84,7 @@ impl World {
         // Half of the time that its ranks wait for one another is not for probes.
         let patience_s = job.options.rendezvous_timeout_s / 2.0;
         let in_the_way = match self.job_at(&racks) {
+            _ if !may_probe => Some("its ranks could not wait for a probe to end".to_string()),
             Some(job) => Some(format!("no hub probes while job `{job}` runs at hubs of its racks")),
             None if rounds.len() as f64 * ROUND_S > patience_s => {
                 Some(format!("its rendezvous timeout leaves {patience_s} s for probes, which is too little"))
