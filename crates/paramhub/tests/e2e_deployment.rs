@@ -159,6 +159,19 @@ fn hosts_that_do_not_agree_are_told() {
 }
 
 #[test]
+fn a_launcher_that_waits_for_the_first_host_can_be_interrupted() {
+    let url = free_url();
+    // What asks at its URL is the launcher, by then with its signals caught.
+    let listener = TcpListener::bind(url.strip_prefix("http://").unwrap()).unwrap();
+    let waits = run(&of_two("1", "cs", &url), &["true"]).start();
+    drop(listener.accept().unwrap());
+    drop(listener);
+    waits.signal(Signal::INT);
+    let ended = waits.finish().expect_code(130);
+    ended.expect_error(&["interrupted before the first host had created job `spread`"]);
+}
+
+#[test]
 fn hosts_of_their_own_need_a_token_and_one_url() {
     let Some(mut network) = Network::new() else { return };
     let machines = [network.host(), network.host()];

@@ -17,7 +17,7 @@ use crate::cli::ExitCode;
 use crate::config::{Config, Deployment};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
 use crate::service::{JobState, ServiceCreated};
-use venue::Venue;
+use venue::{Interrupted, Venue};
 
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -111,7 +111,14 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         return Err(Usage(problem.into()).into());
     }
     let signals = Signals::catch()?;
-    let venue = Venue::open(config, &signals)?;
+    let venue = match Venue::open(config, &signals) {
+        Ok(venue) => venue,
+        Err(error) => {
+            let Some(interrupted) = error.downcast_ref::<Interrupted>() else { return Err(error) };
+            eprintln!("paramhub: {interrupted}");
+            return Ok(ExitCode::from(128 + u8::try_from(interrupted.signal).unwrap_or(0)));
+        }
+    };
     let first_rank = venue.first_rank(section);
     let started = commands(config, &venue, &command).and_then(Launch::start);
     let mut watch = Printer { venue: &venue, first_rank: first_rank as usize, checked: Instant::now() };

@@ -21,6 +21,8 @@ use crate::{
 
 /// How often a launcher looks for what another one has yet to do.
 const LOOK: Duration = Duration::from_millis(200);
+/// How long the first host's connection manager outlasts a job on several hosts.
+const FAREWELL: Duration = Duration::from_millis(500);
 /// Bytes of a job's name that is a part of its racks' names.
 const NAME_BYTES_MAX: usize = 100;
 
@@ -39,6 +41,21 @@ pub(super) struct Venue {
     hub: Option<RunningHub>,
     manager: Option<RunningManager>,
 }
+
+/// A signal has come before the first host's launcher had created the job.
+#[derive(Debug)]
+pub(super) struct Interrupted {
+    name: String,
+    pub(super) signal: i32,
+}
+
+impl std::fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "interrupted before the first host had created job `{}`", self.name)
+    }
+}
+
+impl std::error::Error for Interrupted {}
 
 /// Refuses what contradicts itself.
 pub(super) fn check(config: &Config) -> Result<(), Usage> {
@@ -164,6 +181,11 @@ impl Venue {
             hub.stop();
         }
         if let Some(manager) = self.manager {
+            // Launchers of other hosts see at their next look that the job is over, and have their hubs leave. A manager that
+            // goes first is worth a warning to them.
+            if self.hosts > 1 {
+                let _ = signals.wait(FAREWELL);
+            }
             manager.stop();
         }
     }
@@ -229,8 +251,8 @@ fn find(
                 section.rendezvous_timeout_s
             );
         }
-        if signals.wait(LOOK).is_some() {
-            anyhow::bail!("interrupted while waiting for the first host");
+        if let Some(signal) = signals.wait(LOOK) {
+            return Err(Interrupted { name: name.to_owned(), signal }.into());
         }
     };
     let (all, here) = (client.job(&found.namespace.to_string())?.workers, section.workers * section.hosts);
