@@ -159,6 +159,20 @@ fn hosts_that_do_not_agree_are_told() {
 }
 
 #[test]
+fn workers_that_wait_for_others_elsewhere_are_ended_with_the_job() {
+    let url = free_url();
+    // These do not even join.
+    let launchers = ["0", "1"]
+        .map(|rank| run(&of_two(rank, "cs", &url), &["sh", "-c", "echo waits; exec sleep 300"]).start());
+    launchers.iter().for_each(|launcher| drop(launcher.wait_for("waits")));
+    launchers[0].signal(Signal::TERM);
+    let [first, second] = launchers.map(Process::finish);
+    first.expect_code(143);
+    let ended = second.expect_code(1);
+    assert!(ended.stderr.contains("job `spread` has failed: stopped: its launcher was"), "{}", ended.stderr);
+}
+
+#[test]
 fn a_launcher_that_waits_for_the_first_host_can_be_interrupted() {
     let url = free_url();
     // What asks at its URL is the launcher, by then with its signals caught.

@@ -1,5 +1,6 @@
 //! `paramhub run`: a launcher of workers, on this host or started once on each of several.
 
+mod lookout;
 mod venue;
 
 use std::ffi::OsString;
@@ -17,6 +18,7 @@ use crate::cli::ExitCode;
 use crate::config::{Config, Deployment};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
 use crate::service::{JobState, ServiceCreated};
+use lookout::Lookout;
 use venue::{Interrupted, Venue};
 
 /// How often the hub in this process is looked after.
@@ -120,9 +122,15 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         }
     };
     let first_rank = venue.first_rank(section);
-    let started = commands(config, &venue, &command).and_then(Launch::start);
-    let mut watch = Printer { venue: &venue, first_rank: first_rank as usize, checked: Instant::now() };
-    let ended = started.map(|launch| Ended { first_rank, ..launch.supervise(&signals, &mut watch) });
+    let supervise = || {
+        let lookout =
+            (section.hosts > 1).then(|| Lookout::start(venue.client.clone(), &venue.job)).transpose()?;
+        let launch = Launch::start(commands(config, &venue, &command)?)?;
+        let mut watch =
+            Printer { venue: &venue, lookout, first_rank: first_rank as usize, checked: Instant::now() };
+        Ok(Ended { first_rank, ..launch.supervise(&signals, &mut watch) })
+    };
+    let ended: anyhow::Result<Ended> = supervise();
     venue.close(ended.as_ref().ok(), &signals);
     Ok(ExitCode::from(conclude(&ended?)))
 }
@@ -190,6 +198,7 @@ pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Optio
 /// Puts the rank in front of each line.
 struct Printer<'a> {
     venue: &'a Venue,
+    lookout: Option<Lookout>,
     first_rank: usize,
     checked: Instant,
 }
@@ -211,10 +220,10 @@ impl Watch for Printer<'_> {
             return Ok(());
         }
         self.checked = Instant::now();
-        match self.venue.has_failed() {
-            Some(reason) => Err(format!("the hub has failed: {reason}")),
-            None => Ok(()),
+        if let Some(reason) = self.venue.has_failed() {
+            return Err(format!("the hub has failed: {reason}"));
         }
+        self.lookout.as_mut().and_then(Lookout::failure).map_or(Ok(()), Err)
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
 /// How often a launcher looks for what another one has yet to do.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long the first host's connection manager outlasts a job on several hosts.
-const FAREWELL: Duration = Duration::from_millis(500);
+const FAREWELL: Duration = Duration::from_millis(1500);
 /// Bytes of a job's name that is a part of its racks' names.
 const NAME_BYTES_MAX: usize = 100;
 
@@ -169,20 +169,22 @@ impl Venue {
         let is_well = ended.is_some_and(|ended| {
             ended.failed.is_empty() && ended.signal.is_none() && ended.stopped.is_none()
         });
-        // Workers of other hosts may go on after those of this one have left; but not without them.
-        let is_begun = || self.state().is_some_and(|state| state != JobState::Connecting);
-        if self.hosts == 1 || !is_well || !is_begun() {
+        if self.hosts == 1 || !is_well {
             end_job(&self.client, &self.job, ended);
         }
+        // Workers of other hosts may go on after those of this one have left; but not in a job that none of this host's has
+        // joined, whose name is free when its lease runs out.
+        let goes_on =
+            || self.state().is_some_and(|state| matches!(state, JobState::Initialising | JobState::Running));
         if self.hub.is_some() || self.manager.is_some() {
-            while self.state().is_some_and(|state| !state.has_ended()) && signals.wait(LOOK).is_none() {}
+            while goes_on() && signals.wait(LOOK).is_none() {}
         }
         if let Some(hub) = self.hub {
             hub.stop();
         }
         if let Some(manager) = self.manager {
-            // Launchers of other hosts see at their next look that the job is over, and have their hubs leave. A manager that
-            // goes first is worth a warning to them.
+            // Launchers of other hosts see at their next look that the job is over, or that it has failed, and have their hubs
+            // leave. A manager that goes first is worth a warning to them.
             if self.hosts > 1 {
                 let _ = signals.wait(FAREWELL);
             }
