@@ -5,7 +5,8 @@ use std::time::Duration;
 use paramhub_core::auth::Namespace;
 use paramhub_core::service::{
     Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
-    LeaveService, PollCommands, RegisterHub, ServiceConnected, ServiceCreated, ServiceInitialised,
+    LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected, ServiceCreated,
+    ServiceInitialised,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -105,6 +106,12 @@ impl ManagerClient {
         self.answer(self.admin("GET", &job_path(job)))
     }
 
+    /// The namespace and secret of a living job, by name, for workers on a further host, until every rank has joined. Needs the
+    /// admin token where the manager has one.
+    pub fn membership(&self, job: &str) -> Result<ServiceCreated, ControlError> {
+        self.answer(self.admin("GET", &format!("{}/membership", job_path(job))))
+    }
+
     /// Ends a job, by name or namespace, and waits until its hubs have freed it. Its message then is that an operator
     /// stopped it.
     pub fn stop_job(&self, job: &str) -> Result<JobStatus, ControlError> {
@@ -122,6 +129,16 @@ impl ManagerClient {
     /// Every hub that has joined.
     pub fn hubs(&self) -> Result<Vec<HubStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/hubs"))
+    }
+
+    /// What hubs have found out about the network between racks.
+    pub fn links(&self) -> Result<Vec<LinkStatus>, ControlError> {
+        self.answer(self.admin("GET", "/v1/links"))
+    }
+
+    /// Lets the hubs of all racks probe the network between them, and waits until they have, some seconds.
+    pub fn probe_links(&self) -> Result<Vec<LinkStatus>, ControlError> {
+        self.answer(self.post("/v1/links", &ProbeLinks::default())?)
     }
 
     /// A hub joins. Needs the admin token where the manager has one.

@@ -28,7 +28,7 @@ use crate::limits::{HUBS_MAX, WORKERS_MAX};
 use crate::placement::{HubShape, Placement, ShapeError, deal};
 
 pub use arrange::{ArrangeError, Arranged, arrange};
-pub use choose::{Choice, choose};
+pub use choose::{Choice, ServedRack, choose, served_racks};
 
 /// Sites of one job.
 pub const SITES_MAX: usize = HUBS_MAX;
@@ -108,7 +108,7 @@ pub struct Place {
 pub enum Reduction {
     /// By the hubs' places: a flat job if none has any; else through hosts and racks, and between racks as
     /// [`Sharded`](Self::Sharded) does, or by the hub that serves everybody if there is one. Where the manager knows the core's
-    /// rate, [`choose`] decides.
+    /// rate, or its hubs have probed it, [`choose`] decides.
     #[default]
     Auto,
     /// At one site of all hubs but those that serve a single host.

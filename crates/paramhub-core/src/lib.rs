@@ -22,6 +22,7 @@ pub mod hyperparameters;
 pub mod key;
 pub mod limits;
 pub mod norms;
+pub mod pairs;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;

@@ -3,6 +3,8 @@
 //! PHub section 3.1: CreateService, ConnectService and InitService keep their names. All of it is JSON over HTTP;
 //! each type says which route carries it.
 
+mod probe;
+
 use std::fmt;
 use std::str::FromStr;
 
@@ -14,6 +16,8 @@ use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
 use crate::settings::Settings;
+
+pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 
 /// The port a connection manager listens on unless told otherwise.
 pub const MANAGER_PORT: u16 = 7770;
@@ -134,7 +138,7 @@ impl Default for JobOptions {
 pub struct ServiceCreated {
     /// Names the job from now on.
     pub namespace: Namespace,
-    /// The job's secret, shown this once; share it with the job's workers only.
+    /// The job's secret, shown once more only to launchers, until every rank has joined; share it with the job's workers only.
     pub nonce: Nonce,
 }
 
@@ -264,6 +268,10 @@ pub struct JobStatus {
     pub optimizer: String,
     /// The consistency; empty before InitService.
     pub consistency: String,
+    /// How sums become those of all workers, and why; empty before the hubs are chosen, or where nobody asked and no hub serves
+    /// a rack or a host.
+    #[serde(default)]
+    pub reduction: String,
     /// What the hubs count for it.
     pub counters: JobCounters,
     /// Seconds since the Unix epoch.
@@ -404,6 +412,8 @@ pub enum HubCommand {
         /// Told to its workers.
         reason: String,
     },
+    /// Find out with another hub what the network between the two carries; answered by [`HubEvent::Probed`].
+    Probe(ProbeOrder),
 }
 
 /// All a hub must know of a job.
@@ -456,6 +466,8 @@ pub struct HubJobCounters {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum HubEvent {
+    /// A probe has ended here.
+    Probed(ProbeReport),
     /// Buffers stand and streams are accepted.
     Allocated {
         /// The job.
@@ -530,6 +542,8 @@ pub enum ErrorCode {
     RankTaken,
     /// The ranks disagree on their settings (409).
     Disagreement,
+    /// Jobs run that it would hurt (409).
+    Busy,
     /// Ranks or hubs did not arrive in time (408).
     Missing,
     /// The job has ended (410).
@@ -548,7 +562,7 @@ impl ErrorCode {
             ErrorCode::Unauthorized => 401,
             ErrorCode::WrongNonce => 403,
             ErrorCode::NotFound => 404,
-            ErrorCode::NameTaken | ErrorCode::RankTaken | ErrorCode::Disagreement => 409,
+            ErrorCode::NameTaken | ErrorCode::RankTaken | ErrorCode::Disagreement | ErrorCode::Busy => 409,
             ErrorCode::Missing => 408,
             ErrorCode::JobEnded => 410,
             ErrorCode::DoesNotFit => 507,

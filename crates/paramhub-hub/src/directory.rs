@@ -12,6 +12,7 @@ use paramhub_core::wire::{Caller, Hello, Refusal};
 
 use crate::core::{Neighbour, Ports, Side};
 use crate::local::{JobMemory, LocalMemory};
+use crate::probe::Awaited;
 
 /// Ended jobs whose end is remembered, for workers that come too late to hear it on a stream.
 const ENDED_MAX: usize = 256;
@@ -20,6 +21,8 @@ const ENDED_MAX: usize = 256;
 #[derive(Default)]
 pub(crate) struct Directory {
     jobs: Mutex<Jobs>,
+    /// The probe for whose streams the hub waits.
+    pub(crate) probe: Awaited,
 }
 
 #[derive(Default)]
@@ -129,6 +132,9 @@ impl Directory {
     pub(crate) fn admit(&self, hello: &Hello, origin: Origin) -> Result<Admitted, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
+        if hello.caller == Caller::Prober {
+            return refused(Refusal::Route, "a probe takes part in no job".to_string());
+        }
         if let Some(ended) = jobs.ended.iter().find(|ended| ended.namespace == hello.namespace) {
             return refused(Refusal::JobEnded, ended.message.clone());
         }
@@ -139,10 +145,11 @@ impl Directory {
         let who = match hello.caller {
             Caller::Worker { rank, .. } => format!("rank {rank}"),
             Caller::Hub { site, .. } => entry.composed.composition.name(site),
+            Caller::Prober => "a probe".to_string(),
         };
         let expected = match hello.caller {
             Caller::Worker { .. } => entry.composed.placements[usize::from(entry.site)].hash(),
-            Caller::Hub { .. } => entry.composed.hash(),
+            Caller::Hub { .. } | Caller::Prober => entry.composed.hash(),
         };
         if let Caller::Worker { rank, .. } = hello.caller
             && rank >= entry.composed.composition.workers()
@@ -180,6 +187,7 @@ impl Directory {
         let port = match hello.caller {
             Caller::Worker { rank, .. } => entry.ports[&route].of_rank(rank),
             Caller::Hub { site, route: theirs } => entry.ports[&route].of_site(site, theirs),
+            Caller::Prober => None,
         };
         let Some(port) = port else {
             let why = format!("{who} of job `{name}` exchanges elsewhere, not at this hub");
@@ -189,7 +197,7 @@ impl Directory {
             Caller::Worker { rank, .. } => {
                 *entry.incarnations.entry(rank).or_insert(hello.incarnation) != hello.incarnation
             }
-            Caller::Hub { .. } => false,
+            Caller::Hub { .. } | Caller::Prober => false,
         };
         if is_other || (entry.taken.contains_key(&(route, port)) && !resumes) {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
@@ -207,7 +215,7 @@ impl Directory {
                     (Refusal::Memory, format!("{who} of job `{name}` offers memory that is no use: {why}"))
                 })?)
             }
-            (Origin::Local(_), Caller::Hub { .. }) => {
+            (Origin::Local(_), Caller::Hub { .. } | Caller::Prober) => {
                 return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
             }
             (Origin::Interfaces(_), _) => None,

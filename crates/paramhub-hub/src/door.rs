@@ -161,6 +161,11 @@ impl Door {
                     core.send(CoreCommand::Adopt { namespace, route, port, socket, memory, resumed_by });
                 }
             }
+            Ok(Next::Probe(probe)) => {
+                if let Some(guest) = self.dismiss(token) {
+                    self.directory.probe.admit(probe, guest.socket);
+                }
+            }
             Err(error) => {
                 debug!("{} left during its handshake: {error}", guest.by);
                 self.dismiss(token);

@@ -23,6 +23,7 @@ use crate::directory::Directory;
 use crate::door::{Door, DoorStop};
 use crate::interfaces::{self, Listening, addresses_of, describe, plan, shape};
 use crate::link::Link;
+use crate::probe::Prober;
 use crate::steward::{Letter, Steward};
 
 /// Letters the steward may have waiting.
@@ -107,6 +108,11 @@ impl RunningHub {
         let (door, door_stop) =
             Door::new(listeners, config.streams as u16, local, directory.clone(), cores.clone())
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
+        let prober = Prober {
+            addresses: addresses.clone(),
+            is_rated: listening.iter().all(|listening| listening.rate.is_some()),
+            is_probing: Arc::default(),
+        };
         let steward = Steward {
             letters: letterbox,
             own_letters: letters.clone(),
@@ -120,6 +126,7 @@ impl RunningHub {
             jobs: HashMap::new(),
             interfaces_down: BTreeMap::new(),
             interface_names: listening.iter().map(Listening::called).collect(),
+            prober,
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);

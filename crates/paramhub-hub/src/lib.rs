@@ -24,6 +24,7 @@ mod hub;
 mod interfaces;
 mod link;
 mod local;
+mod probe;
 mod steward;
 
 pub use config::{HubConfig, HubError, JobLimits};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::limits::RESUME_S;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan};
+use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan, ProbeReport};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_kernels::Registry;
 use tracing::{info, warn};
@@ -22,6 +22,7 @@ use crate::config::JobLimits;
 use crate::core::{CoreCommand, CoreEvent, CoreHandle, Neighbour, ShardPlan};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
+use crate::probe::Prober;
 use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
@@ -42,6 +43,8 @@ pub(crate) enum Letter {
     Stuck { namespace: Namespace, reason: String },
     /// Interfaces, numbered as in the hub's shape, have gone down for this reason, or are back.
     Interfaces { numbers: Range<u16>, down: Option<String> },
+    /// A probe is over.
+    Probed(ProbeReport),
     /// The hub shuts down.
     Stop,
 }
@@ -71,6 +74,7 @@ pub(crate) struct Steward {
     pub(crate) interfaces_down: BTreeMap<u16, Down>,
     /// How people call the interfaces, in the order of the shape.
     pub(crate) interface_names: Vec<String>,
+    pub(crate) prober: Prober,
 }
 
 /// An interface that does not work.
@@ -89,6 +93,7 @@ impl Steward {
                 Ok(Letter::Core(event)) => self.hear(event),
                 Ok(Letter::Stuck { namespace, reason }) => self.fail(namespace, None, reason),
                 Ok(Letter::Interfaces { numbers, down }) => self.note_interfaces(numbers, down),
+                Ok(Letter::Probed(report)) => self.report(HubEvent::Probed(report)),
                 Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -111,6 +116,12 @@ impl Steward {
                 }
             }
             HubCommand::Link { namespace } => self.link(namespace),
+            HubCommand::Probe(order) => {
+                // It would take from a job what it measures. The manager asks only where it knows of none.
+                let job = self.jobs.values().next();
+                let refused = job.map(|job| format!("job `{}` runs there", job.name));
+                self.prober.begin(order, refused, &self.directory, &self.own_letters);
+            }
             HubCommand::Stop { namespace, reason } => match self.jobs.contains_key(&namespace) {
                 true => self.fail(namespace, None, reason),
                 false => self.report(HubEvent::Ended { namespace, finished: false, reason }),

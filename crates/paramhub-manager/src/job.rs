@@ -85,6 +85,8 @@ pub(crate) struct Job {
     members: Vec<Member>,
     /// Their sites; none while it is connecting.
     composition: Option<Arc<Composition>>,
+    /// How these reduce and why, for people.
+    reduction: String,
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
     /// The first rank's settings, until every rank has agreed.
@@ -136,6 +138,7 @@ impl Job {
             places: vec![Place::default(); request.workers as usize],
             members: Vec::new(),
             composition: None,
+            reduction: String::new(),
             recorded_counters: JobCounters::default(),
             proposed: None,
             agreed: false,
@@ -162,6 +165,7 @@ impl Job {
             consistency: status.consistency,
         };
         job.recorded_counters = status.counters;
+        job.reduction = status.reduction;
         if status.state.has_ended() {
             job.state = status.state;
             job.message = status.message;
@@ -181,6 +185,11 @@ impl Job {
     /// Whether its hubs have streams among one another.
     pub(crate) fn has_several_sites(&self) -> bool {
         self.composition.as_ref().is_some_and(|composition| !composition.is_flat())
+    }
+
+    /// Where each rank is.
+    pub(crate) fn places(&self) -> &[Place] {
+        &self.places
     }
 
     pub(crate) fn state(&self) -> JobState {
@@ -477,6 +486,7 @@ impl Job {
             bytes: self.outline.bytes,
             optimizer: self.outline.optimizer.clone(),
             consistency: self.outline.consistency.clone(),
+            reduction: self.reduction.clone(),
             counters: self.counters(),
             created_at: self.created_at,
             ended_at: self.ended_at,

@@ -33,6 +33,7 @@ mod job;
 mod manager;
 mod metrics;
 mod openapi;
+mod probes;
 mod registry;
 mod rendezvous;
 mod routes;

@@ -47,6 +47,12 @@ struct CoreLabels {
     core: u64,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LinkLabels {
+    from: String,
+    to: String,
+}
+
 /// Counts a request when it is answered.
 pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
     // Whatever a client sends, there are only as many labels as there are routes and methods.
@@ -70,6 +76,7 @@ pub(crate) fn render(registry: &Registry) -> String {
     registry.with(|world| {
         collect_jobs(world, &mut metrics);
         collect_hubs(world, &mut metrics);
+        collect_links(world, &mut metrics);
     });
     let mut text = String::new();
     encode(&mut text, &metrics).expect("a String takes all");
@@ -142,4 +149,18 @@ fn collect_hubs(world: &World, metrics: &mut prometheus_client::registry::Regist
     metrics.register("hubs", "Hubs that have joined", hubs);
     metrics.register("hub_core_busy_seconds", "Time a hub core spent on frames", busy);
     metrics.register("hub_core_idle_seconds", "Time a hub core spent waiting for frames", idle);
+}
+
+fn collect_links(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+    let rates = Family::<LinkLabels, Gauge<f64, AtomicU64>>::default();
+    let ages = Family::<LinkLabels, Gauge<f64, AtomicU64>>::default();
+    for link in world.link_statuses(Now::read()) {
+        let labels = LinkLabels { from: link.from, to: link.to };
+        ages.get_or_create(&labels).set(link.age_s);
+        if let Some(rate) = link.rate {
+            rates.get_or_create(&labels).set(rate.bits_per_second());
+        }
+    }
+    metrics.register("rack_link_bits_per_second", "What a probe between two racks carried", rates);
+    metrics.register("rack_link_probe_age_seconds", "Time since that probe", ages);
 }

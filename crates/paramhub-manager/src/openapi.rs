@@ -17,8 +17,8 @@ use crate::routes::{hubs, jobs, pages};
                        workers and hubs say to each other on their data connections is described in docs/protocol.md.",
     ),
     paths(
-        jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop,
-        hubs::register, hubs::list, hubs::poll, hubs::events,
+        jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership,
+        hubs::register, hubs::list, hubs::poll, hubs::events, hubs::links, hubs::probe,
         pages::index, pages::health, pages::metrics, pages::openapi,
     ),
     modifiers(&Tokens),

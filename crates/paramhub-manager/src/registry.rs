@@ -6,7 +6,7 @@ use std::time::Duration;
 use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
 use paramhub_core::limits::REQUEST_BYTES_MAX;
 use paramhub_core::service::{
-    CreateService, ErrorCode, JobStatus, ServiceCreated, ServiceError, StopService,
+    CreateService, ErrorCode, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
 };
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, timeout};
@@ -47,8 +47,15 @@ impl Registry {
     pub(crate) fn open(config: &ManagerConfig) -> Result<Arc<Self>, ManagerError> {
         let store = Store::open(config.state.as_deref())?;
         let records = store.load()?;
-        let world =
-            World::new(records, config.core_rate, config.living_jobs_max, config.ended_jobs_max, Now::read());
+        let secret = random().map_err(|refused| ManagerError::System(std::io::Error::other(refused)))?;
+        let world = World::new(
+            records,
+            config.core_rate,
+            Nonce(secret),
+            config.living_jobs_max,
+            config.ended_jobs_max,
+            Now::read(),
+        );
         Ok(Arc::new(Registry {
             world: Mutex::new(world),
             store: Arc::new(store),
@@ -138,6 +145,16 @@ impl Registry {
             );
             Err(refusal(ErrorCode::Missing, message))
         })
+    }
+
+    /// Lets hubs probe between racks and waits, within the bound of a campaign, until they have.
+    pub(crate) async fn probe_links(&self) -> Result<Vec<LinkStatus>, ServiceError> {
+        let mut ended = self.with(|world| world.probe_afresh(Now::read()))?;
+        tokio::select! {
+            // The sender lives as long as the world.
+            _ = ended.changed() => Ok(self.with(|world| world.link_statuses(Now::read()))),
+            () = self.stopped() => Err(shutting_down()),
+        }
     }
 
     /// Whether the caller knows the job's nonce. A wrong namespace and a wrong proof look the same from outside.

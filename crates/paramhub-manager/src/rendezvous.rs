@@ -35,7 +35,7 @@ pub(crate) async fn connect(
                 .map(|ticket| (job.wait(ticket), deadline(now.instant, job.options.rendezvous_timeout_s)));
             (seated, Transition::None)
         })?;
-        world.convene(namespace);
+        world.convene(namespace, now);
         seated
     })?;
     let mut waiting = Waiting::new(registry, caller, ticket.number, Wait::Connect);
@@ -43,6 +43,9 @@ pub(crate) async fn connect(
     waiting.over = true;
     let ticket = waiting.ticket;
     registry.with(|world| {
+        if let Waited::TimedOut = waited {
+            world.convene_at_last(namespace, Now::read());
+        }
         let hubs = world.hubs.shapes();
         // The last rank may have come between the timeout and this lock.
         world.change(namespace, |job| {

@@ -1,6 +1,7 @@
 //! All jobs and hubs, and what an event at one means for the others. No clock, no sockets, no store: time is handed in,
 //! commands and records are handed out.
 
+mod convene;
 #[cfg(test)]
 mod tests;
 
@@ -24,6 +25,7 @@ use crate::clock::Now;
 use crate::error::refusal;
 use crate::hubs::Hubs;
 use crate::job::{Job, Outline, Stage, Transition};
+use crate::probes::Probes;
 use crate::store::Record;
 
 /// All jobs and hubs.
@@ -36,6 +38,7 @@ pub(crate) struct World {
     pub(crate) hubs: Hubs,
     /// What a rack's link to the others carries, where that is known.
     core_rate: Option<Rate>,
+    pub(crate) probes: Probes,
     next_order: u64,
     living_jobs_max: usize,
     ended_jobs_max: usize,
@@ -50,6 +53,7 @@ impl World {
     pub(crate) fn new(
         mut records: Vec<Record>,
         core_rate: Option<Rate>,
+        probe_secret: Nonce,
         living_jobs_max: usize,
         ended_jobs_max: usize,
         now: Now,
@@ -60,6 +64,7 @@ impl World {
             ended: VecDeque::new(),
             hubs: Hubs::default(),
             core_rate,
+            probes: Probes::new(probe_secret),
             next_order: 0,
             living_jobs_max,
             ended_jobs_max,
@@ -146,18 +151,6 @@ impl World {
         Ok(value)
     }
 
-    /// Every rank of the job is seated: if the hubs it waits for are there too, the job gets on.
-    pub(crate) fn convene(&mut self, namespace: Namespace) {
-        if !self.jobs.get(&namespace).is_some_and(Job::is_complete) {
-            return;
-        }
-        let shapes = self.hubs.shapes();
-        if let Some(job) = self.jobs.get_mut(&namespace) {
-            let transition = job.convene(shapes, self.core_rate);
-            self.follow(namespace, transition);
-        }
-    }
-
     /// A rank's settings agree; the last one to say so gets them, to make the placement.
     pub(crate) fn agree(
         &mut self,
@@ -212,9 +205,7 @@ impl World {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
         }
         tracing::info!(hub, "hub joined");
-        let complete: Vec<Namespace> =
-            self.jobs.values().filter(|job| job.is_complete()).map(|job| job.namespace).collect();
-        complete.into_iter().for_each(|namespace| self.convene(namespace));
+        self.convene_all(now);
         Ok(hub)
     }
 
@@ -244,6 +235,7 @@ impl World {
         for event in report.events {
             self.apply(hub, event, now);
         }
+        self.go_on_probing(now);
         Ok(())
     }
 
@@ -252,6 +244,7 @@ impl World {
         for hub in self.hubs.silent(hub_timeout_s, now) {
             self.lose_hub(hub, "was lost", now);
         }
+        self.go_on_probing(now);
         let living: Vec<Namespace> = self.living.values().copied().collect();
         for namespace in living {
             if let Some(job) = self.jobs.get_mut(&namespace) {
@@ -306,6 +299,7 @@ impl World {
         // The hub has warned of these itself, in a process with an embedded manager in the very same log.
         let was_logged = matches!(event, HubEvent::Refused { .. } | HubEvent::Ended { finished: false, .. });
         let (namespace, transition) = match event {
+            HubEvent::Probed(report) => return self.probes.hear(hub, report),
             HubEvent::Allocated { namespace, placement_hash } => {
                 let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
                     return self.disown(hub, namespace);
@@ -339,6 +333,7 @@ impl World {
 
     fn lose_hub(&mut self, hub: u32, what: &str, now: Now) {
         let Some(name) = self.hubs.remove(hub) else { return };
+        self.probes.forget(hub);
         let message = format!("{name} {what}");
         tracing::warn!("{message}");
         let served: Vec<Namespace> =

@@ -228,6 +228,8 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "GET /v1/hubs",
         "GET /v1/jobs",
         "GET /v1/jobs/{job}",
+        "GET /v1/jobs/{job}/membership",
+        "GET /v1/links",
         "POST /v1/hubs",
         "POST /v1/hubs/{hub}/events",
         "POST /v1/hubs/{hub}/poll",
@@ -235,6 +237,7 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "POST /v1/jobs/{namespace}/connect",
         "POST /v1/jobs/{namespace}/init",
         "POST /v1/jobs/{namespace}/leave",
+        "POST /v1/links",
     ];
     assert_eq!(listed, routes);
     let schemas = document["components"]["schemas"].as_object().unwrap();

@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use file::load;
 pub(crate) use values::{
-    Bytes, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text, text,
+    Bytes, Deployment, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text,
+    text,
 };
 
 /// Everything that can be configured, one table of the file for each command.
@@ -108,6 +109,14 @@ pub(crate) struct RunSection {
     pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) deployment: Option<Deployment>,
+    pub(crate) hosts: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) host_rank: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) master_addr: Option<String>,
+    pub(crate) master_port: u16,
 }
 
 /// `[train]`
@@ -137,6 +146,10 @@ pub(crate) struct TrainSection {
     pub(crate) consistency: Consistency,
     #[serde(with = "text")]
     pub(crate) reduction: Reduction,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) deployment: Option<Deployment>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hubs: Option<u32>,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(with = "text")]
@@ -234,6 +247,11 @@ impl Default for RunSection {
             optimize_at,
             on_interface_down,
             hubs: None,
+            deployment: None,
+            hosts: 1,
+            host_rank: None,
+            master_addr: None,
+            master_port: 29_500,
         }
     }
 }
@@ -257,6 +275,8 @@ impl Default for TrainSection {
             consistency: Consistency::Synchronous,
             reduction: Reduction::Auto,
             on_interface_down: OnInterfaceDown::Fail,
+            deployment: None,
+            hubs: None,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

@@ -50,6 +50,7 @@ fn a_probe_that_cannot_be_is_refused() {
         ("2", &["--seconds", "0"], 2, ["--seconds 0", "above zero"]),
         ("2", &["--seconds", "-1"], 2, ["--seconds", "-1"]),
         ("4", &["--seconds", "0.1"], 1, ["6 rounds", "allow 1 s"]),
+        ("2", &["--port", "7800-"], 2, ["no port and no range", "7800-7815"]),
         ("2", &["--address", "192.0.2.1"], 2, ["cannot listen on 192.0.2.1", "--address"]),
     ] {
         let refused = probe(workers, more.iter().copied()).finish().expect_code(code);
@@ -57,6 +58,17 @@ fn a_probe_that_cannot_be_is_refused() {
             assert!(refused.stderr.contains(reason), "no `{reason}` in\n{}", refused.stderr);
         }
     }
+}
+
+#[test]
+fn ranks_of_one_machine_share_a_range_of_ports() {
+    // Below those that systems give out; three of them may be taken by others.
+    let shown = json(probe("3", ["--json", "--seconds", "1", "--port", "21810-21815"]));
+    assert_eq!(shown["members"].as_array().unwrap().len(), 3);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let refused = probe("2", ["--port", &port]).finish().expect_code(2);
+    assert!(refused.stderr.contains(&format!("no port from {port} to {port}")), "{}", refused.stderr);
 }
 
 #[test]

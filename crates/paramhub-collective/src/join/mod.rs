@@ -44,7 +44,12 @@ pub struct MeshListener {
 impl MeshListener {
     /// Listens on `ip` at a port that the system chooses. Nothing is accepted before [`join`](Self::join).
     pub fn bind(ip: IpAddr) -> io::Result<MeshListener> {
-        let listener = listen(SocketAddr::new(ip, 0))?;
+        MeshListener::bind_to(SocketAddr::new(ip, 0))
+    }
+
+    /// [`bind`](Self::bind) at a port of the caller's choice.
+    pub fn bind_to(address: SocketAddr) -> io::Result<MeshListener> {
+        let listener = listen(address)?;
         let address = listener.local_addr()?;
         Ok(MeshListener { listener, address })
     }

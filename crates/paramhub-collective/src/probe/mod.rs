@@ -4,17 +4,17 @@
 //! it finds out: the receiver asks for batches of growing size until one lasts long enough, and only that one counts, so that
 //! neither slow start nor a shaper's burst does (`transfer.rs`). Ranks that are not measured wait in a barrier.
 
-mod pairs;
 mod transfer;
 
 use std::time::Duration;
+
+use paramhub_core::pairs::{one_by_one, tournament};
 
 use paramhub_core::cost::Rate;
 use paramhub_transport::lend;
 
 use crate::error::MeshError;
 use crate::mesh::Mesh;
-use pairs::{one_by_one, tournament};
 use transfer::Transfer;
 
 /// Parts of a pair's time: one direction, the other, both.

@@ -17,6 +17,8 @@ pub struct Choice {
     pub reduction: Reduction,
     /// For a megabyte of gradients.
     pub inequality: Inequality,
+    /// Of all hubs of the weakest rack together.
+    pub hub: Rate,
 }
 
 impl fmt::Display for Choice {
@@ -36,28 +38,43 @@ impl fmt::Display for Choice {
     }
 }
 
+/// A rack that hubs serve and workers are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServedRack<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// What the interfaces of its hubs carry together, by their weights.
+    pub mbit: u64,
+    /// How many there are.
+    pub workers: u32,
+}
+
+/// The racks that both hubs and workers are in, by name.
+pub fn served_racks<'a>(hubs: &'a [(HubShape, Place)], workers: &[Place]) -> Vec<ServedRack<'a>> {
+    let mut racks: BTreeMap<&str, ServedRack> = BTreeMap::new();
+    for (hub, place) in of_racks(hubs) {
+        let name = place.rack.as_str();
+        racks.entry(name).or_insert(ServedRack { name, mbit: 0, workers: 0 }).mbit += hub.weight();
+    }
+    for worker in workers {
+        if let Some(rack) = racks.get_mut(worker.rack.as_str()) {
+            rack.workers += 1;
+        }
+    }
+    racks.into_values().filter(|rack| rack.workers > 0).collect()
+}
+
 /// Applies the condition where hubs serve several racks that have workers, each with a link of the rate `core` to the others.
 ///
 /// Interfaces carry what their weights say, in Mbit/s; B_PBox is that of the weakest rack's hubs together, and a worker's link is
 /// taken to carry as much as the weakest of their interfaces.
 pub fn choose(hubs: &[(HubShape, Place)], workers: &[Place], core: Rate) -> Option<Choice> {
-    let mut racks: BTreeMap<&str, (u64, u32)> = BTreeMap::new();
-    let mut weakest = u32::MAX;
-    for (hub, place) in hubs.iter().filter(|(_, place)| !place.rack.is_empty() && place.host.is_empty()) {
-        racks.entry(&place.rack).or_default().0 += hub.weight();
-        let weights = hub.interfaces.iter().map(|interface| interface.weight);
-        weakest = weakest.min(weights.min().unwrap_or(u32::MAX));
-    }
-    for worker in workers {
-        if let Some((_, workers)) = racks.get_mut(worker.rack.as_str()) {
-            *workers += 1;
-        }
-    }
-    racks.retain(|_, (_, workers)| *workers > 0);
+    let racks = served_racks(hubs, workers);
+    let weights = of_racks(hubs).flat_map(|(hub, _)| &hub.interfaces).map(|interface| interface.weight);
     let mbit = |mbit: u64| Rate::from_bits_per_second(mbit as f64 * 1e6);
-    let hub = racks.values().map(|&(mbit, _)| mbit).min()?;
-    let rates = Rates { worker: mbit(weakest.into())?, hub: mbit(hub)?, core: Some(core) };
-    let (workers, racks) = (racks.values().map(|(_, workers)| workers).sum(), racks.len() as u32);
+    let hub = mbit(racks.iter().map(|rack| rack.mbit).min()?)?;
+    let rates = Rates { worker: mbit(weights.min()?.into())?, hub, core: Some(core) };
+    let (workers, racks) = (racks.iter().map(|rack| rack.workers).sum(), racks.len() as u32);
     let network = Network { racks, hubs: racks, ..Network::new(BYTES, workers, rates) };
     let chosen = CostModel::new(network).ok()?.choose_reduction()?;
     let reduction = match chosen.chosen {
@@ -66,5 +83,10 @@ pub fn choose(hubs: &[(HubShape, Place)], workers: &[Place], core: Rate) -> Opti
         Arrangement::Sharded => Reduction::Sharded,
         _ => Reduction::Flat,
     };
-    Some(Choice { reduction, inequality: chosen.inequality })
+    Some(Choice { reduction, inequality: chosen.inequality, hub })
+}
+
+/// Hubs that serve racks.
+fn of_racks(hubs: &[(HubShape, Place)]) -> impl Iterator<Item = &(HubShape, Place)> {
+    hubs.iter().filter(|(_, place)| !place.rack.is_empty() && place.host.is_empty())
 }

@@ -142,6 +142,7 @@ fn the_papers_condition_decides_between_flat_and_hierarchical() {
     assert!((slow.inequality.hierarchical_s() - (0.016 + 0.04)).abs() < 1e-9);
     assert_eq!(slow.reduction, Reduction::Sharded);
     assert!(slow.to_string().contains("160.00 ms through the core, flat, > 56.00 ms"), "{slow}");
+    assert_eq!(slow.hub.to_string(), "2 Gbit/s");
     assert_eq!(choice("100gbit").reduction, Reduction::Flat);
     assert_eq!(choose(&hubs, &workers[..4], "1gbit".parse().unwrap()), None, "one rack has nothing to cross");
     assert_eq!(choose(&[(hub("x", 1), at("", ""))], &workers, "1gbit".parse().unwrap()), None);

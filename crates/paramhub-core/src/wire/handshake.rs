@@ -50,6 +50,8 @@ pub enum Caller {
         /// Its route whose sums come on this stream.
         route: u16,
     },
+    /// A hub that probes the network: bytes without frames follow.
+    Prober,
 }
 
 /// The first message on a stream, from a worker or from a hub of another site.
@@ -62,13 +64,14 @@ pub enum Caller {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each. Flag 4: it resumes.
+    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each; flag 3: zeros, of a hub that probes;
+    /// flag 4: a rank whose stream resumes.
     pub caller: Caller,
     /// Position of the interface in its hub.
     pub interface: u16,
     /// Core of the hub.
     pub core: u16,
-    /// The job.
+    /// The job, or the probe.
     pub namespace: Namespace,
     /// As given to ConnectService; of a hub zeros.
     pub incarnation: Incarnation,
@@ -108,6 +111,7 @@ impl Hello {
                 (u8::from(shares_parameters) | u8::from(resumes) << 2, rank)
             }
             Caller::Hub { site, route } => (2, u32::from(site) << 16 | u32::from(route)),
+            Caller::Prober => (3, 0),
         };
         wire[6] = flags;
         wire[8..12].copy_from_slice(&caller.to_le_bytes());
@@ -138,6 +142,7 @@ impl Hello {
                 Caller::Worker { rank: number, shares_parameters: flags == 1, resumes: flags == 4 }
             }
             2 => Caller::Hub { site: (number >> 16) as u16, route: number as u16 },
+            3 if number == 0 => Caller::Prober,
             reserved => return Err(HandshakeError::Reserved(reserved)),
         };
         Ok(Hello {
@@ -278,6 +283,8 @@ mod tests {
         let resumes = Caller::Worker { rank: 3, shares_parameters: false, resumes: true };
         let resumed = Hello { caller: resumes, ..hello() };
         assert_eq!(Hello::decode(&resumed.encode()), Ok(resumed));
+        let prober = Hello { caller: Caller::Prober, ..hello() };
+        assert_eq!(Hello::decode(&prober.encode()), Ok(prober));
         let mut stranger = wire;
         stranger[0] = b'G';
         assert_eq!(Hello::decode(&stranger), Err(HandshakeError::Magic));

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::auth::{Namespace, Nonce, Proof};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
+    CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
 };
 use paramhub_transport::shm::{receive_segments, send_segments};
 use rustix::io::Errno;
@@ -56,6 +56,8 @@ enum Stage {
     },
     /// The welcome is on its way.
     Welcome(Hello, Option<Admitted>),
+    /// The same, of a stream that probes the network.
+    Probe(Namespace),
     /// The refusal is on its way; then our side closes and the guest may read it in peace.
     Refusal {
         closed: bool,
@@ -67,6 +69,8 @@ pub(super) enum Next {
     Wait,
     Leave,
     Admit(Hello, Admitted),
+    /// It belongs to the probe of this name.
+    Probe(Namespace),
 }
 
 impl Guest {
@@ -94,6 +98,7 @@ impl Guest {
                     let admitted = admitted.take().expect("a guest is admitted once");
                     return Ok(Next::Admit(*hello, admitted));
                 }
+                Stage::Probe(probe) => return Ok(Next::Probe(*probe)),
                 Stage::Refusal { closed } => {
                     if !std::mem::replace(closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
@@ -194,10 +199,26 @@ impl Guest {
             Stage::Proof { hello, challenge } => {
                 let hello = *hello;
                 // An unknown job is checked against a nonce nobody has, so that it takes as long as a known one.
-                let nonce = directory.nonce(hello.namespace);
+                let probes = hello.caller == Caller::Prober;
+                let nonce = match probes {
+                    true => directory.probe.nonce(hello.namespace),
+                    false => directory.nonce(hello.namespace),
+                };
                 let (worker, hub) = stream_proofs(&nonce.unwrap_or(Nonce([0; 32])), &hello, challenge);
                 let given = Proof(heard.try_into().expect("as many bytes as were wanted"));
-                if !given.matches(&worker) || nonce.is_none() {
+                let is_proven = given.matches(&worker) && nonce.is_some();
+                if probes && is_proven && matches!(self.by, CameBy::Interfaces(..)) {
+                    let welcome = Verdict::Welcome { proof: hub, state_slots: 0 };
+                    self.outbox.extend_from_slice(&welcome.encode());
+                    self.stage = Stage::Probe(hello.namespace);
+                    return Ok(());
+                }
+                if probes {
+                    // Not worth a warning: it comes again until this hub has been told of the probe.
+                    self.turn_away(Refusal::WrongNonce, "this hub waits for no such probe".to_string());
+                    return Ok(());
+                }
+                if !is_proven {
                     let message = "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
                     self.refuse(Refusal::WrongNonce, message.to_string());
                     return Ok(());
@@ -215,13 +236,19 @@ impl Guest {
                     Err((refusal, message)) => self.refuse(refusal, message),
                 }
             }
-            Stage::Welcome(..) | Stage::Refusal { .. } => unreachable!("nothing is asked after the verdict"),
+            Stage::Welcome(..) | Stage::Probe(_) | Stage::Refusal { .. } => {
+                unreachable!("nothing is asked after the verdict")
+            }
         }
         Ok(())
     }
 
     fn refuse(&mut self, refusal: Refusal, message: String) {
         warn!("turned {} away: {message}", self.by);
+        self.turn_away(refusal, message);
+    }
+
+    fn turn_away(&mut self, refusal: Refusal, message: String) {
         self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
         self.stage = Stage::Refusal { closed: false };
         self.deadline = self.deadline.min(Instant::now() + FAREWELL);

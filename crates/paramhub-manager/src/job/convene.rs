@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use paramhub_core::composition::{ArrangeError, Arranged, Choice, Place, Reduction, arrange, choose};
-use paramhub_core::cost::Rate;
+use paramhub_core::composition::{ArrangeError, Arranged, Place, Reduction, arrange, choose};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::JobState;
 
 use super::members::{Member, describe_hub};
 use super::{Job, Stage, Transition, join_words};
 use crate::hubs::OfferedHub;
+use crate::probes::Core;
 
 /// Hubs that a message lists before it only counts the rest.
 const HUBS_LISTED: usize = 8;
@@ -20,19 +20,25 @@ impl Job {
         self.state == JobState::Connecting && self.seats.are_full()
     }
 
+    /// Whether as many hubs have joined as the job waits for.
+    pub(crate) fn suffice(&self, hubs: &[OfferedHub]) -> bool {
+        count(hubs) >= self.hubs_needed()
+    }
+
     /// Every rank is there and `hubs` have joined: if those are enough and serve everybody, the ranks may go on.
-    pub(crate) fn convene(&mut self, hubs: Vec<OfferedHub>, core_rate: Option<Rate>) -> Transition {
-        if !self.is_complete() || count(&hubs) < self.hubs_needed() {
+    pub(crate) fn convene(&mut self, hubs: Vec<OfferedHub>, core: &Core) -> Transition {
+        if !self.is_complete() || !self.suffice(&hubs) {
             return Transition::None;
         }
         let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
         // A hub for those who are left out may yet come.
-        let Ok((choice, (composition, of_sites))) = self.arrange(&hubs, core_rate) else {
+        let Ok((reduction, (composition, of_sites))) = self.arrange(&hubs, core) else {
             return Transition::None;
         };
-        if let Some(choice) = choice {
-            tracing::info!(job = self.name, "{choice}");
+        if !reduction.is_empty() {
+            tracing::info!(job = self.name, "reduction: {reduction}");
         }
+        self.reduction = reduction;
         let members =
             (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
         self.members =
@@ -54,7 +60,7 @@ impl Job {
         }
         if joined >= needed {
             let hubs: Vec<(HubShape, Place)> = hubs.iter().map(|(_, hub)| hub.clone()).collect();
-            let why = self.arrange(&hubs, None).err()?;
+            let why = self.arrange(&hubs, &Core::Unneeded).err()?;
             return Some(format!("its hubs do not serve everybody after {timeout_s} s: {why}"));
         }
         let listed: Vec<String> =
@@ -76,18 +82,27 @@ impl Job {
         self.options.hubs.map_or(1, |hubs| hubs as usize)
     }
 
-    fn arrange(
-        &self,
-        hubs: &[(HubShape, Place)],
-        core_rate: Option<Rate>,
-    ) -> Result<(Option<Choice>, Arranged), ArrangeError> {
+    /// How the hubs are arranged, with what is said about the choice.
+    fn arrange(&self, hubs: &[(HubShape, Place)], core: &Core) -> Result<(String, Arranged), ArrangeError> {
         let options = &self.options;
-        let choice = core_rate
-            .filter(|_| options.reduction == Reduction::Auto)
-            .and_then(|core_rate| choose(hubs, &self.places, core_rate));
-        let reduction = choice.as_ref().map_or(options.reduction, |choice| choice.reduction);
+        let (reduction, said) = match core {
+            _ if options.reduction != Reduction::Auto => {
+                (options.reduction, format!("{}, as the job asks", options.reduction))
+            }
+            Core::Unneeded => (Reduction::Auto, String::new()),
+            Core::Unknown(why) => (Reduction::Auto, format!("auto, by the hubs' places: {why}")),
+            Core::Known { rate, source, hubs_source } => match choose(hubs, &self.places, *rate) {
+                Some(choice) => {
+                    let hub = choice.hub;
+                    let said =
+                        format!("auto: {choice} (core {source}; the hubs of a rack {hub}, {hubs_source})");
+                    (choice.reduction, said)
+                }
+                None => (Reduction::Auto, String::new()),
+            },
+        };
         let arranged = arrange(hubs, &self.places, reduction, options.optimize_at)?;
-        Ok((choice, arranged))
+        Ok((said, arranged))
     }
 }
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::probes::Core;
 use std::time::Duration;
 
 use paramhub_core::auth::Proof;
@@ -62,7 +63,7 @@ fn initialising(workers: u32, hub_count: u32) -> Job {
     for rank in 0..workers {
         job.connect(&call(rank, rank as u8), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(hub_count), None), Transition::Advanced);
+    assert_eq!(job.convene(hubs(hub_count), &Core::Unneeded), Transition::Advanced);
     job
 }
 
@@ -147,7 +148,7 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     job.options.hubs = Some(10);
     let tickets: Vec<u64> = (0..2).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
     for (joined, listed) in [(0, "none"), (2, "only 2, hub 0 (10.0.0.0:7771) and hub 1 (10.0.0.1:7771)")] {
-        assert_eq!(job.convene(hubs(joined), None), Transition::None);
+        assert_eq!(job.convene(hubs(joined), &Core::Unneeded), Transition::None);
         let missing = job.hubs_missing(&hubs(joined)).unwrap();
         let expected = format!(
             "of the 10 hubs that it waits for {listed} had joined the connection manager within 60 s"
@@ -162,7 +163,7 @@ fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
     for rank in 0..2 {
         job.connect(&call(rank, 9), now()).unwrap();
     }
-    assert_eq!(job.convene(hubs(10), None), Transition::Advanced);
+    assert_eq!(job.convene(hubs(10), &Core::Unneeded), Transition::Advanced);
     assert_eq!(job.hubs().count(), 10);
 }
 
@@ -177,13 +178,13 @@ fn a_job_waits_for_hubs_that_serve_everybody() {
     for (hub, place) in offered.iter_mut().zip([at("", "another run's"), at("a", ""), at("b", "")]) {
         hub.1.1 = place;
     }
-    assert_eq!(job.convene(offered[..1].to_vec(), None), Transition::None);
+    assert_eq!(job.convene(offered[..1].to_vec(), &Core::Unneeded), Transition::None);
     assert!(job.hubs_missing(&offered[..1]).unwrap().contains("no hub has joined"));
-    assert_eq!(job.convene(offered[..2].to_vec(), None), Transition::None);
+    assert_eq!(job.convene(offered[..2].to_vec(), &Core::Unneeded), Transition::None);
     let missing = job.hubs_missing(&offered[..2]).unwrap();
     assert!(missing.contains("rank 1 is in rack \"b\", which no hub serves"), "{missing}");
     assert_eq!(job.hubs_missing(&offered), None);
-    assert_eq!(job.convene(offered, None), Transition::Advanced);
+    assert_eq!(job.convene(offered, &Core::Unneeded), Transition::Advanced);
     assert_eq!(job.hubs().collect::<Vec<_>>(), [1, 2]);
 }
 

@@ -8,7 +8,8 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use paramhub_core::service::{
-    Commands, HubRegistered, HubReport, HubStatus, PollCommands, RegisterHub, ServiceError,
+    Commands, HubRegistered, HubReport, HubStatus, LinkStatus, PollCommands, ProbeLinks, RegisterHub,
+    ServiceError,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -61,6 +62,43 @@ pub(crate) async fn register(
 )]
 pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
     Json(registry.with(|world| world.hub_statuses(Now::read())))
+}
+
+/// What hubs have found out about the network between racks.
+#[utoipa::path(
+    get, path = "/v1/links", tag = "hubs", operation_id = "list_links",
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "By the racks' names, each direction by itself.", body = Vec<LinkStatus>),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+    )
+)]
+pub(crate) async fn links(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<LinkStatus>> {
+    Json(registry.with(|world| world.link_statuses(Now::read())))
+}
+
+/// Lets the hubs of all racks probe the network between them; answered when they have, within 2 s for each other rack, 14 s at most.
+#[utoipa::path(
+    post, path = "/v1/links", tag = "hubs", operation_id = "probe_links",
+    request_body = ProbeLinks,
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "As GET; what failed says why.", body = Vec<LinkStatus>),
+        (status = 400, description = "The body is malformed, or there are not hubs of two racks.", body = ServiceError),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 408, description = "The body did not arrive in time.", body = ServiceError),
+        (status = 409, description = "A job runs at hubs that would probe.", body = ServiceError),
+        (status = 413, description = "The body is too long.", body = ServiceError),
+        (status = 415, description = "The body is not declared as JSON.", body = ServiceError),
+        (status = 500, description = "The manager is shutting down.", body = ServiceError),
+    )
+)]
+pub(crate) async fn probe(
+    _: Admin,
+    State(registry): State<Arc<Registry>>,
+    JsonBody(ProbeLinks {}): JsonBody<ProbeLinks, SMALL>,
+) -> Result<Json<Vec<LinkStatus>>, Refusal> {
+    Ok(Json(registry.probe_links().await?))
 }
 
 /// Waits for commands; answered at once while some are not acknowledged.

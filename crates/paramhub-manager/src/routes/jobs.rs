@@ -28,7 +28,7 @@ type Answer<T> = Result<Json<T>, Refusal>;
     request_body = CreateService,
     security(("admin_token" = [])),
     responses(
-        (status = 200, description = "The job exists; the nonce is shown this once.", body = ServiceCreated),
+        (status = 200, description = "The job exists.", body = ServiceCreated),
         (status = 400, description = "The name, the number of workers or an option is out of bounds.", body = ServiceError),
         (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
         (status = 408, description = "The body did not arrive in time.", body = ServiceError),
@@ -157,6 +157,27 @@ pub(crate) async fn show(
     Segment(job): Segment<String>,
 ) -> Answer<JobStatus> {
     Ok(Json(registry.with(|world| world.find(&job).map(crate::job::Job::status))?))
+}
+
+/// What a launcher on a further host needs for its workers, as CreateService answered it; until every rank has joined.
+#[utoipa::path(
+    get, path = "/v1/jobs/{job}/membership", tag = "jobs", operation_id = "job_membership",
+    params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`.")),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "Namespace and nonce.", body = ServiceCreated),
+        (status = 400, description = "The path is malformed.", body = ServiceError),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 404, description = "No living job has this name.", body = ServiceError),
+        (status = 409, description = "Every rank of it has joined.", body = ServiceError),
+    )
+)]
+pub(crate) async fn membership(
+    _: Admin,
+    State(registry): State<Arc<Registry>>,
+    Segment(job): Segment<String>,
+) -> Answer<ServiceCreated> {
+    Ok(Json(registry.with(|world| world.membership(&job))?))
 }
 
 /// StopService: ends a job; answered when its hubs have freed it.

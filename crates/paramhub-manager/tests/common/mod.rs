@@ -235,7 +235,7 @@ fn serve(
             acknowledged = numbered.sequence;
             let event = match &numbered.command {
                 HubCommand::Allocate(plan) => allocate(plan, manner),
-                HubCommand::Link { .. } => None,
+                HubCommand::Link { .. } | HubCommand::Probe(_) => None,
                 HubCommand::Stop { namespace, reason } => {
                     let (namespace, reason) = (*namespace, reason.clone());
                     Some(HubEvent::Ended { namespace, finished: false, reason })

@@ -104,7 +104,7 @@ pub(super) struct HubFlags {
     #[arg(long, value_name = "URL", env = "PARAMHUB_HUB_JOIN", conflicts_with_all = ["manager", "state"])]
     join: Option<String>,
     /// What a rack's link to the other racks carries each way, as in 10gbit: lets the reduction `auto` choose between flat and
-    /// hierarchical; `paramhub probe` measures it [default: not known]
+    /// hierarchical [default: what hubs of several racks probe]
     #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
     core_rate: Option<Rate>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
-use comfy_table::{Table, presets};
+use comfy_table::{ColumnConstraint, Table, Width, presets};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
@@ -12,6 +12,9 @@ use super::{ManagerUrl, client};
 use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
+
+/// Where sentences in a table are broken.
+const SENTENCE_COLUMNS: u16 = 100;
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -192,6 +195,7 @@ fn show(job: &JobStatus) -> String {
         ("gradients of one worker", bytes(job.bytes)),
         ("optimizer", or_dash(&job.optimizer)),
         ("consistency", or_dash(&job.consistency)),
+        ("reduction", or_dash(&job.reduction)),
         ("memory", bytes(job.counters.memory_bytes)),
         ("received", bytes(job.counters.bytes_received)),
         ("sent", bytes(job.counters.bytes_sent)),
@@ -204,6 +208,9 @@ fn show(job: &JobStatus) -> String {
     ] {
         table.add_row([what.to_owned(), value]);
     }
+    // Messages, and what is said about a reduction, are sentences.
+    let values = table.column_mut(1).expect("every row has two cells");
+    values.set_constraint(ColumnConstraint::UpperBoundary(Width::Fixed(SENTENCE_COLUMNS)));
     table.to_string()
 }
 

@@ -20,7 +20,7 @@ pub(super) struct ManagerFlags {
     #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_MANAGER_LISTEN")]
     listen: Option<SocketAddr>,
     /// What a rack's link to the other racks carries each way, as in 10gbit: lets the reduction `auto` choose between flat and
-    /// hierarchical; `paramhub probe` measures it [default: not known]
+    /// hierarchical [default: what hubs of several racks probe]
     #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
     core_rate: Option<Rate>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]

@@ -1,9 +1,11 @@
 //! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
 mod bench;
+mod deployment;
 mod doctor;
 mod exit;
 mod hub;
+mod hubs;
 mod jobs;
 mod manager;
 mod models;
@@ -81,6 +83,8 @@ enum Verb {
     Manager(manager::ManagerFlags),
     /// List, create, show or stop jobs
     Jobs(jobs::JobsFlags),
+    /// List hubs and what the network between their racks carries, or let them probe it
+    Hubs(hubs::HubsFlags),
     /// Start the workers of a job on this machine
     Run(run::RunFlags),
     /// Say what this machine offers and what is missing
@@ -164,6 +168,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Hub => hub::serve(&config),
         Todo::Manager => manager::serve(&config),
         Todo::Jobs(todo) => jobs::jobs(&config, todo),
+        Todo::Hubs(todo) => hubs::hubs(&config, todo),
         Todo::Run(command) => run::run(&config, command),
         Todo::Doctor(todo) => doctor::doctor(&config, todo),
         Todo::Bench(flags) => bench::bench(flags),
@@ -184,6 +189,7 @@ enum Todo {
     Hub,
     Manager,
     Jobs(jobs::Todo),
+    Hubs(hubs::Todo),
     Run(Vec<OsString>),
     Doctor(doctor::Todo),
     Bench(bench::BenchFlags),
@@ -210,6 +216,7 @@ impl Verb {
                 Todo::Manager
             }
             Verb::Jobs(flags) => Todo::Jobs(flags.apply(config)),
+            Verb::Hubs(flags) => Todo::Hubs(flags.apply(config)),
             Verb::Run(flags) => Todo::Run(flags.apply(config)),
             Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
             Verb::Bench(flags) => Todo::Bench(flags),

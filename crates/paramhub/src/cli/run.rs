@@ -1,4 +1,7 @@
-//! `paramhub run`: a local launcher.
+//! `paramhub run`: a launcher of workers, on this host or started once on each of several.
+
+mod lookout;
+mod venue;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -9,18 +12,23 @@ use anyhow::Context;
 use clap::Args;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
-use super::{ManagerUrl, Usage, client, overlay};
+use super::{ManagerUrl, Usage, deployment, overlay};
 use crate::ManagerClient;
 use crate::cli::ExitCode;
-use crate::config::Config;
-use crate::embedded::{EmbeddedConfig, EmbeddedHub};
+use crate::config::{Config, Deployment};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
-use crate::service::{CreateService, JobOptions, JobState, OnInterfaceDown, ServiceCreated};
+use crate::service::{JobState, OnInterfaceDown, ServiceCreated};
+use lookout::Lookout;
+use venue::{Interrupted, Venue};
 
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Start the workers of a job on this machine.
+/// Start the workers of a job on this machine, or this machine's share of a job on several
+///
+/// On several hosts it is started once on each, with the same -n, --hosts, --name and --hub, and its --host-rank. By
+/// --deployment cc or cs the hubs stand beside the workers: then it starts the hub, and on the first host the connection manager
+/// at --hub, unless one runs there.
 ///
 /// Each worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and its
 /// job in PARAMHUB_URL, PARAMHUB_JOB and PARAMHUB_SECRET. Its output appears line by line, its rank in front. When one
@@ -29,7 +37,7 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 #[derive(Args)]
 #[command(args_override_self = true)]
 pub(super) struct RunFlags {
-    /// Workers to start [default: 1]
+    /// Workers to start on each host [default: 1]
     #[arg(short = 'n', long, value_name = "N", env = "PARAMHUB_RUN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
     #[command(flatten)]
@@ -60,6 +68,24 @@ pub(super) struct RunFlags {
     /// [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
     hubs: Option<u32>,
+    /// Where the hubs are: cc, one beside the workers of the first host; cs, one beside those of every host; ncc or ncs, one or
+    /// several dedicated ones that have joined the connection manager at --hub [default: one here, or with --hub whichever have
+    /// joined]
+    #[arg(long, value_enum, hide_possible_values = true, env = "PARAMHUB_DEPLOYMENT")]
+    deployment: Option<Deployment>,
+    /// Hosts of the job [default: 1]
+    #[arg(long, value_name = "H", env = "PARAMHUB_RUN_HOSTS")]
+    hosts: Option<u32>,
+    /// Which of them this is, from 0
+    #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HOST_RANK")]
+    host_rank: Option<u32>,
+    /// MASTER_ADDR of workers on several hosts, an address of the first [default: with cc and cs that in --hub; else as it is in
+    /// the environment]
+    #[arg(long, value_name = "ADDRESS", env = "PARAMHUB_RUN_MASTER_ADDR")]
+    master_addr: Option<String>,
+    /// MASTER_PORT that goes with it [default: 29500]
+    #[arg(long, value_name = "PORT", env = "PARAMHUB_RUN_MASTER_PORT")]
+    master_port: Option<u16>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,
@@ -68,7 +94,9 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down; name, hubs);
+        overlay!(self => config.run;
+            workers, cores, reduction, optimize_at, on_interface_down, hosts, master_port;
+            name, hubs, deployment, host_rank, master_addr);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -78,68 +106,81 @@ impl RunFlags {
 
 pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
     let section = &config.run;
-    if section.workers == 0 || section.cores == 0 {
-        return Err(Usage("a job needs at least one worker, and a hub at least one core".into()).into());
+    if section.workers == 0 || section.hosts == 0 || section.cores == 0 {
+        let problem = "a job needs at least one worker on at least one host, and a hub at least one core";
+        return Err(Usage(problem.into()).into());
     }
+    venue::check(config)?;
     if config.url.is_none() && section.hubs.is_some_and(|hubs| hubs > 1) {
         let problem =
             "the hub that `run` starts is the only one: several need --hub URL, a connection manager's";
         return Err(Usage(problem.into()).into());
     }
     let signals = Signals::catch()?;
-    let (embedded, client) = match config.url {
-        Some(_) => (None, client(config)?),
-        None => {
-            let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
-            let client = hub.client().clone();
-            (Some(hub), client)
+    let venue = match Venue::open(config, &signals) {
+        Ok(venue) => venue,
+        Err(error) => {
+            let Some(interrupted) = error.downcast_ref::<Interrupted>() else { return Err(error) };
+            eprintln!("paramhub: {interrupted}");
+            return Ok(ExitCode::from(128 + u8::try_from(interrupted.signal).unwrap_or(0)));
         }
     };
-    let job = create(config, &client)?;
-    let started = commands(config, &client, &job, &command).and_then(Launch::start);
-    let mut watch = Printer { embedded: embedded.as_ref(), checked: Instant::now() };
-    let ended = started.map(|launch| launch.supervise(&signals, &mut watch));
-    match embedded {
-        Some(hub) => hub.stop(),
-        None => end_job(&client, &job, ended.as_ref().ok()),
-    }
+    let first_rank = venue.first_rank(section);
+    let supervise = || {
+        let lookout =
+            (section.hosts > 1).then(|| Lookout::start(venue.client.clone(), &venue.job)).transpose()?;
+        let launch = Launch::start(commands(config, &venue, &command)?)?;
+        let mut watch =
+            Printer { venue: &venue, lookout, first_rank: first_rank as usize, checked: Instant::now() };
+        Ok(Ended { first_rank, ..launch.supervise(&signals, &mut watch) })
+    };
+    let ended: anyhow::Result<Ended> = supervise();
+    venue.close(ended.as_ref().ok(), &signals);
     Ok(ExitCode::from(conclude(&ended?)))
 }
 
-fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCreated> {
-    let section = &config.run;
-    let name = match &section.name {
-        Some(name) => name.clone(),
-        None => format!("run-{:08x}", getrandom::u32().context("the system has no random numbers")?),
-    };
-    let options = JobOptions {
-        rendezvous_timeout_s: section.rendezvous_timeout_s,
-        dead_after_s: section.dead_after_s,
-        reduction: section.reduction,
-        optimize_at: section.optimize_at,
-        on_interface_down: section.on_interface_down,
-        hubs: section.hubs,
-        ..JobOptions::default()
-    };
-    Ok(client.create_service(&CreateService { name, workers: section.workers, options })?)
-}
-
-fn commands(
-    config: &Config,
-    client: &ManagerClient,
-    job: &ServiceCreated,
-    command: &[OsString],
-) -> anyhow::Result<Vec<Command>> {
+fn commands(config: &Config, venue: &Venue, command: &[OsString]) -> anyhow::Result<Vec<Command>> {
     let (program, arguments) = command.split_first().context("give the workers' command after --")?;
-    let master_port = free_port().context("no free port for MASTER_PORT")?.to_string();
-    let workers = config.run.workers;
-    let commands = (0..workers).map(|rank| {
+    let section = &config.run;
+    let master = master(config)?;
+    let commands = (0..section.workers).map(|local_rank| {
         let mut command = Command::new(program);
-        command.args(arguments).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &master_port);
-        Seat { rank, workers, url: client.url(), job }.prepare(&mut command);
+        command.args(arguments);
+        if let Some((address, port)) = &master {
+            command.env("MASTER_ADDR", address).env("MASTER_PORT", port.to_string());
+        }
+        if let Some(rack) = &venue.rack {
+            command.env("PARAMHUB_RACK", rack);
+        }
+        let seat = Seat {
+            rank: venue.first_rank(section) + local_rank,
+            workers: section.workers * section.hosts,
+            local_rank,
+            local_workers: section.workers,
+            url: venue.client.url(),
+            job: &venue.job,
+        };
+        seat.prepare(&mut command);
         command
     });
     Ok(commands.collect())
+}
+
+/// Where frameworks let the ranks meet: on rank 0's host. None where nobody has said which that is.
+fn master(config: &Config) -> anyhow::Result<Option<(String, u16)>> {
+    let section = &config.run;
+    if section.hosts == 1 {
+        return Ok(Some(("127.0.0.1".into(), free_port().context("no free port for MASTER_PORT")?)));
+    }
+    let named = section.master_addr.clone();
+    // The first host's, where its launcher runs the connection manager.
+    let url = config.url.as_deref().filter(|_| deployment::is_colocated(section.deployment));
+    let of_url = url.map(|url| {
+        let (_, authority) = url.split_once("://").unwrap_or(("", url));
+        let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+        host.trim_matches(['[', ']']).to_owned()
+    });
+    Ok(named.or(of_url).map(|address| (address, section.master_port)))
 }
 
 /// Ends what workers that never joined, or did not leave, would keep alive until its lease runs out. `ended` is how they
@@ -160,13 +201,15 @@ pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Optio
 
 /// Puts the rank in front of each line.
 struct Printer<'a> {
-    embedded: Option<&'a EmbeddedHub>,
+    venue: &'a Venue,
+    lookout: Option<Lookout>,
+    first_rank: usize,
     checked: Instant,
 }
 
 impl Watch for Printer<'_> {
     fn line(&mut self, line: Line) {
-        let mut prefixed = format!("[{}] ", line.rank).into_bytes();
+        let mut prefixed = format!("[{}] ", self.first_rank + line.rank).into_bytes();
         prefixed.extend_from_slice(&line.bytes);
         prefixed.push(b'\n');
         // A reader that has gone away must not keep the workers from ending.
@@ -181,10 +224,10 @@ impl Watch for Printer<'_> {
             return Ok(());
         }
         self.checked = Instant::now();
-        match self.embedded.and_then(EmbeddedHub::has_failed) {
-            Some(reason) => Err(format!("the hub has failed: {reason}")),
-            None => Ok(()),
+        if let Some(reason) = self.venue.has_failed() {
+            return Err(format!("the hub has failed: {reason}"));
         }
+        self.lookout.as_mut().and_then(Lookout::failure).map_or(Ok(()), Err)
     }
 }
 
@@ -196,7 +239,8 @@ fn conclude(ended: &Ended) -> u8 {
     }
     if ended.signal.is_none() {
         for &rank in &ended.failed {
-            eprintln!("paramhub: worker {rank} {}", describe(ended.exits[rank]));
+            let number = ended.first_rank as usize + rank;
+            eprintln!("paramhub: worker {number} {}", describe(ended.exits[rank]));
         }
     }
     ended.worst_exit_code()

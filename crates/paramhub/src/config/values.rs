@@ -280,6 +280,31 @@ impl FromStr for TrainOptimizer {
     }
 }
 
+/// Which hosts have hubs (PHub, section 3.4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Deployment {
+    /// One hub, on a host of its own
+    Ncc,
+    /// A hub on each of several hosts of their own
+    Ncs,
+    /// One hub, beside the workers of the first host
+    Cc,
+    /// A hub beside the workers of every host
+    Cs,
+}
+
+impl fmt::Display for Deployment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ncc => "ncc",
+            Self::Ncs => "ncs",
+            Self::Cc => "cc",
+            Self::Cs => "cs",
+        })
+    }
+}
+
 /// Who exchanges the gradients of `paramhub train`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]

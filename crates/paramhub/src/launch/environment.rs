@@ -5,10 +5,13 @@ use std::process::Command;
 
 use paramhub_core::service::ServiceCreated;
 
-/// One worker's place in a job on this machine.
+/// One worker's place in a job.
 pub(crate) struct Seat<'a> {
     pub(crate) rank: u32,
     pub(crate) workers: u32,
+    /// Among those of this machine.
+    pub(crate) local_rank: u32,
+    pub(crate) local_workers: u32,
     pub(crate) url: &'a str,
     pub(crate) job: &'a ServiceCreated,
 }
@@ -18,9 +21,9 @@ impl Seat<'_> {
     pub(crate) fn prepare(&self, command: &mut Command) {
         command
             .env("RANK", self.rank.to_string())
-            .env("LOCAL_RANK", self.rank.to_string())
+            .env("LOCAL_RANK", self.local_rank.to_string())
             .env("WORLD_SIZE", self.workers.to_string())
-            .env("LOCAL_WORLD_SIZE", self.workers.to_string())
+            .env("LOCAL_WORLD_SIZE", self.local_workers.to_string())
             .env("PARAMHUB_URL", self.url)
             .env("PARAMHUB_JOB", self.job.namespace.to_string())
             .env("PARAMHUB_SECRET", String::from(self.job.nonce))

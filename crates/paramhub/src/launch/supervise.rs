@@ -56,9 +56,11 @@ struct Stop {
 
 /// How a launch ended.
 pub(crate) struct Ended {
-    /// By rank.
+    /// Rank of the first of these workers; they are counted from it.
+    pub(crate) first_rank: u32,
+    /// In their order.
     pub(crate) exits: Vec<ExitStatus>,
-    /// Ranks that failed by themselves, the first one first.
+    /// Those that failed by themselves, the first one first.
     pub(crate) failed: Vec<usize>,
     /// The first signal that was passed on.
     pub(crate) signal: Option<i32>,
@@ -79,7 +81,9 @@ impl Ended {
             return format!("its launcher was interrupted by {name}");
         }
         match (self.failed.first(), joined) {
-            (Some(&rank), _) => format!("its worker {rank} {}", describe(self.exits[rank])),
+            (Some(&rank), _) => {
+                format!("its worker {} {}", self.first_rank as usize + rank, describe(self.exits[rank]))
+            }
             (None, true) => "its workers ended without leaving".into(),
             (None, false) => "its workers ended without joining".into(),
         }
@@ -133,7 +137,7 @@ impl Launch {
             self.enforce_stop();
         }
         let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
-        Ended { exits, failed, signal: first_signal, stopped }
+        Ended { first_rank: 0, exits, failed, signal: first_signal, stopped }
     }
 
     /// Hands over lines as they come, for one tick at most.

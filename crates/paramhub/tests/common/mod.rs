@@ -104,7 +104,7 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
 
 impl Program {
     /// Lets a command start it that replaces itself with the program, as `nsenter` does.
-    fn within(mut self, entry: &[String]) -> Self {
+    pub fn within(mut self, entry: &[String]) -> Self {
         let mut command = Command::new(&entry[0]);
         command.args(&entry[1..]).arg(self.command.get_program()).args(self.command.get_args());
         command.current_dir(self.folder.path());

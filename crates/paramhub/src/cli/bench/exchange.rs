@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::ablate::Variant;
 use super::conductor::Program;
 
-use super::hosts::{Deployment, HostsFlags};
+use super::hosts::HostsFlags;
 use super::processes::{Run, interrupted, run};
 use super::report::{Summary, megabytes, write_json};
 use super::spec::{Optimizer, Spec, Transport};
@@ -17,6 +17,7 @@ use crate::cli::ExitCode;
 use crate::cli::Usage;
 use crate::cli::models::{Model, element_type};
 use crate::config::Bytes;
+use crate::config::Deployment;
 use crate::launch::Signals;
 use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX, INTERFACES_MAX};
 use crate::{Codec, Registry};

@@ -5,11 +5,11 @@ use std::process::Command;
 use std::str::FromStr;
 
 use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use paramhub_core::composition::{OptimizeAt, Reduction};
-use serde::Serialize;
 
 use crate::cli::Usage;
+use crate::config::Deployment;
 use crate::launch::this_program;
 use crate::service::JobOptions;
 
@@ -40,20 +40,6 @@ pub(super) struct HostsFlags {
     /// Where the optimizer runs then: every-site or owner [default: every-site]
     #[arg(long, value_name = "WHERE", requires = "hosts")]
     optimize_at: Option<OptimizeAt>,
-}
-
-/// Which hosts have hubs (PHub, section 3.4).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Deployment {
-    /// One hub, on a host of its own
-    Ncc,
-    /// A hub on each of several hosts of their own
-    Ncs,
-    /// One hub, beside the workers of the first host
-    Cc,
-    /// A hub beside the workers of every host
-    Cs,
 }
 
 /// A name with the addresses it has.
@@ -196,8 +182,7 @@ impl HostsFlags {
     }
 
     fn hosts_of_hubs(&self, deployment: Deployment) -> Result<&[Host], Usage> {
-        let (own, name) = (&self.hub_hosts, deployment.to_possible_value().expect("none is skipped"));
-        let name = name.get_name();
+        let (own, name) = (&self.hub_hosts, deployment);
         match (deployment, own.len()) {
             (Deployment::Ncc, 1) | (Deployment::Ncs, 1..) => Ok(own),
             (Deployment::Ncc, _) => Err(Usage(format!("{name} has one hub: give one host in --hub-hosts"))),

@@ -85,7 +85,7 @@ fn check(places: &[Place]) -> anyhow::Result<()> {
 }
 
 /// The address of this machine's interface towards the manager.
-pub(super) fn address_towards(url: &str) -> anyhow::Result<IpAddr> {
+pub(in crate::cli) fn address_towards(url: &str) -> anyhow::Result<IpAddr> {
     let url = ManagerClient::new(url, None)?.url().to_owned();
     let authority = url.strip_prefix("http://").unwrap_or(&url);
     let cannot = || format!("cannot tell which interface leads to {url}: name its address with --address");

@@ -3,7 +3,9 @@
 mod meeting;
 mod report;
 
-use std::net::IpAddr;
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
@@ -12,7 +14,8 @@ use paramhub_collective::{MeshConfig, MeshListener, Pairs, Probe};
 use super::Usage;
 use crate::cli::ExitCode;
 use crate::{Member, Membership};
-use meeting::{Place, address_towards, meet};
+pub(super) use meeting::address_towards;
+use meeting::{Place, meet};
 
 /// How long the ranks may take to say goodbye.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,9 +37,57 @@ pub(super) struct ProbeFlags {
     /// The address of this machine on which the others reach it [default: of the interface towards the manager]
     #[arg(long, value_name = "IP")]
     address: Option<IpAddr>,
+    /// The port on which the others reach this rank, or a range, as in 7800-7815, of which it takes the first free one: ranks of
+    /// one machine need a port each [default: any that is free]
+    #[arg(long, value_name = "PORT[-PORT]")]
+    port: Option<Ports>,
     /// Print JSON, in one line
     #[arg(long)]
     json: bool,
+}
+
+/// Ports to choose from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ports {
+    first: u16,
+    last: u16,
+}
+
+impl Ports {
+    const ANY: Ports = Ports { first: 0, last: 0 };
+
+    fn listen(self, address: IpAddr) -> Result<MeshListener, Usage> {
+        for port in self.first..=self.last {
+            match MeshListener::bind_to(SocketAddr::new(address, port)) {
+                Err(error) if error.kind() == ErrorKind::AddrInUse && port < self.last => {}
+                Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                    return Err(Usage(format!(
+                        "no port from {} to {} of {address} is free: give more with --port, one for each rank of this machine",
+                        self.first, self.last
+                    )));
+                }
+                Err(error) => {
+                    let problem = format!("cannot listen on {address}: {error}: name another with --address");
+                    return Err(Usage(problem));
+                }
+                Ok(listener) => return Ok(listener),
+            }
+        }
+        unreachable!("a range of ports is not empty")
+    }
+}
+
+impl FromStr for Ports {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Ports, String> {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+        match (port(first), port(last)) {
+            (Some(first), Some(last)) if first <= last => Ok(Ports { first, last }),
+            _ => Err(format!("`{text}` is no port and no range of them, such as 7800 or 7800-7815")),
+        }
+    }
 }
 
 pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
@@ -52,9 +103,7 @@ pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
         Some(address) => address,
         None => address_towards(&membership.url)?,
     };
-    let listener = MeshListener::bind(address).map_err(|error| {
-        Usage(format!("cannot listen on {address}: {error}: name another with --address"))
-    })?;
+    let listener = flags.port.unwrap_or(Ports::ANY).listen(address)?;
 
     let member = Member::connect(membership)?;
     if member.workers() < 2 {

@@ -8,7 +8,7 @@ use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
 use crate::cli::{ManagerUrl, overlay};
-use crate::config::{Bytes, Config, ExchangeKind, TrainOptimizer};
+use crate::config::{Bytes, Config, Deployment, ExchangeKind, TrainOptimizer};
 use crate::service::OnInterfaceDown;
 use crate::{Codec, Consistency, Transport};
 
@@ -73,6 +73,13 @@ pub(crate) struct TrainFlags {
     /// What becomes of the run when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_TRAIN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// Where the hubs are: cc or cs, here, beside the workers; ncc or ncs, one or several dedicated ones that have joined the
+    /// connection manager at --hub [default: one here, or with --hub whichever have joined]
+    #[arg(long, value_enum, hide_possible_values = true, env = "PARAMHUB_DEPLOYMENT")]
+    deployment: Option<Deployment>,
+    /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
+    hubs: Option<u32>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -96,6 +103,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
             reduction, on_interface_down, codec, chunk_bytes, cores;
-            lr, weight_decay, json, save);
+            lr, weight_decay, deployment, hubs, json, save);
     }
 }

@@ -18,7 +18,7 @@ use report::Summary;
 use spec::{Message, Spec, WorkerReport};
 
 use super::run::end_job;
-use super::{Usage, client};
+use super::{Usage, client, deployment};
 use crate::ManagerClient;
 use crate::cli::ExitCode;
 use crate::config::{Config, ExchangeKind, TrainSection};
@@ -102,9 +102,11 @@ impl Venue {
         let create = |client: &ManagerClient| -> anyhow::Result<ServiceCreated> {
             let suffix = getrandom::u32().context("the system has no random numbers")?;
             let name = format!("train-{suffix:08x}");
+            let hubs = deployment::hubs_needed(section.deployment, section.hubs, section.reduction, client)?;
             let options = JobOptions {
                 reduction: section.reduction,
                 on_interface_down: section.on_interface_down,
+                hubs,
                 ..Default::default()
             };
             let request = CreateService { name, workers: section.workers, options };
@@ -112,6 +114,12 @@ impl Venue {
         };
         if section.exchange == ExchangeKind::Local {
             return Ok(Venue::Local);
+        }
+        deployment::check(section.deployment, section.hubs, config.url.is_some())?;
+        if config.url.is_some() && deployment::is_colocated(section.deployment) {
+            let problem =
+                "with --deployment cc or cs `train` runs the hub itself, beside its workers: leave out --hub";
+            return Err(Usage(problem.into()).into());
         }
         if config.url.is_some() {
             let client = client(config)?;
@@ -170,7 +178,10 @@ fn commands(section: &TrainSection, venue: &Venue, scratch: &Path) -> anyhow::Re
         let mut command = this_program().context("cannot find this program's own file")?;
         command.arg("train-worker").arg(&spec_file).env(THREADS_VARIABLE, "1");
         match venue.seats() {
-            Some((url, job)) => Seat { rank, workers: processes, url, job }.prepare(&mut command),
+            Some((url, job)) => {
+                let (local_rank, local_workers) = (rank, processes);
+                Seat { rank, workers: processes, local_rank, local_workers, url, job }.prepare(&mut command);
+            }
             None => drop(command.env("RANK", "0")),
         }
         Ok(command)

@@ -144,7 +144,7 @@ fn shake_hands(
     write_all_by(&mut socket, &Verdict::Welcome { proof, state_slots: 0 }.encode(), deadline)?;
     match hello.caller {
         Caller::Worker { rank, .. } => Ok((rank, socket)),
-        Caller::Hub { .. } => bail!("a hub came"),
+        Caller::Hub { .. } | Caller::Prober => bail!("a hub came"),
     }
 }
 

@@ -1,16 +1,16 @@
-//! Who is measured when.
+//! Who meets whom when everybody is to meet everybody.
 
-/// Two ranks, the lower one first.
-pub(super) type Pair = [u32; 2];
+/// Two of a number, the lower one first.
+pub type Pair = [u32; 2];
 
 /// Each pair in a round of its own.
-pub(super) fn one_by_one(size: u32) -> Vec<Vec<Pair>> {
+pub fn one_by_one(size: u32) -> Vec<Vec<Pair>> {
     (0..size).flat_map(|low| (low + 1..size).map(move |high| vec![[low, high]])).collect()
 }
 
 /// Rounds of disjoint pairs in which everybody meets everybody once: the circle method. One rank stays, the others move on
 /// by a place a round; with an odd number whoever faces the empty seat pauses.
-pub(super) fn tournament(size: u32) -> Vec<Vec<Pair>> {
+pub fn tournament(size: u32) -> Vec<Vec<Pair>> {
     let seats = size.next_multiple_of(2);
     let rounds = if size < 2 { 0 } else { seats - 1 };
     let moving = seats.saturating_sub(1);

@@ -1,0 +1,228 @@
+//! Probes: what the network between this hub and another carries, measured when the manager asks for it (PHub section 3.4).
+//!
+//! One of the two hubs dials the other, a few streams through the doors that streams of jobs take, with a secret that the
+//! manager has drawn for this probe. Then both send as much as they can for half a second, and each tells the manager what
+//! has arrived.
+
+mod transfer;
+
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::service::{ProbeOrder, ProbeOutcome, ProbeReport};
+use paramhub_core::wire::{Caller, Hello, Refusal, Verdict};
+use paramhub_transport::socket::{dial, dial_from, greet};
+
+use crate::directory::Directory;
+use crate::steward::Letter;
+
+/// How long all streams together may take to be opened.
+const CONNECT: Duration = Duration::from_millis(500);
+/// Pause before a hub is dialled again that has not heard of the probe yet.
+const REDIAL: Duration = Duration::from_millis(20);
+/// Streams of one probe.
+const STREAMS_MAX: u16 = 64;
+
+/// The probe for whose streams this hub waits, at most one. Steward and door share it.
+#[derive(Debug, Default)]
+pub(crate) struct Awaited(Mutex<Option<Expected>>);
+
+#[derive(Debug)]
+struct Expected {
+    probe: Namespace,
+    nonce: Nonce,
+    streams: SyncSender<OwnedFd>,
+}
+
+impl Awaited {
+    /// The secret of a probe that is waited for.
+    pub(crate) fn nonce(&self, probe: Namespace) -> Option<Nonce> {
+        self.expected().as_ref().filter(|expected| expected.probe == probe).map(|expected| expected.nonce)
+    }
+
+    /// Takes a stream that has proven itself. One too many, or too late, is closed.
+    pub(crate) fn admit(&self, probe: Namespace, stream: OwnedFd) {
+        if let Some(expected) = self.expected().as_ref().filter(|expected| expected.probe == probe) {
+            let _ = expected.streams.try_send(stream);
+        }
+    }
+
+    fn expect(&self, order: &ProbeOrder) -> Receiver<OwnedFd> {
+        let (sender, receiver) = sync_channel(order.streams.into());
+        *self.expected() = Some(Expected { probe: order.probe, nonce: order.nonce, streams: sender });
+        receiver
+    }
+
+    fn forget(&self) {
+        *self.expected() = None;
+    }
+
+    fn expected(&self) -> MutexGuard<'_, Option<Expected>> {
+        self.0.lock().expect("no panic while holding it")
+    }
+}
+
+/// Takes part in probes, one at a time.
+pub(crate) struct Prober {
+    /// Where this hub listens: streams to another one leave from these addresses by turns.
+    pub(crate) addresses: Vec<SocketAddr>,
+    /// Whether the rates of all its interfaces are known.
+    pub(crate) is_rated: bool,
+    pub(crate) is_probing: Arc<AtomicBool>,
+}
+
+impl Prober {
+    /// Begins a probe on a thread of its own, which tells the steward how it came out; `refused` says why there is none.
+    pub(crate) fn begin(
+        &self,
+        order: ProbeOrder,
+        refused: Option<String>,
+        directory: &Arc<Directory>,
+        letters: &SyncSender<Letter>,
+    ) {
+        let (probe, is_rated) = (order.probe, self.is_rated);
+        let report = move |outcome| Letter::Probed(ProbeReport { probe, outcome, is_rated });
+        let refused = refused.or_else(|| {
+            let is_probing = self.is_probing.swap(true, Ordering::AcqRel);
+            is_probing.then(|| "it takes part in another probe".to_string())
+        });
+        if let Some(reason) = refused {
+            // The steward itself is asking: it must not wait for room in its own letterbox.
+            let _ = letters.try_send(report(ProbeOutcome::Failed(reason)));
+            return;
+        }
+        let (is_probing, sources) = (self.is_probing.clone(), self.addresses.clone());
+        let (directory, to) = (directory.clone(), letters.clone());
+        let probes = move || {
+            let measured = take_part(&order, &sources, &directory.probe);
+            is_probing.store(false, Ordering::Release);
+            let outcome = measured.map_or_else(ProbeOutcome::Failed, ProbeOutcome::BitsPerSecond);
+            // A steward that is gone tells nobody.
+            let _ = to.send(report(outcome));
+        };
+        if let Err(error) = thread::Builder::new().name("hub-probe".into()).spawn(probes) {
+            self.is_probing.store(false, Ordering::Release);
+            let reason = format!("it cannot start a thread: {error}");
+            let _ = letters.try_send(report(ProbeOutcome::Failed(reason)));
+        }
+    }
+}
+
+fn take_part(order: &ProbeOrder, sources: &[SocketAddr], awaited: &Awaited) -> Result<f64, String> {
+    if !(1..=STREAMS_MAX).contains(&order.streams) {
+        return Err(format!("{} streams were asked for: 1 to {STREAMS_MAX} are possible", order.streams));
+    }
+    let deadline = Instant::now() + CONNECT;
+    let streams = match order.dial.is_empty() {
+        true => {
+            let coming = awaited.expect(order);
+            let streams = await_streams(order, &coming, deadline);
+            awaited.forget();
+            streams?
+        }
+        false => dial_streams(order, sources, deadline)?,
+    };
+    transfer::both_ways(&streams)
+}
+
+fn await_streams(
+    order: &ProbeOrder,
+    coming: &Receiver<OwnedFd>,
+    deadline: Instant,
+) -> Result<Vec<TcpStream>, String> {
+    let mut streams = Vec::new();
+    while streams.len() < usize::from(order.streams) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let stream = coming.recv_timeout(left).map_err(|_| {
+            format!(
+                "of {} streams from the other hub {} came within {} ms",
+                order.streams,
+                streams.len(),
+                CONNECT.as_millis()
+            )
+        })?;
+        streams.push(TcpStream::from(stream));
+    }
+    Ok(streams)
+}
+
+/// All at the same time: each takes several round trips.
+fn dial_streams(
+    order: &ProbeOrder,
+    sources: &[SocketAddr],
+    deadline: Instant,
+) -> Result<Vec<TcpStream>, String> {
+    thread::scope(|scope| {
+        let dialling: Vec<_> = (0..usize::from(order.streams))
+            .map(|number| {
+                let to = &order.dial[number % order.dial.len()];
+                let from = sources.get(number % sources.len().max(1)).map(|source| source.ip());
+                let dials = move || {
+                    dial_stream(order, to, from, deadline).map_err(|why| format!("no stream to {to}: {why}"))
+                };
+                let begun = thread::Builder::new().spawn_scoped(scope, dials);
+                begun.map_err(|error| format!("it cannot start a thread: {error}"))
+            })
+            .collect();
+        dialling.into_iter().map(|dial| dial?.join().expect("dialling does not panic")).collect()
+    })
+}
+
+/// Opens one, again and again while the other hub has not heard of the probe.
+fn dial_stream(
+    order: &ProbeOrder,
+    to: &str,
+    from: Option<IpAddr>,
+    deadline: Instant,
+) -> Result<TcpStream, String> {
+    loop {
+        let mut stream = connect(to, from, deadline)?;
+        let mut challenge = [0; 32];
+        getrandom::fill(&mut challenge).map_err(|error| error.to_string())?;
+        let hello = Hello {
+            caller: Caller::Prober,
+            interface: 0,
+            core: 0,
+            namespace: order.probe,
+            incarnation: Incarnation([0; 16]),
+            placement: [0; 32],
+            challenge,
+        };
+        let (expected, verdict) =
+            greet(&mut stream, &order.nonce, &hello, deadline).map_err(|error| error.to_string())?;
+        match Verdict::decode(&verdict) {
+            Ok(Verdict::Welcome { proof, .. }) if proof.matches(&expected) => return Ok(stream),
+            Ok(Verdict::Welcome { .. }) => {
+                return Err("something else than the hub answers there: it does not know the secret".into());
+            }
+            Ok(Verdict::Refused { refusal: Refusal::WrongNonce, .. })
+                if Instant::now() + REDIAL < deadline =>
+            {
+                thread::sleep(REDIAL);
+            }
+            Ok(Verdict::Refused { message, .. }) => return Err(message),
+            Err(error) => return Err(format!("it does not answer like a paramhub hub: {error}")),
+        }
+    }
+}
+
+/// Tries every address the name stands for, from `from` where a way leads there from it.
+fn connect(to: &str, from: Option<IpAddr>, deadline: Instant) -> Result<TcpStream, String> {
+    let mut refused = "its name stands for no address".to_string();
+    for address in to.to_socket_addrs().map_err(|error| error.to_string())? {
+        let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let from = from.filter(|from| from.is_ipv4() == address.is_ipv4() && !from.is_unspecified());
+        let dialled = from.and_then(|from| dial_from(Some(from), address, left()).ok());
+        match dialled.map_or_else(|| dial(address, left()), Ok) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => refused = error.to_string(),
+        }
+    }
+    Err(refused)
+}

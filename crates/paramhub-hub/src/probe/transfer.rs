@@ -1,0 +1,100 @@
+//! As much as goes through some streams, both ways at once, for a bounded time, timed by whoever receives.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What comes first does not count: TCP's slow start, and what a shaper lets through in a burst.
+const WARM_UP: Duration = Duration::from_millis(150);
+/// What counts.
+const COUNTED: Duration = Duration::from_millis(300);
+/// How much longer one sends, since the two ends do not begin at the same moment.
+const AFTER: Duration = Duration::from_millis(50);
+/// Bytes each way, all streams together: more than the time allows up to 128 Gbit/s.
+const BYTES_MAX: u64 = 8 << 30;
+const BLOCK_BYTES: usize = 64 << 10;
+/// How often one looks whether the other end still sends, and how long a read or a write waits at most.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Bits of payload a second that arrived while this end sent all it could.
+pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
+    let prepare = |stream: &TcpStream| {
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(LOOK))?;
+        stream.set_write_timeout(Some(LOOK))
+    };
+    streams.iter().try_for_each(prepare).map_err(|error| format!("a stream cannot be prepared: {error}"))?;
+    // Bytes that no link can compress.
+    let mut noise = vec![0; BLOCK_BYTES];
+    getrandom::fill(&mut noise).map_err(|error| error.to_string())?;
+    let (arrived, sent) = (AtomicU64::new(0), AtomicU64::new(0));
+    let (open, is_over) = (AtomicUsize::new(streams.len()), AtomicBool::new(false));
+    let begin = Instant::now();
+    let counted = thread::scope(|scope| {
+        let (noise, sent, arrived, open, is_over) = (&noise, &sent, &arrived, &open, &is_over);
+        let begun = streams.iter().try_for_each(|stream| {
+            let sends = move || send(stream, noise, sent, is_over);
+            let receives = move || {
+                receive(stream, arrived, is_over);
+                open.fetch_sub(1, Ordering::AcqRel);
+            };
+            thread::Builder::new().spawn_scoped(scope, sends)?;
+            thread::Builder::new().spawn_scoped(scope, receives).map(drop)
+        });
+        if let Err(error) = begun {
+            is_over.store(true, Ordering::Release);
+            return Err(format!("it cannot start a thread: {error}"));
+        }
+        let look = |until: Instant| {
+            while Instant::now() < until && open.load(Ordering::Acquire) > 0 {
+                thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+            }
+            (arrived.load(Ordering::Acquire), Instant::now())
+        };
+        let (before, from) = look(begin + WARM_UP);
+        let (after, to) = look(begin + WARM_UP + COUNTED);
+        thread::sleep((begin + WARM_UP + COUNTED + AFTER).saturating_duration_since(Instant::now()));
+        is_over.store(true, Ordering::Release);
+        Ok((after - before, to - from))
+    });
+    for stream in streams {
+        // The other end may have closed it before.
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+    match counted? {
+        (0, _) => Err("nothing arrived from the other hub".into()),
+        (bytes, time) => Ok(bytes as f64 * 8.0 / time.as_secs_f64().max(1e-3)),
+    }
+}
+
+fn send(mut stream: &TcpStream, noise: &[u8], sent: &AtomicU64, is_over: &AtomicBool) {
+    let mut at = 0;
+    while !is_over.load(Ordering::Acquire) && sent.load(Ordering::Relaxed) < BYTES_MAX {
+        match stream.write(&noise[at..]) {
+            Ok(written @ 1..) => {
+                sent.fetch_add(written as u64, Ordering::Relaxed);
+                at = (at + written) % noise.len();
+            }
+            Err(error) if is_temporary(&error) => {}
+            // The receiver's count says what came of it.
+            Ok(0) | Err(_) => return,
+        }
+    }
+}
+
+fn receive(mut stream: &TcpStream, arrived: &AtomicU64, is_over: &AtomicBool) {
+    let mut block = vec![0; BLOCK_BYTES];
+    while !is_over.load(Ordering::Acquire) {
+        match stream.read(&mut block) {
+            Ok(read @ 1..) => drop(arrived.fetch_add(read as u64, Ordering::AcqRel)),
+            Err(error) if is_temporary(&error) => {}
+            Ok(0) | Err(_) => return,
+        }
+    }
+}
+
+fn is_temporary(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+}

@@ -1,0 +1,314 @@
+//! What serves a run: somebody's hubs, or those that this launcher starts on its host, and on the first host their connection
+//! manager.
+
+use std::io::ErrorKind;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use paramhub_core::composition::Reduction;
+
+use super::end_job;
+use crate::cli::probe::address_towards;
+use crate::cli::{Usage, client, deployment};
+use crate::config::{Config, Deployment, RunSection};
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
+use crate::launch::{Ended, Signals};
+use crate::service::{CreateService, ErrorCode, JobOptions, JobState, ServiceCreated};
+use crate::{
+    ControlError, HubConfig, Manager, ManagerClient, ManagerConfig, ManagerError, RunningHub, RunningManager,
+};
+
+/// How often a launcher looks for what another one has yet to do.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long the first host's connection manager outlasts a job on several hosts.
+const FAREWELL: Duration = Duration::from_millis(1500);
+/// Bytes of a job's name that is a part of its racks' names.
+const NAME_BYTES_MAX: usize = 100;
+
+/// Of a run: its job, and what of it is on this host.
+pub(super) struct Venue {
+    pub(super) client: ManagerClient,
+    pub(super) job: ServiceCreated,
+    /// This host's number, and how many there are.
+    host: u32,
+    hosts: u32,
+    /// What workers of this host name as their rack.
+    pub(super) rack: Option<String>,
+    /// A hub and its manager for a run on this host alone.
+    embedded: Option<EmbeddedHub>,
+    // The hub says farewell to its manager, so it goes first.
+    hub: Option<RunningHub>,
+    manager: Option<RunningManager>,
+}
+
+/// A signal has come before the first host's launcher had created the job.
+#[derive(Debug)]
+pub(super) struct Interrupted {
+    name: String,
+    pub(super) signal: i32,
+}
+
+impl std::fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "interrupted before the first host had created job `{}`", self.name)
+    }
+}
+
+impl std::error::Error for Interrupted {}
+
+/// Refuses what contradicts itself.
+pub(super) fn check(config: &Config) -> Result<(), Usage> {
+    let refused = |problem: String| Err(Usage(problem));
+    let (section, is_managed) = (&config.run, config.url.is_some());
+    deployment::check(section.deployment, section.hubs, is_managed)?;
+    let everybody = section.workers.checked_mul(section.hosts);
+    if everybody.is_none_or(|workers| workers > paramhub_core::limits::WORKERS_MAX) {
+        return refused(format!(
+            "{} workers on each of {} hosts are too many: a job has at most {}",
+            section.workers,
+            section.hosts,
+            paramhub_core::limits::WORKERS_MAX
+        ));
+    }
+    let names_racks = section.hosts > 1 || deployment::is_colocated(section.deployment);
+    if let Some(name) = section.name.as_ref().filter(|name| names_racks && name.len() > NAME_BYTES_MAX) {
+        return refused(format!(
+            "--name has {} characters: at most {NAME_BYTES_MAX} with --hosts, or with --deployment cc or cs",
+            name.len()
+        ));
+    }
+    if section.hosts <= 1 {
+        return match section.host_rank {
+            None | Some(0) => Ok(()),
+            Some(rank) => refused(format!("--host-rank {rank} is that of a further host: give --hosts, too")),
+        };
+    }
+    match section.host_rank {
+        None => return refused("--hosts needs --host-rank: 0 on the first host, then 1, 2 and so on".into()),
+        Some(rank) if rank >= section.hosts => {
+            return refused(format!(
+                "--host-rank {rank} does not fit --hosts {}: hosts count from 0",
+                section.hosts
+            ));
+        }
+        Some(_) => {}
+    }
+    if !is_managed {
+        return refused(
+            "--hosts needs --hub URL, the same on every host: that of a connection manager which runs or, with --deployment cc \
+             or cs, which the first host is to run, as in http://FIRST-HOST:7770"
+                .into(),
+        );
+    }
+    match &section.name {
+        None => refused("--hosts needs --name, the same on every host: by it they find the job".into()),
+        Some(_) => Ok(()),
+    }
+}
+
+impl Venue {
+    /// Starts what belongs to this host and creates the job, or finds the one that the first host creates.
+    pub(super) fn open(config: &Config, signals: &Signals) -> anyhow::Result<Venue> {
+        let section = &config.run;
+        let (host, hosts) = (section.host_rank.unwrap_or(0), section.hosts);
+        if config.url.is_none() {
+            let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
+            let client = hub.client().clone();
+            let job = create(section, &name(section)?, &client)?;
+            let embedded = Some(hub);
+            return Ok(Venue { client, job, host, hosts, rack: None, embedded, hub: None, manager: None });
+        }
+        let is_colocated = deployment::is_colocated(section.deployment);
+        let manager = match is_colocated && host == 0 {
+            true => run_manager(config)?,
+            false => None,
+        };
+        let client = client(config)?;
+        let name = name(section)?;
+        let rack_of = |host: u32| format!("{name}/{host}");
+        let (rack, has_hub) = match section.deployment {
+            Some(Deployment::Cc) => (Some(rack_of(0)), host == 0),
+            Some(Deployment::Cs) => (Some(rack_of(host)), true),
+            _ => (None, false),
+        };
+        // The job is there before its hub, so that one whose name is taken starts none.
+        let job = match host {
+            0 => create(section, &name, &client)?,
+            _ => find(section, &name, &client, signals)?,
+        };
+        let mut venue = Venue { client, job, host, hosts, rack, embedded: None, hub: None, manager };
+        if has_hub {
+            match start_hub(config, &venue) {
+                Ok(hub) => venue.hub = Some(hub),
+                Err(error) => {
+                    end_job(&venue.client, &venue.job, None);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(venue)
+    }
+
+    /// Rank of this host's first worker.
+    pub(super) fn first_rank(&self, section: &RunSection) -> u32 {
+        self.host * section.workers
+    }
+
+    /// Why what runs on this host cannot go on, if so.
+    pub(super) fn has_failed(&self) -> Option<String> {
+        let embedded = self.embedded.as_ref().and_then(EmbeddedHub::has_failed);
+        embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::has_failed))
+    }
+
+    /// Leaves nothing of the run behind. What other hosts still use stays until the job has ended, or a signal comes.
+    pub(super) fn close(self, ended: Option<&Ended>, signals: &Signals) {
+        if let Some(hub) = self.embedded {
+            return hub.stop();
+        }
+        let is_well = ended.is_some_and(|ended| {
+            ended.failed.is_empty() && ended.signal.is_none() && ended.stopped.is_none()
+        });
+        if self.hosts == 1 || !is_well {
+            end_job(&self.client, &self.job, ended);
+        }
+        // Workers of other hosts may go on after those of this one have left; but not in a job that none of this host's has
+        // joined, whose name is free when its lease runs out.
+        let goes_on =
+            || self.state().is_some_and(|state| matches!(state, JobState::Initialising | JobState::Running));
+        if self.hub.is_some() || self.manager.is_some() {
+            while goes_on() && signals.wait(LOOK).is_none() {}
+        }
+        if let Some(hub) = self.hub {
+            hub.stop();
+        }
+        if let Some(manager) = self.manager {
+            // Launchers of other hosts see at their next look that the job is over, or that it has failed, and have their hubs
+            // leave. A manager that goes first is worth a warning to them.
+            if self.hosts > 1 {
+                let _ = signals.wait(FAREWELL);
+            }
+            manager.stop();
+        }
+    }
+
+    /// The job's; none where nobody answers any more.
+    fn state(&self) -> Option<JobState> {
+        self.client.job(&self.job.namespace.to_string()).ok().map(|job| job.state)
+    }
+}
+
+fn name(section: &RunSection) -> anyhow::Result<String> {
+    match &section.name {
+        Some(name) => Ok(name.clone()),
+        None => Ok(format!("run-{:08x}", getrandom::u32().context("the system has no random numbers")?)),
+    }
+}
+
+fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::Result<ServiceCreated> {
+    let (hubs, reduction) = match section.deployment {
+        // Where there are several hubs, each host's sums what its workers send and completes its share for all.
+        Some(Deployment::Cc) => (Some(1), or_sharded(section.reduction)),
+        Some(Deployment::Cs) => (Some(section.hosts), or_sharded(section.reduction)),
+        deployment => {
+            (deployment::hubs_needed(deployment, section.hubs, section.reduction, client)?, section.reduction)
+        }
+    };
+    let options = JobOptions {
+        rendezvous_timeout_s: section.rendezvous_timeout_s,
+        dead_after_s: section.dead_after_s,
+        reduction,
+        optimize_at: section.optimize_at,
+        on_interface_down: section.on_interface_down,
+        hubs,
+        ..JobOptions::default()
+    };
+    let workers = section.workers * section.hosts;
+    Ok(client.create_service(&CreateService { name: name.to_owned(), workers, options })?)
+}
+
+/// What the hubs of a run are for is known: nobody has to probe anything.
+fn or_sharded(reduction: Reduction) -> Reduction {
+    if reduction == Reduction::Auto { Reduction::Sharded } else { reduction }
+}
+
+/// The job that the first host creates, as soon as it has.
+fn find(
+    section: &RunSection,
+    name: &str,
+    client: &ManagerClient,
+    signals: &Signals,
+) -> anyhow::Result<ServiceCreated> {
+    let begun = Instant::now();
+    let found = loop {
+        let not_yet = match client.membership(name) {
+            Ok(found) => break found,
+            Err(error @ ControlError::Unreachable { .. }) => error,
+            Err(error) if error.code() == Some(ErrorCode::NotFound) => error,
+            Err(error) => return Err(error.into()),
+        };
+        if begun.elapsed().as_secs_f64() >= section.rendezvous_timeout_s {
+            anyhow::bail!(
+                "the first host has not created job `{name}` within {} s: start it there with --host-rank 0 and the same --name \
+                 and --hub. Last: {not_yet}",
+                section.rendezvous_timeout_s
+            );
+        }
+        if let Some(signal) = signals.wait(LOOK) {
+            return Err(Interrupted { name: name.to_owned(), signal }.into());
+        }
+    };
+    let (all, here) = (client.job(&found.namespace.to_string())?.workers, section.workers * section.hosts);
+    if all != here {
+        let problem = format!(
+            "job `{name}` has {all} workers, and -n {} on --hosts {} make {here}: give every host the same",
+            section.workers, section.hosts
+        );
+        return Err(Usage(problem).into());
+    }
+    Ok(found)
+}
+
+/// The connection manager, where the URL is this host's and nobody listens there.
+fn run_manager(config: &Config) -> anyhow::Result<Option<RunningManager>> {
+    let client = client(config)?;
+    let authority = client.url().strip_prefix("http://").unwrap_or(client.url());
+    let listen: SocketAddr = authority
+        .to_socket_addrs()
+        .with_context(|| format!("{} leads nowhere", client.url()))?
+        .next()
+        .with_context(|| format!("{} leads nowhere", client.url()))?;
+    let manager = ManagerConfig { listen, admin_token: config.admin_token(), ..ManagerConfig::default() };
+    match Manager::start(manager) {
+        Ok(manager) => Ok(Some(manager)),
+        Err(ManagerError::Listen { cause, .. })
+            if matches!(cause.kind(), ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable) =>
+        {
+            Ok(None)
+        }
+        // Of another machine's address it is that machine's business.
+        Err(ManagerError::TokenNeeded { .. }) => Err(Usage(format!(
+            "several hosts use the connection manager at {}: give all of them the same --admin-token or PARAMHUB_ADMIN_TOKEN, \
+             for instance from `openssl rand -hex 32`",
+            client.url()
+        ))
+        .into()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// This host's hub, for the workers of its rack alone.
+fn start_hub(config: &Config, venue: &Venue) -> anyhow::Result<RunningHub> {
+    let (listen, interfaces) = match &config.hub.listen {
+        Some(listen) => (listen.clone(), config.hub.interfaces.clone()),
+        None => (vec![SocketAddr::new(address_towards(venue.client.url())?, 0)], None),
+    };
+    let hub = HubConfig {
+        listen,
+        interfaces: interfaces.unwrap_or_default(),
+        rack: venue.rack.clone(),
+        cores: config.run.cores,
+        ..HubConfig::default()
+    };
+    Ok(RunningHub::start(venue.client.clone(), hub)?)
+}
