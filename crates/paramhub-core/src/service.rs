@@ -14,6 +14,7 @@ use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
 use crate::settings::Settings;
+use crate::stragglers::Stragglers;
 
 /// The port a connection manager listens on unless told otherwise.
 pub const MANAGER_PORT: u16 = 7770;
@@ -60,6 +61,10 @@ pub struct JobOptions {
     /// What becomes of the job when a network interface that its streams go through goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// What becomes of workers that come late to a step: `wait`, `drop:FRACTION` or `backup:N`. Other than `wait` for
+    /// synchronous jobs at one site with an optimizer; [`Settings::may_leave_out`] says which.
+    #[serde(skip_serializing_if = "is_default")]
+    pub stragglers: Stragglers,
 }
 
 impl JobOptions {
@@ -121,6 +126,7 @@ impl Default for JobOptions {
             dead_after_s: 30.0,
             hubs: None,
             on_interface_down: OnInterfaceDown::default(),
+            stragglers: Stragglers::default(),
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
@@ -266,6 +272,10 @@ pub struct JobStatus {
     pub consistency: String,
     /// What the hubs count for it.
     pub counters: JobCounters,
+    /// Of every rank, how many updates of chunks it was left out of because it was late; shorter where the last ranks never
+    /// were. Of as many as `counters.updates`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
     /// Seconds since the Unix epoch.
     pub created_at: u64,
     /// Seconds since the Unix epoch; none while the job lives.
@@ -442,13 +452,27 @@ pub struct HubReport {
 }
 
 /// One job's counters on one hub.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HubJobCounters {
     /// The job.
     pub namespace: Namespace,
     /// Its counters on the reporting hub.
     pub counters: JobCounters,
+    /// Of every rank, how many updates of chunks there it was left out of because it was late; shorter where the last ranks
+    /// never were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
+}
+
+/// Adds what was counted for every rank; a list ends where there is nothing more to count.
+pub fn add_by_rank(sum: &mut Vec<u64>, counted: &[u64]) {
+    if sum.len() < counted.len() {
+        sum.resize(counted.len(), 0);
+    }
+    for (sum, counted) in sum.iter_mut().zip(counted) {
+        *sum += counted;
+    }
 }
 
 /// Something happened to a job at a hub.
