@@ -163,6 +163,11 @@ impl Requests {
         self
     }
 
+    /// Whether hubs may have gone on without this worker, so that answers say which step is next.
+    pub fn has_steps_of_chunks(&self) -> bool {
+        !self.versions.is_empty()
+    }
+
     /// How the keys are cut.
     pub fn map(&self) -> &ChunkMap {
         &self.map

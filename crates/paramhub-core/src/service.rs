@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
+use crate::consistency::Consistency;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
@@ -64,6 +65,7 @@ pub struct JobOptions {
     /// What becomes of workers that come late to a step: `wait`, `drop:FRACTION` or `backup:N`. Other than `wait` for
     /// synchronous jobs at one site with an optimizer; [`Settings::may_leave_out`] says which.
     #[serde(skip_serializing_if = "is_default")]
+    #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
     pub stragglers: Stragglers,
 }
 
@@ -71,6 +73,11 @@ impl JobOptions {
     /// Whether streams are to go on over other interfaces.
     pub fn continues(&self) -> bool {
         self.on_interface_down == OnInterfaceDown::Continue
+    }
+
+    /// Whether a job of such settings has parameters that stay as they are until every worker has contributed to the next step.
+    pub fn stands_still(&self, settings: &Settings) -> bool {
+        settings.consistency == Consistency::Synchronous && !self.stragglers.leaves_out()
     }
 }
 

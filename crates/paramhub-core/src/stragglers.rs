@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 /// Whether the steps of a job wait for every worker. The unit is the chunk: a step of a chunk ends with the contributions it
 /// has, the mean is over those, and one that comes later is discarded whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
 pub enum Stragglers {
     /// A step ends when all workers have contributed.

@@ -87,6 +87,7 @@ pub(crate) struct Job {
     composition: Option<Arc<Composition>>,
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
+    recorded_left_out: Vec<u64>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
     /// Every rank has agreed and the placement is made, or being made.
@@ -137,6 +138,7 @@ impl Job {
             members: Vec::new(),
             composition: None,
             recorded_counters: JobCounters::default(),
+            recorded_left_out: Vec::new(),
             proposed: None,
             agreed: false,
             outline: Outline::default(),
@@ -162,6 +164,7 @@ impl Job {
             consistency: status.consistency,
         };
         job.recorded_counters = status.counters;
+        job.recorded_left_out = status.left_out;
         if status.state.has_ended() {
             job.state = status.state;
             job.message = status.message;
@@ -478,6 +481,7 @@ impl Job {
             optimizer: self.outline.optimizer.clone(),
             consistency: self.outline.consistency.clone(),
             counters: self.counters(),
+            left_out: self.left_out(),
             created_at: self.created_at,
             ended_at: self.ended_at,
         }

@@ -6,7 +6,7 @@ mod values;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-use crate::{Selector, Transport};
+use crate::{Selector, Stragglers, Transport};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
@@ -106,6 +106,7 @@ pub(crate) struct RunSection {
     pub(crate) optimize_at: OptimizeAt,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
 }
@@ -139,6 +140,7 @@ pub(crate) struct TrainSection {
     pub(crate) reduction: Reduction,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    pub(crate) stragglers: Stragglers,
     #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
@@ -222,7 +224,13 @@ impl Default for ManagerSection {
 impl Default for RunSection {
     fn default() -> Self {
         let JobOptions {
-            rendezvous_timeout_s, dead_after_s, reduction, optimize_at, on_interface_down, ..
+            rendezvous_timeout_s,
+            dead_after_s,
+            reduction,
+            optimize_at,
+            on_interface_down,
+            stragglers,
+            ..
         } = JobOptions::default();
         RunSection {
             workers: 1,
@@ -233,6 +241,7 @@ impl Default for RunSection {
             reduction,
             optimize_at,
             on_interface_down,
+            stragglers,
             hubs: None,
         }
     }
@@ -257,6 +266,7 @@ impl Default for TrainSection {
             consistency: Consistency::Synchronous,
             reduction: Reduction::Auto,
             on_interface_down: OnInterfaceDown::Fail,
+            stragglers: Stragglers::Wait,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

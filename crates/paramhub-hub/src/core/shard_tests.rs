@@ -10,6 +10,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 
 use super::*;
@@ -18,6 +19,16 @@ use crate::core::ports::{Neighbour, Ports};
 
 /// A shard of all chunks of `keys`, on one core.
 pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
+    shard_with(workers, keys, Stragglers::Wait, change)
+}
+
+/// [`shard`], of a job with stragglers.
+pub(in crate::core) fn shard_with(
+    workers: u32,
+    keys: Vec<Key>,
+    stragglers: Stragglers,
+    change: impl FnOnce(&mut Settings),
+) -> Shard {
     let mut settings = Settings::new(KeyTable::new(keys).unwrap());
     settings.chunk_bytes = 1024;
     change(&mut settings);
@@ -35,6 +46,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
         namespace: Namespace([1; 16]),
         dead_after: Duration::from_secs(30),
         continues: false,
+        stragglers,
         weight: 1,
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),

@@ -9,6 +9,7 @@ use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
+use crate::Stragglers;
 use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
@@ -86,6 +87,10 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
+    /// time that the median took; or backup:N, the last N [default: wait]
+    #[arg(long, value_name = "HOW")]
+    stragglers: Option<Stragglers>,
 }
 
 impl CreateFlags {
@@ -100,6 +105,7 @@ impl CreateFlags {
             hubs: self.hubs,
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
+            stragglers: self.stragglers.unwrap_or(default.stragglers),
         };
         CreateService { name: self.name, workers: self.workers, options }
     }
@@ -199,12 +205,28 @@ fn show(job: &JobStatus) -> String {
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
+        ("left out", left_out(job)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {
         table.add_row([what.to_owned(), value]);
     }
     table.to_string()
+}
+
+/// How many updates ended without which rank.
+pub(super) fn left_out(job: &JobStatus) -> String {
+    let updates = job.counters.updates.max(1);
+    let late = (0..).zip(&job.left_out).filter(|&(_, &missed)| missed > 0);
+    let late: Vec<String> = late
+        .map(|(rank, &missed): (u32, _)| {
+            format!(
+                "rank {rank}: {missed} of {updates} updates of chunks ({:.1}%)",
+                missed as f64 * 100.0 / updates as f64
+            )
+        })
+        .collect();
+    if late.is_empty() { "-".into() } else { late.join("\n") }
 }
 
 fn state(state: JobState) -> &'static str {

@@ -10,12 +10,12 @@ use clap::Args;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
 use super::{ManagerUrl, Usage, client, overlay};
-use crate::ManagerClient;
 use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
 use crate::service::{CreateService, JobOptions, JobState, OnInterfaceDown, ServiceCreated};
+use crate::{ManagerClient, Stragglers};
 
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
@@ -56,6 +56,10 @@ pub(super) struct RunFlags {
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
+    /// time that the median took; or backup:N, the last N [default: wait]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
+    stragglers: Option<Stragglers>,
     /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it
     /// [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
@@ -68,7 +72,7 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down; name, hubs);
+        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down, stragglers; name, hubs);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -118,6 +122,7 @@ fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCrea
         reduction: section.reduction,
         optimize_at: section.optimize_at,
         on_interface_down: section.on_interface_down,
+        stragglers: section.stragglers,
         hubs: section.hubs,
         ..JobOptions::default()
     };

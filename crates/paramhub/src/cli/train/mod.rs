@@ -105,6 +105,7 @@ impl Venue {
             let options = JobOptions {
                 reduction: section.reduction,
                 on_interface_down: section.on_interface_down,
+                stragglers: section.stragglers,
                 ..Default::default()
             };
             let request = CreateService { name, workers: section.workers, options };
