@@ -205,7 +205,7 @@ fn show(job: &JobStatus) -> String {
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
-        ("left out", left_out(job)),
+        ("left out", or_dash(&left_out(job).join("\n"))),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {
@@ -214,19 +214,15 @@ fn show(job: &JobStatus) -> String {
     table.to_string()
 }
 
-/// How many updates ended without which rank.
-pub(super) fn left_out(job: &JobStatus) -> String {
+/// How many updates ended without which rank, a line each.
+pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
     let updates = job.counters.updates.max(1);
-    let late = (0..).zip(&job.left_out).filter(|&(_, &missed)| missed > 0);
-    let late: Vec<String> = late
-        .map(|(rank, &missed): (u32, _)| {
-            format!(
-                "rank {rank}: {missed} of {updates} updates of chunks ({:.1}%)",
-                missed as f64 * 100.0 / updates as f64
-            )
-        })
-        .collect();
-    if late.is_empty() { "-".into() } else { late.join("\n") }
+    let late = (0_u32..).zip(&job.left_out).filter(|&(_, &missed)| missed > 0);
+    let line = |(rank, &missed): (u32, &u64)| {
+        let percent = missed as f64 * 100.0 / updates as f64;
+        format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
+    };
+    late.map(line).collect()
 }
 
 fn state(state: JobState) -> &'static str {

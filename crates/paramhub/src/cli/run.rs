@@ -17,6 +17,8 @@ use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe,
 use crate::service::{CreateService, JobOptions, JobState, OnInterfaceDown, ServiceCreated};
 use crate::{ManagerClient, Stragglers};
 
+/// How long the numbers of a job that is over may take to arrive.
+const LAST_COUNTS: Duration = Duration::from_secs(2);
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -103,6 +105,9 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let started = commands(config, &client, &job, &command).and_then(Launch::start);
     let mut watch = Printer { embedded: embedded.as_ref(), checked: Instant::now() };
     let ended = started.map(|launch| launch.supervise(&signals, &mut watch));
+    if section.stragglers.leaves_out() {
+        say_left_out(&client, &job);
+    }
     match embedded {
         Some(hub) => hub.stop(),
         None => end_job(&client, &job, ended.as_ref().ok()),
@@ -161,6 +166,21 @@ pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Optio
     };
     // There is nobody left to tell.
     let _ = client.stop_job_because(&name, &reason);
+}
+
+/// Says how often which rank was left out. Hubs tell their manager of a job's end a little later than they tell workers.
+pub(super) fn say_left_out(client: &ManagerClient, job: &ServiceCreated) {
+    let (name, begun) = (job.namespace.to_string(), Instant::now());
+    loop {
+        let Ok(status) = client.job(&name) else { return };
+        if status.state.has_ended() || begun.elapsed() > LAST_COUNTS {
+            for line in super::jobs::left_out(&status) {
+                eprintln!("paramhub: left out because it was late: {line}");
+            }
+            return;
+        }
+        std::thread::sleep(LAST_COUNTS / 40);
+    }
 }
 
 /// Puts the rank in front of each line.
