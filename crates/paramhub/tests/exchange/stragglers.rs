@@ -102,7 +102,7 @@ fn nobody_waits_for_a_worker_that_is_ten_times_slower() {
             }
             // Whoever counts gives ones: a mean of ones is one.
             let steps = model.iter().map(|&value| -value).fold(0.0, f32::max);
-            assert!(steps >= 40.0 && steps < 60.0, "{name}: {steps} steps");
+            assert!((40.0..60.0).contains(&steps), "{name}: {steps} steps");
         });
         // As many as the others' had they waited, a tenth if not.
         let of_slow = of_slow.into_inner();

@@ -99,3 +99,105 @@ impl Shard {
         Some(Late { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use paramhub_core::hyperparameters::Hyperparameters;
+    use paramhub_core::key::Key;
+    use paramhub_core::settings::OptimizerChoice;
+    use paramhub_core::stragglers::Stragglers;
+    use paramhub_core::wire::Operation;
+
+    use super::super::tests::{answer, header, push_pull, shard_with, take, wire};
+    use super::*;
+    use crate::core::outbox::{Begun, Source};
+
+    /// Three workers, chunks of two elements that have begun at zero, and a gradient that is taken off as it is.
+    fn late_shard(stragglers: Stragglers, chunks: u64) -> Shard {
+        let keys = (0..chunks).map(|key| Key::new(format!("w{key}"), [2])).collect();
+        let mut shard = shard_with(3, keys, stragglers, |settings| {
+            let hyperparameters = Hyperparameters { learning_rate: 1.0, ..Default::default() };
+            let hyperparameters = Some(hyperparameters);
+            settings.optimizer = OptimizerChoice { hyperparameters, ..OptimizerChoice::named("sgd") };
+        });
+        let zeros = wire(&[0.0, 0.0]);
+        for chunk in 0..chunks as u32 {
+            take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &zeros), &zeros).unwrap();
+            let slot = shard.outboxes[0].applied.pop_first().unwrap();
+            shard.answer_begun(0, slot);
+        }
+        shard
+    }
+
+    #[test]
+    fn a_frame_that_has_begun_keeps_its_values_when_a_step_ends_without_its_reader() {
+        let mut shard = late_shard(Stragglers::Backup(1), 1);
+        for rank in [0, 1] {
+            push_pull(&mut shard, rank, 0, 0, &[1.0, 2.0]).unwrap();
+        }
+        let (begun, values) = answer(&mut shard, 0);
+        assert_eq!((begun.step, &values[..]), (1, &[-1.0, -2.0][..]));
+        // Rank 0 reads slowly; the others go on without it.
+        shard.outboxes[0].begun = Some(Begun { header: begun, source: Source::Model(0) });
+        push_pull(&mut shard, 2, 0, 0, &[100.0, 100.0]).unwrap();
+        let (header, values) = answer(&mut shard, 2);
+        assert_eq!((header.step, &values[..]), (1, &[-1.0, -2.0][..]), "dropped whole, and answered at once");
+        push_pull(&mut shard, 2, 0, 1, &[3.0, 3.0]).unwrap();
+        answer(&mut shard, 1);
+        push_pull(&mut shard, 1, 0, 1, &[5.0, 5.0]).unwrap();
+        let source = shard.outboxes[0].begun.unwrap().source;
+        assert_eq!((source, shard.of_source(0, source)), (Source::Spill, &wire(&[-1.0, -2.0])[..]));
+        assert_eq!(answer(&mut shard, 1).1, [-5.0, -6.0], "the mean of 3 and 5");
+        push_pull(&mut shard, 0, 0, 1, &[7.0, 7.0]).unwrap();
+        let (header, values) = answer(&mut shard, 0);
+        assert_eq!((header.step, &values[..]), (2, &[-5.0, -6.0][..]), "its turn had come and gone");
+        assert_eq!(shard.left_out(), [1, 0, 1]);
+        assert_eq!((shard.counters().contributions, shard.counters().updates), (4, 2));
+    }
+
+    #[test]
+    fn a_step_ends_so_much_after_the_median_as_the_fraction_says() {
+        let mut shard = late_shard(Stragglers::Drop(0.5), 3);
+        let begun = shard.now;
+        let at = |ms: u64| begun + Duration::from_millis(ms);
+        // Chunk 2 is complete in time, chunk 1 has one contribution of three, and chunk 0 two.
+        for (rank, chunk, ms) in [(0, 1, 60), (0, 0, 60), (0, 2, 60), (1, 2, 80), (2, 2, 90), (1, 0, 100)] {
+            shard.now = at(ms);
+            push_pull(&mut shard, rank, chunk, 0, &[1.0, 3.0 * rank as f32]).unwrap();
+        }
+        assert_eq!(shard.next_deadline(), Some(at(150)));
+        shard.end_late(at(149), usize::MAX);
+        assert_eq!(shard.counters().updates, 1);
+        shard.end_late(at(150), usize::MAX);
+        assert_eq!(
+            (shard.counters().updates, shard.next_deadline()),
+            (2, None),
+            "nobody is the median of chunk 1"
+        );
+        assert_eq!(shard.left_out(), [0, 0, 1]);
+        let frames: Vec<_> = (0..2).map(|_| answer(&mut shard, 1)).collect();
+        assert_eq!(frames[0].1, [-1.0, -1.5], "of two");
+        assert_eq!(frames[1].1, [-1.0, -3.0], "of three");
+    }
+
+    #[test]
+    fn what_is_said_of_a_late_rank_is_little_however_long_it_goes_on() {
+        let mut shard = late_shard(Stragglers::Backup(1), 2);
+        let mut told = Vec::new();
+        for step in 0..250 {
+            for chunk in 0..2 {
+                for rank in [0, 1] {
+                    push_pull(&mut shard, rank, chunk, step, &[0.0, 0.0]).unwrap();
+                }
+            }
+            for rank in [0, 1, 0, 1] {
+                answer(&mut shard, rank);
+            }
+            told.extend(std::iter::from_fn(|| shard.news_of_late()));
+        }
+        let expected = [1, 10, 100].map(|steps| Late { rank: 2, steps, of: steps });
+        assert_eq!(told, expected);
+    }
+}
