@@ -32,6 +32,7 @@ def create_job(
     reduction: str = "auto",
     optimize_at: str = "every_site",
     on_interface_down: str = "fail",
+    stragglers: str = "wait",
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -46,6 +47,11 @@ def create_job(
 
     ``on_interface_down`` says what becomes of the job when a network interface goes down: ``fail``, or ``continue`` over those
     that are left; the latter asks for synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+
+    ``stragglers`` says what becomes of a worker that comes late to a step: ``wait`` for it; ``drop:FRACTION``, end the step
+    without it when so much longer has gone by as this fraction of the time that the median worker took; or ``backup:N``, end
+    it without the last N. A late contribution is dropped, and its sender goes on with the newest parameters. The latter two ask
+    for synchronous consistency, an optimizer at the hub, no ``reproducible`` and no ``clip_norm``.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -54,6 +60,7 @@ def create_job(
         "reduction": reduction,
         "optimize_at": optimize_at,
         "on_interface_down": on_interface_down,
+        "stragglers": stragglers,
         "hubs": hubs,
     }
     namespace, secret = _native.create_job(

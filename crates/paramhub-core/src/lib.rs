@@ -28,6 +28,7 @@ pub mod ready_set;
 pub mod requests;
 pub mod service;
 pub mod settings;
+pub mod stragglers;
 pub mod wire;
 
 /// Data is sent as it lies in memory, and the wire is little-endian.

@@ -61,6 +61,10 @@ pub struct Requests {
     dtypes: Vec<Dtype>,
     keys: Vec<Option<Underway>>,
     chunks: Vec<Progress>,
+    /// Of every chunk, the version it was last answered with, where hubs leave out late workers: chunks go on without this
+    /// worker, each by itself, and its next push of one is for the step that it has the parameters of. Empty elsewhere, where
+    /// all chunks of a key are at the key's step.
+    versions: Vec<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +72,8 @@ struct Underway {
     request: Request,
     step: u32,
     unanswered: u32,
+    /// Of its answers.
+    newest: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,6 +140,8 @@ pub struct Answered {
     pub key: u32,
     /// Set when this was the key's last chunk: the request is over.
     pub finished: Option<Request>,
+    /// The newest version that any chunk of the key was answered with.
+    pub newest: u32,
 }
 
 impl Requests {
@@ -143,9 +151,21 @@ impl Requests {
         Requests {
             keys: vec![None; map.keys()],
             chunks: vec![Progress::Idle; map.len() as usize],
+            versions: Vec::new(),
             map,
             dtypes,
         }
+    }
+
+    /// For a job whose hubs leave out late workers: every chunk has a step of its own.
+    pub fn with_steps_of_chunks(mut self) -> Self {
+        self.versions = vec![0; self.chunks.len()];
+        self
+    }
+
+    /// Whether hubs may have gone on without this worker, so that answers say which step is next.
+    pub fn has_steps_of_chunks(&self) -> bool {
+        !self.versions.is_empty()
     }
 
     /// How the keys are cut.
@@ -166,7 +186,8 @@ impl Requests {
         }
         let chunks = self.map.chunks_of(key);
         self.chunks[chunks.start as usize..chunks.end as usize].fill(Progress::Unsent);
-        self.keys[key as usize] = Some(Underway { request, step, unanswered: chunks.len() as u32 });
+        self.keys[key as usize] =
+            Some(Underway { request, step, unanswered: chunks.len() as u32, newest: 0 });
         Ok(chunks)
     }
 
@@ -187,9 +208,20 @@ impl Requests {
             Request::InitialiseState => State::bytes(extent.elements),
             Request::Push | Request::PushPull | Request::Initialise => extent.bytes(codec),
         };
-        let header =
-            Header { operation: underway.request.operation(), codec, chunk, step: underway.step, length };
-        (header, extent)
+        let step = self.step(chunk, underway);
+        (Header { operation: underway.request.operation(), codec, chunk, step, length }, extent)
+    }
+
+    /// What a chunk's request says in place of a step.
+    fn step(&self, chunk: ChunkId, underway: Underway) -> u32 {
+        match underway.request {
+            Request::Push | Request::PushPull => {
+                self.versions.get(chunk as usize).copied().unwrap_or(underway.step)
+            }
+            // The version of another chunk of the key says nothing of this one's.
+            Request::Pull if !self.versions.is_empty() => self.versions[chunk as usize],
+            _ => underway.step,
+        }
     }
 
     /// A chunk's request has begun to leave: from now on its answer may come.
@@ -219,8 +251,8 @@ impl Requests {
             return Err(unasked);
         }
         let expected = match underway.request {
-            Request::Pull | Request::Initialise => underway.step,
-            Request::Push | Request::PushPull => underway.step.wrapping_add(1),
+            Request::Pull | Request::Initialise => self.step(chunk, underway),
+            Request::Push | Request::PushPull => self.step(chunk, underway).wrapping_add(1),
             // What belongs to no version.
             Request::PullState | Request::InitialiseState => 0,
         };
@@ -255,11 +287,18 @@ impl Requests {
         self.chunks[header.chunk as usize] = Progress::Idle;
         let underway = self.keys[key as usize].as_mut().expect("an expected answer has a request");
         underway.unanswered -= 1;
+        underway.newest = underway.newest.max(header.step);
+        let newest = underway.newest;
+        if !underway.request.is_of_state()
+            && let Some(version) = self.versions.get_mut(header.chunk as usize)
+        {
+            *version = header.step;
+        }
         let finished = (underway.unanswered == 0).then_some(underway.request);
         if finished.is_some() {
             self.keys[key as usize] = None;
         }
-        Ok(Answered { key, finished })
+        Ok(Answered { key, finished, newest })
     }
 
     /// The keys with a request under way, ascending; what a failed job leaves unanswered.
@@ -299,7 +338,7 @@ mod tests {
         assert_eq!(requests.answered(&parameters(0, Codec::F32, 1024, 5)).unwrap().finished, None);
         assert_eq!(requests.underway().collect::<Vec<_>>(), [0]);
         let last = requests.answered(&parameters(2, Codec::F32, 88 * 4, 5)).unwrap();
-        assert_eq!(last, Answered { key: 0, finished: Some(Request::PushPull) });
+        assert_eq!(last, Answered { key: 0, finished: Some(Request::PushPull), newest: 5 });
         assert_eq!(requests.begin(0, Request::Push, 5), Ok(0..3));
     }
 
@@ -323,6 +362,32 @@ mod tests {
         ));
         requests.answered(&good).unwrap();
         assert!(matches!(requests.answered(&good), Err(Unasked::Answer { .. })), "an answer counts once");
+    }
+
+    #[test]
+    fn chunks_that_went_on_without_this_worker_have_steps_of_their_own() {
+        let mut requests = requests().with_steps_of_chunks();
+        let mut exchange = |request, step: u32, answers: [u32; 3]| {
+            requests.begin(0, request, step).unwrap();
+            let steps = [0, 1, 2].map(|chunk| {
+                requests.sent(chunk);
+                requests.header(chunk, Codec::F32).0.step
+            });
+            let lengths = [1024, 1024, 88 * 4];
+            let older = parameters(0, Codec::F32, 1024, steps[0]);
+            if request == Request::PushPull {
+                assert!(matches!(requests.expect(&older), Err(Unasked::Version { .. })), "not newer");
+            }
+            let last = [0, 1, 2].map(|chunk| {
+                let header = parameters(chunk, Codec::F32, lengths[chunk as usize], answers[chunk as usize]);
+                requests.answered(&header).unwrap()
+            });
+            (steps, last[2].newest)
+        };
+        assert_eq!(exchange(Request::PushPull, 0, [1, 3, 1]), ([0, 0, 0], 3));
+        assert_eq!(exchange(Request::PushPull, 3, [2, 4, 5]), ([1, 3, 1], 5));
+        assert_eq!(exchange(Request::Pull, 5, [4, 4, 6]), ([2, 4, 5], 6));
+        assert_eq!(exchange(Request::PushPull, 6, [5, 5, 7]), ([4, 4, 6], 7));
     }
 
     #[test]

@@ -12,10 +12,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
+use crate::consistency::Consistency;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
 use crate::settings::Settings;
+use crate::stragglers::Stragglers;
 
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 
@@ -64,12 +66,22 @@ pub struct JobOptions {
     /// What becomes of the job when a network interface that its streams go through goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// What becomes of workers that come late to a step: `wait`, `drop:FRACTION` or `backup:N`. Other than `wait` for
+    /// synchronous jobs at one site with an optimizer; [`Settings::may_leave_out`] says which.
+    #[serde(skip_serializing_if = "is_default")]
+    #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
+    pub stragglers: Stragglers,
 }
 
 impl JobOptions {
     /// Whether streams are to go on over other interfaces.
     pub fn continues(&self) -> bool {
         self.on_interface_down == OnInterfaceDown::Continue
+    }
+
+    /// Whether a job of such settings has parameters that stay as they are until every worker has contributed to the next step.
+    pub fn stands_still(&self, settings: &Settings) -> bool {
+        settings.consistency == Consistency::Synchronous && !self.stragglers.leaves_out()
     }
 }
 
@@ -125,6 +137,7 @@ impl Default for JobOptions {
             dead_after_s: 30.0,
             hubs: None,
             on_interface_down: OnInterfaceDown::default(),
+            stragglers: Stragglers::default(),
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
@@ -274,6 +287,10 @@ pub struct JobStatus {
     pub reduction: String,
     /// What the hubs count for it.
     pub counters: JobCounters,
+    /// Of every rank, how many updates of chunks it was left out of because it was late; shorter where the last ranks never
+    /// were. Of as many as `counters.updates`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
     /// Seconds since the Unix epoch.
     pub created_at: u64,
     /// Seconds since the Unix epoch; none while the job lives.
@@ -452,13 +469,27 @@ pub struct HubReport {
 }
 
 /// One job's counters on one hub.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HubJobCounters {
     /// The job.
     pub namespace: Namespace,
     /// Its counters on the reporting hub.
     pub counters: JobCounters,
+    /// Of every rank, how many updates of chunks there it was left out of because it was late; shorter where the last ranks
+    /// never were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<u64>,
+}
+
+/// Adds what was counted for every rank; a list ends where there is nothing more to count.
+pub fn add_by_rank(sum: &mut Vec<u64>, counted: &[u64]) {
+    if sum.len() < counted.len() {
+        sum.resize(counted.len(), 0);
+    }
+    for (sum, counted) in sum.iter_mut().zip(counted) {
+        *sum += counted;
+    }
 }
 
 /// Something happened to a job at a hub.

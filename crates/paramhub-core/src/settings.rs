@@ -166,6 +166,12 @@ pub enum SettingsError {
          on_interface_down = fail"
     )]
     Resume(String),
+    /// Steps of such a job cannot end without somebody.
+    #[error(
+        "late workers can be left out only of a synchronous job with an optimizer at the hub that is not reproducible and whose \
+         steps have one phase, but {0}: use stragglers = wait"
+    )]
+    Stragglers(String),
     /// A norm that nothing can be clipped to.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
@@ -241,6 +247,32 @@ impl Settings {
         }
         if self.is_two_phase() {
             return Err(SettingsError::Resume("steps in two phases, as clipping needs".into()));
+        }
+        Ok(())
+    }
+
+    /// Refuses settings under which a step cannot end without those who are late.
+    pub fn may_leave_out(&self) -> Result<(), SettingsError> {
+        let refused = |why: String| Err(SettingsError::Stragglers(why));
+        if self.consistency != Consistency::Synchronous {
+            return refused(format!("with consistency {} no step waits for anybody", self.consistency));
+        }
+        if !self.has_parameters() {
+            return refused(format!(
+                "with `{}` a worker that is left out would miss a step's gradients for ever, since the hub has no parameters \
+                 to send it",
+                self.optimizer.name
+            ));
+        }
+        if self.reproducible {
+            return refused(
+                "which workers are late differs from run to run, and reproducible was asked for".into(),
+            );
+        }
+        if self.is_two_phase() {
+            return refused(
+                "in two phases, as clipping needs, every chunk of a step must have the same workers' gradients".into(),
+            );
         }
         Ok(())
     }
@@ -407,6 +439,22 @@ mod tests {
         assert!(refused.contains("staleness:1 with `sgd`"), "{refused}");
         let mean = Settings { two_phase: true, ..settings(1) };
         assert!(matches!(mean.check(), Err(SettingsError::TwoPhase(_))));
+    }
+
+    #[test]
+    fn late_workers_are_left_out_only_where_what_is_left_is_right() {
+        let good = Settings { optimizer: OptimizerChoice::named("sgd"), ..settings(1) };
+        assert_eq!(good.may_leave_out(), Ok(()));
+        let stale = Consistency::BoundedStaleness(2);
+        for (odd, what) in [
+            (Settings { consistency: stale, ..good.clone() }, "staleness:2"),
+            (settings(1), "with `mean`"),
+            (Settings { reproducible: true, ..good.clone() }, "reproducible was asked for"),
+            (Settings { clip_norm: Some(1.0), ..good.clone() }, "clipping"),
+        ] {
+            let refused = odd.may_leave_out().unwrap_err().to_string();
+            assert!(refused.contains(what) && refused.ends_with("use stragglers = wait"), "{refused}");
+        }
     }
 
     #[test]

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::{
-    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands, RegisterHub,
+    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
+    RegisterHub, add_by_rank,
 };
 use tracing::{info, warn};
 
@@ -105,7 +106,7 @@ impl Link {
             forget_oldest(&mut ended);
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
-            report.jobs.extend(&ended);
+            report.jobs.extend(ended.iter().cloned());
             match self.client.report(&self.registered(), &report) {
                 // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
                 // does not know go there, too: it answers with commands to end them.
@@ -229,8 +230,15 @@ fn counters(cores: &[CoreHandle]) -> (Vec<CoreCounters>, Vec<HubJobCounters>) {
                 None => {
                     let mut counters = JobCounters::default();
                     counters += counted;
-                    jobs.push(HubJobCounters { namespace, counters });
+                    jobs.push(HubJobCounters { namespace, counters, left_out: Vec::new() });
                 }
+            }
+        }
+        for &(namespace, rank, updates) in &report.left_out {
+            if let Some(job) = jobs.iter_mut().find(|job| job.namespace == namespace) {
+                let mut counted = vec![0; rank as usize + 1];
+                counted[rank as usize] = updates;
+                add_by_rank(&mut job.left_out, &counted);
             }
         }
     }

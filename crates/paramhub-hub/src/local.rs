@@ -5,7 +5,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
-use paramhub_core::consistency::Consistency;
 use paramhub_core::settings::Settings;
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, rings_bytes};
 
@@ -39,19 +38,21 @@ pub(crate) struct JobMemory {
     common_layout: Arc<ArenaLayout>,
     /// Chunks of a key may be anywhere; the hub that writes the common parameters must have them all.
     is_only_hub: bool,
-    is_synchronous: bool,
+    /// Until every worker has contributed to the next step.
+    stands_still: bool,
     /// Of every rank here, one for all its streams.
     own: HashMap<u32, Arc<Segment>>,
     common: Option<Arc<Segment>>,
 }
 
 impl JobMemory {
-    pub(crate) fn new(settings: &Settings, hubs: usize) -> Self {
+    /// `stands_still` is [`JobOptions::stands_still`](paramhub_core::service::JobOptions::stands_still).
+    pub(crate) fn new(settings: &Settings, hubs: usize, stands_still: bool) -> Self {
         JobMemory {
             layout: Arc::new(ArenaLayout::new(settings)),
             common_layout: Arc::new(ArenaLayout::parameters_only(settings)),
             is_only_hub: hubs == 1,
-            is_synchronous: settings.consistency == Consistency::Synchronous,
+            stands_still,
             own: HashMap::new(),
             common: None,
         }
@@ -81,9 +82,9 @@ impl JobMemory {
     }
 
     fn common(&mut self) -> Result<CommonParameters, String> {
-        if !self.is_synchronous {
-            let why =
-                "parameters can be shared only in a synchronous job, where they stand still between steps";
+        if !self.stands_still {
+            let why = "parameters can be shared only in a synchronous job that waits for all workers, where they stand still \
+                       between steps";
             return Err(why.into());
         }
         if !self.is_only_hub {

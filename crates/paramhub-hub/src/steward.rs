@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Namespace;
 use paramhub_core::limits::RESUME_S;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan, ProbeReport};
+use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan, ProbeReport, add_by_rank};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_kernels::Registry;
 use tracing::{info, warn};
 
 use crate::above::{Above, Climb};
 use crate::config::JobLimits;
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, Neighbour, ShardPlan};
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, ShardPlan};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
 use crate::probe::Prober;
@@ -241,9 +241,11 @@ impl Steward {
             }
             CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
             CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
-            CoreEvent::Closed { namespace, counters } => {
+            CoreEvent::Late { namespace, late } => self.late(namespace, late),
+            CoreEvent::Closed { namespace, counters, left_out } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;
+                add_by_rank(&mut job.left_out, &left_out);
                 self.route_closed(namespace);
             }
         }
@@ -275,7 +277,7 @@ impl Steward {
             incarnations: HashMap::new(),
             taken: HashMap::new(),
             continues: job.continues,
-            memory: JobMemory::new(&job.settings, job.hubs),
+            memory: JobMemory::new(&job.settings, job.hubs, job.stands_still),
         };
         let placement_hash = job.placement().hash().to_hex().to_string();
         self.directory.insert(namespace, entry);
@@ -417,6 +419,30 @@ impl Steward {
         self.report(HubEvent::Noticed { namespace, message });
     }
 
+    /// Steps end without a rank: it hears so itself, and rank 0.
+    fn late(&mut self, namespace: Namespace, Late { rank, steps, of }: Late) {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        // Every core tells; the first to find it as bad is enough.
+        let (magnitude, told) = (steps.ilog10() + 1, job.told_late.entry(rank).or_default());
+        if magnitude <= *told {
+            return;
+        }
+        *told = magnitude;
+        let message = format!(
+            "rank {rank} of job `{}` is late: {steps} of {of} steps so far have ended without it (stragglers = {})",
+            job.name, job.stragglers
+        );
+        warn!("{message}");
+        if let Some(core) = job.cores().next() {
+            let others = [0, rank];
+            for &to in if rank == 0 { &others[..1] } else { &others[..] } {
+                let notice = Notice { rank: Some(rank), message: message.clone() };
+                self.cores[usize::from(core)].send(CoreCommand::Notify { namespace, rank: to, notice });
+            }
+        }
+        self.report(HubEvent::Noticed { namespace, message });
+    }
+
     /// Ends a job that cannot go on; all its ranks are told why.
     fn fail(&mut self, namespace: Namespace, rank: Option<u32>, reason: String) {
         let Some(job) = self.jobs.get(&namespace) else { return };
@@ -450,7 +476,8 @@ impl Steward {
             if finished {
                 info!("job `{}` finished", job.name);
             }
-            let last_counters = Some(HubJobCounters { namespace, counters: job.counters });
+            let last_counters =
+                Some(HubJobCounters { namespace, counters: job.counters, left_out: job.left_out });
             self.tell(News { event: HubEvent::Ended { namespace, finished, reason }, last_counters });
         }
     }

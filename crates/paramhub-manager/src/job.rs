@@ -89,6 +89,7 @@ pub(crate) struct Job {
     reduction: String,
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
+    recorded_left_out: Vec<u64>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
     /// Every rank has agreed and the placement is made, or being made.
@@ -140,6 +141,7 @@ impl Job {
             composition: None,
             reduction: String::new(),
             recorded_counters: JobCounters::default(),
+            recorded_left_out: Vec::new(),
             proposed: None,
             agreed: false,
             outline: Outline::default(),
@@ -166,6 +168,7 @@ impl Job {
         };
         job.recorded_counters = status.counters;
         job.reduction = status.reduction;
+        job.recorded_left_out = status.left_out;
         if status.state.has_ended() {
             job.state = status.state;
             job.message = status.message;
@@ -488,6 +491,7 @@ impl Job {
             consistency: self.outline.consistency.clone(),
             reduction: self.reduction.clone(),
             counters: self.counters(),
+            left_out: self.left_out(),
             created_at: self.created_at,
             ended_at: self.ended_at,
         }

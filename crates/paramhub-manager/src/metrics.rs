@@ -42,6 +42,13 @@ struct JobLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RankLabels {
+    job: String,
+    namespace: String,
+    rank: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CoreLabels {
     hub: u32,
     core: u64,
@@ -115,6 +122,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
         }),
     ];
     let busy = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
+    let left_out = Family::<RankLabels, Counter>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());
     let memory = Family::<JobLabels, Gauge>::default();
     for job in world.jobs().filter(|job| !job.state().has_ended()) {
@@ -124,11 +132,17 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
             family.get_or_create(&labels).inc_by(count(&counters));
         }
         busy.get_or_create(&labels).inc_by(counters.busy_ns as f64 / 1e9);
+        for (rank, updates) in (0..).zip(job.left_out()) {
+            let labels = RankLabels { job: labels.job.clone(), namespace: labels.namespace.clone(), rank };
+            left_out.get_or_create(&labels).inc_by(updates);
+        }
         memory.get_or_create(&labels).set(i64::try_from(counters.memory_bytes).unwrap_or(i64::MAX));
     }
     for (family, (name, help, _)) in families.into_iter().zip(counts) {
         metrics.register(name, help, family);
     }
+    let help = "Updates of chunks that a living job's hubs made without a rank because it was late";
+    metrics.register("job_left_out", help, left_out);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
 }

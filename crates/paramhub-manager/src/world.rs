@@ -228,7 +228,9 @@ impl World {
         // Counts first, so that a job that ends is recorded with its last ones.
         for counted in &report.jobs {
             match self.jobs.get_mut(&counted.namespace) {
-                Some(job) if job.is_served_by(hub) => job.hub_counted(hub, counted.counters),
+                Some(job) if job.is_served_by(hub) => {
+                    job.hub_counted(hub, counted.counters, &counted.left_out);
+                }
                 _ => self.disown(hub, counted.namespace),
             }
         }
@@ -456,6 +458,18 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
             "job `{name}` is to go on when an interface goes down, which takes up to {RESUME_S} s, but gives workers up after \
              {} s: set dead_after_s to {RESUME_DEAD_AFTER_S_MIN} or more",
             options.dead_after_s
+        ));
+    }
+    options.stragglers.check(request.workers).map_err(|why| {
+        refusal(
+            ErrorCode::BadRequest,
+            format!("job `{name}` cannot have stragglers = {}: {why}", options.stragglers),
+        )
+    })?;
+    if options.stragglers.leaves_out() && options.continues() {
+        return refuse(format!(
+            "job `{name}` is to go on when an interface goes down, for which all must have had the same answers, and to leave \
+             late workers out: use on_interface_down = fail, or stragglers = wait"
         ));
     }
     let bounds = [

@@ -311,6 +311,7 @@ fn the_metrics_show_jobs_hubs_and_requests() {
         format!("paramhub_job_updates_total{labels} 55"),
         format!("paramhub_job_core_seconds_total{labels} 66.0"),
         format!("paramhub_job_streams_moved_total{labels} 77"),
+        format!("paramhub_job_left_out_total{},rank=\"0\"}} 5", labels.trim_end_matches('}')),
         "paramhub_hub_core_busy_seconds_total{hub=\"0\",core=\"1\"} 1.5".into(),
         "paramhub_hub_core_idle_seconds_total{hub=\"0\",core=\"0\"} 0.5".into(),
         "paramhub_manager_requests_total{method=\"POST\",route=\"/v1/jobs\",status=\"200\"} 2".into(),

@@ -211,7 +211,7 @@ fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
     let (_manager, client) = start(config());
     let registered = client.register_hub(&RegisterHub { shape: shape(), place: Default::default() }).unwrap();
     let namespace = Namespace([3; 16]);
-    let jobs = vec![HubJobCounters { namespace, counters: JobCounters::default() }];
+    let jobs = vec![HubJobCounters { namespace, counters: JobCounters::default(), left_out: Vec::new() }];
     let report = HubReport { jobs, ..HubReport::default() };
     client.report(&registered, &report).unwrap();
     client.report(&registered, &report).unwrap();

@@ -36,6 +36,11 @@ pub trait Exchange {
     /// Whatever makes the exchange fail.
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError>;
 
+    /// The step to take after `done` of them: a later one where the others went on without this process, which was late.
+    fn next_step(&self, done: usize) -> usize {
+        done
+    }
+
     /// What has been exchanged since the beginning.
     fn statistics(&self) -> ExchangeStatistics;
 }

@@ -105,6 +105,12 @@ impl Exchange for HubExchange {
         Ok(())
     }
 
+    fn next_step(&self, done: usize) -> usize {
+        // Of keys under way the answer is not known yet: what they say is the step after the one pushed.
+        let steps = (0..self.keys.len() as u32).filter_map(|key| self.job.next_step(key).ok());
+        steps.max().map_or(done, |step| done.max(step as usize))
+    }
+
     fn statistics(&self) -> ExchangeStatistics {
         let statistics = self.job.statistics();
         let (in_flight, exposed) = self.under_way.totals();

@@ -40,7 +40,7 @@ pub struct Progress {
 /// What a run was, at its end. Times are of this process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// Steps done.
+    /// Steps taken; fewer than there were where others went on without this process.
     pub steps: usize,
     /// Wall time of all steps, without the test set.
     pub seconds: f64,
@@ -123,32 +123,39 @@ pub fn train(
     let started = Instant::now();
     let mut run = Run { network, exchange, waited: Duration::ZERO, labels: Vec::new() };
     let mut loss = Mean::default();
-    for epoch in 0..config.epochs {
-        let order = EpochOrder::new(&data.train, config.seed, epoch, workers, config.batch);
-        loss = Mean::default();
-        for step in 0..steps_per_epoch {
-            let mut step_loss = Mean::default();
-            for rank in ranks.clone() {
-                step_loss += run.shard(data, order.shard(step, rank), rank == ranks.start)?;
+    let (mut next, mut taken, mut current) = (0, 0, None);
+    while next < of {
+        let (epoch, step) = (next / steps_per_epoch, next % steps_per_epoch);
+        let order = match current.take() {
+            Some((of_epoch, order)) if of_epoch == epoch => order,
+            _ => {
+                loss = Mean::default();
+                EpochOrder::new(&data.train, config.seed, epoch, workers, config.batch)
             }
-            loss += step_loss.value();
-            let step = epoch * steps_per_epoch + step + 1;
-            let examples = step * ranks.len() * config.batch;
-            let examples_per_second = examples as f64 / started.elapsed().as_secs_f64();
-            on_progress(&Progress {
-                step,
-                of,
-                epoch: epoch + 1,
-                loss: step_loss.value(),
-                examples_per_second,
-            });
+        };
+        let mut step_loss = Mean::default();
+        for rank in ranks.clone() {
+            step_loss += run.shard(data, order.shard(step, rank), rank == ranks.start)?;
         }
+        current = Some((epoch, order));
+        loss += step_loss.value();
+        taken += 1;
+        next = run.exchange.next_step(next + 1);
+        let examples = taken * ranks.len() * config.batch;
+        let examples_per_second = examples as f64 / started.elapsed().as_secs_f64();
+        on_progress(&Progress {
+            step: next.min(of),
+            of,
+            epoch: epoch + 1,
+            loss: step_loss.value(),
+            examples_per_second,
+        });
     }
     run.collect()?;
     let (elapsed, waited) = (started.elapsed(), run.waited);
     let statistics = exchange.statistics();
     Ok(Report {
-        steps: of,
+        steps: taken,
         seconds: elapsed.as_secs_f64(),
         loss: loss.value(),
         accuracy: if config.evaluate { Some(network.accuracy(&data.test)?) } else { None },

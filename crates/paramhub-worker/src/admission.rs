@@ -98,7 +98,7 @@ impl Admission {
         self.settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
-        options.check(&who, &self.settings)?;
+        options.check(&who, self.job_options.stands_still(&self.settings))?;
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
@@ -139,7 +139,10 @@ impl Admission {
             notices: Notices::default(),
             norms: NormBook::default(),
         });
-        let requests = Requests::new(map, dtypes);
+        let mut requests = Requests::new(map, dtypes);
+        if self.job_options.stragglers.leaves_out() {
+            requests = requests.with_steps_of_chunks();
+        }
         let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
@@ -204,6 +207,7 @@ impl Admission {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
+        let stands_still = self.job_options.stands_still(&self.settings);
         let mut opened =
             Streams { streams: Vec::new(), leave_by: BTreeSet::new(), arena: None, state_slots: 0 };
         for (id, route) in placement.routes().iter().enumerate() {
@@ -229,7 +233,7 @@ impl Admission {
                         Some(arena) => arena,
                         none => none.insert(self.arena().map_err(system("share memory"))?),
                     };
-                    let shares_parameters = options.wants_shared_parameters(&self.settings, self.hubs.len());
+                    let shares_parameters = options.wants_shared_parameters(stands_still, self.hubs.len());
                     let caller = Caller::Worker { rank: self.rank, shares_parameters, resumes: false };
                     let hello = Hello { caller, ..hello };
                     let stream = dialler.open_locally(&hub, socket, hello, arena.own.segment())?;

@@ -148,7 +148,8 @@ impl Desk {
 
     /// Ends the request of a key that was answered in full, with `version`. Fails with a callback's panic.
     pub(crate) fn finish(&mut self, key: u32, request: Request, version: u32) -> Result<(), Arc<str>> {
-        if request == Request::Pull {
+        let may_jump = self.requests.has_steps_of_chunks() && request != Request::Initialise;
+        if request == Request::Pull || (may_jump && !request.is_of_state()) {
             self.shared.steps.adopt(key, version);
         }
         // Before anyone hears of the end, so that whoever does finds it counted.

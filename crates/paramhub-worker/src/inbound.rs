@@ -86,7 +86,7 @@ impl FrameSink for Inbound<'_> {
                 let answered = answered.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
                 match answered.finished {
                     Some(request) => {
-                        self.desk.finish(answered.key, request, header.step).map_err(Fault::Callback)
+                        self.desk.finish(answered.key, request, answered.newest).map_err(Fault::Callback)
                     }
                     None => Ok(()),
                 }

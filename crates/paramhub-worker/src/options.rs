@@ -3,8 +3,6 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paramhub_core::consistency::Consistency;
-use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 use paramhub_transport::interface::Selector;
 
@@ -128,16 +126,16 @@ impl Options {
     }
 
     /// Whether to ask a hub on this host for its copy of the parameters, one of `hubs`.
-    pub(crate) fn wants_shared_parameters(&self, settings: &Settings, hubs: usize) -> bool {
+    pub(crate) fn wants_shared_parameters(&self, stands_still: bool, hubs: usize) -> bool {
         match self.shared_parameters {
             Sharing::Never => false,
-            Sharing::WherePossible => settings.consistency == Consistency::Synchronous && hubs == 1,
+            Sharing::WherePossible => stands_still && hubs == 1,
             Sharing::Always => true,
         }
     }
 
     /// Refuses what contradicts itself or the job.
-    pub(crate) fn check(&self, who: &Who, settings: &Settings) -> Result<(), WorkerError> {
+    pub(crate) fn check(&self, who: &Who, stands_still: bool) -> Result<(), WorkerError> {
         if self.shared_parameters != Sharing::Always {
             return Ok(());
         }
@@ -148,9 +146,9 @@ impl Options {
                 "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",
             );
         }
-        if settings.consistency != Consistency::Synchronous {
+        if !stands_still {
             return refused(
-                "parameters can be shared only in a synchronous job: elsewhere the hub writes them while workers read",
+                "parameters can be shared only in a synchronous job that waits for all workers: elsewhere the hub writes them while workers read",
             );
         }
         Ok(())
@@ -212,7 +210,6 @@ pub(crate) fn deadline(wait: Duration) -> Instant {
 
 #[cfg(test)]
 mod tests {
-    use paramhub_core::key::{Key, KeyTable};
 
     use super::*;
 
@@ -237,20 +234,17 @@ mod tests {
 
     #[test]
     fn parameters_are_shared_over_shared_memory_and_in_step_only() {
-        let keys = KeyTable::new(vec![Key::new("w", [4])]).unwrap();
         let who = Who { job: "digits".into(), rank: 2 };
-        let check = |transport, consistency| {
+        let check = |transport, stands_still| {
             let options = Options { transport, shared_parameters: Sharing::Always, ..Options::default() };
-            options.check(&who, &Settings { consistency, ..Settings::new(keys.clone()) })
+            options.check(&who, stands_still)
         };
         for transport in [Transport::Auto, Transport::Shm] {
-            check(transport, Consistency::Synchronous).unwrap();
-            for consistency in [Consistency::Asynchronous, Consistency::BoundedStaleness(1)] {
-                let refused = check(transport, consistency).unwrap_err().to_string();
-                assert!(refused.starts_with("job `digits`, rank 2: parameters can be shared"), "{refused}");
-            }
+            check(transport, true).unwrap();
+            let refused = check(transport, false).unwrap_err().to_string();
+            assert!(refused.starts_with("job `digits`, rank 2: parameters can be shared"), "{refused}");
         }
-        let refused = check(Transport::Tcp, Consistency::Synchronous).unwrap_err().to_string();
+        let refused = check(Transport::Tcp, true).unwrap_err().to_string();
         assert!(refused.ends_with("but the options ask for tcp: use auto or shm"), "{refused}");
     }
 

@@ -65,7 +65,7 @@ impl Steps {
         self.release(key);
     }
 
-    /// A pull was answered with this version: the hub counts this worker's steps from there. Before [`Steps::release`].
+    /// A request was answered with this version: the hub counts this worker's steps from there. Before [`Steps::release`].
     pub(crate) fn adopt(&self, key: u32, version: u32) {
         self.keys[key as usize].next.store(version, Ordering::Relaxed);
     }

@@ -34,6 +34,13 @@ struct Arguments {
     /// Milliseconds of pretended computation a step.
     #[arg(long, default_value_t = 0)]
     compute_ms: u64,
+    /// A rank that computes so many times as long, as in 7:10.
+    #[arg(long, value_name = "RANK:FACTOR", value_parser = slow)]
+    slow: Option<(u32, u32)>,
+    /// Stop at the job's step instead of after as many of this worker's: they differ where late workers are left out. Gradients
+    /// are ones then, whose mean is one whoever counts.
+    #[arg(long, conflicts_with_all = ["seed", "consistency"])]
+    by_job_steps: bool,
     /// One of the hub's optimizers.
     #[arg(long, default_value = "sgd")]
     optimizer: String,
@@ -84,8 +91,10 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
 
     let begun = Instant::now();
     let mut expected = 0.0f32;
-    for step in 0..arguments.steps {
-        std::thread::sleep(Duration::from_millis(arguments.compute_ms));
+    let factor = arguments.slow.filter(|&(slow, _)| slow == rank).map_or(1, |(_, factor)| factor);
+    let (mut step, mut taken) = (0, 0);
+    while step < arguments.steps {
+        std::thread::sleep(Duration::from_millis(arguments.compute_ms) * factor);
         // Backwards, as gradients come; the front layers still overtake.
         let underway: Vec<_> = (0..parameters.len())
             .rev()
@@ -93,6 +102,7 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
                 let (mut gradient, out) =
                     (std::mem::take(&mut gradients[key]), std::mem::take(&mut parameters[key]));
                 match arguments.seed {
+                    None if arguments.by_job_steps => gradient.fill(1.0),
                     None => gradient.fill((step + 1) as f32),
                     Some(seed) => draw(&mut gradient, [seed, rank.into(), step.into(), key as u64]),
                 }
@@ -102,17 +112,23 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
         for (key, handle) in (0..parameters.len()).rev().zip(underway) {
             (gradients[key], parameters[key]) = handle.wait()?;
         }
+        taken += 1;
+        if arguments.by_job_steps {
+            check_by_job_steps(&parameters)?;
+            step = job.next_step(0)?;
+            continue;
+        }
         expected -= LEARNING_RATE * (step + 1) as f32;
         if arguments.seed.is_none() {
             check(&parameters, expected, arguments.consistency, step)?;
         }
+        step += 1;
     }
     let seconds = begun.elapsed().as_secs_f64();
     let statistics = job.statistics();
     job.leave()?;
     println!(
-        "rank {rank} finished {} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received, {} streams moved{}",
-        arguments.steps,
+        "rank {rank} finished {taken} steps in {seconds:.3} s: {:.1} MB sent, {:.1} MB received, {} streams moved{}",
         statistics.bytes_sent as f64 / 1e6,
         statistics.bytes_received as f64 / 1e6,
         statistics.streams_moved,
@@ -121,6 +137,26 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     if let Some(path) = &arguments.save {
         let bytes: Vec<u8> = parameters.iter().flatten().flat_map(|value| value.to_ne_bytes()).collect();
         std::fs::write(path, bytes)?;
+    }
+    Ok(())
+}
+
+/// Reads RANK:FACTOR.
+fn slow(text: &str) -> Result<(u32, u32), String> {
+    let read = |(rank, factor): (&str, &str)| Some((rank.parse().ok()?, factor.parse().ok()?));
+    text.split_once(':').and_then(read).ok_or_else(|| "expected RANK:FACTOR, as in 7:10".into())
+}
+
+/// Checks that every element has been lowered by a whole number of steps: whose gradients counted is another matter.
+fn check_by_job_steps(parameters: &[Vec<f32>]) -> Result<(), String> {
+    for (key, values) in parameters.iter().enumerate() {
+        let steps = |value: f32| -value / LEARNING_RATE;
+        if let Some(position) = values.iter().position(|&value| steps(value).fract() != 0.0 || value >= 0.0) {
+            return Err(format!(
+                "key {key}, element {position} is {}, no whole number of steps",
+                values[position]
+            ));
+        }
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ mod values;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-use crate::{Selector, Transport};
+use crate::{Selector, Stragglers, Transport};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
@@ -107,6 +107,7 @@ pub(crate) struct RunSection {
     pub(crate) optimize_at: OptimizeAt,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -152,6 +153,7 @@ pub(crate) struct TrainSection {
     pub(crate) hubs: Option<u32>,
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
+    pub(crate) stragglers: Stragglers,
     #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
@@ -235,7 +237,13 @@ impl Default for ManagerSection {
 impl Default for RunSection {
     fn default() -> Self {
         let JobOptions {
-            rendezvous_timeout_s, dead_after_s, reduction, optimize_at, on_interface_down, ..
+            rendezvous_timeout_s,
+            dead_after_s,
+            reduction,
+            optimize_at,
+            on_interface_down,
+            stragglers,
+            ..
         } = JobOptions::default();
         RunSection {
             workers: 1,
@@ -246,6 +254,7 @@ impl Default for RunSection {
             reduction,
             optimize_at,
             on_interface_down,
+            stragglers,
             hubs: None,
             deployment: None,
             hosts: 1,
@@ -277,6 +286,7 @@ impl Default for TrainSection {
             on_interface_down: OnInterfaceDown::Fail,
             deployment: None,
             hubs: None,
+            stragglers: Stragglers::Wait,
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

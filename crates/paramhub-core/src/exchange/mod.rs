@@ -15,14 +15,20 @@
 //! In two phases a complete chunk is held instead of updated. When all are, their norm is told, and rank 0 releases the step:
 //! chunks then have their updates one after the other, and may meanwhile take contributions to the next step.
 //!
+//! Where [stragglers](crate::stragglers) are left out, a synchronous step ends without those that are late. A late contribution
+//! is dropped whole, and its sender is answered at once and contributes to the step that it then has the parameters of.
+//!
 //! In a job of several [sites](crate::composition) members are workers and sites alike. A sum that is complete here is raised
 //! to the site above, if there is one, and the step goes on with its answer.
 
 mod rules;
+mod stragglers;
 
 pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Reach, Rules, Stranded, Then, Update};
 
 #[cfg(test)]
 mod resume_tests;
+#[cfg(test)]
+mod straggler_tests;
 #[cfg(test)]
 mod tests;

@@ -54,6 +54,7 @@ impl World {
             reproducible,
             has_parameters,
             two_phase: false,
+            quorum: None,
         };
         let first = if has_parameters { START } else { 0 };
         let worker = || Worker {

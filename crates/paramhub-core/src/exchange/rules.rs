@@ -4,6 +4,7 @@ use thiserror::Error;
 
 use crate::consistency::Consistency;
 use crate::limits::STATE_UPDATES_MAX;
+use crate::stragglers::Quorum;
 
 /// What holds for all chunks of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,16 +25,19 @@ pub struct Rules {
     pub has_parameters: bool,
     /// Whether a complete chunk is held until rank 0 releases the step; synchronous, with parameters.
     pub two_phase: bool,
+    /// What ends a chunk's step, whoever is missing, where late ones are left out. Synchronous, with parameters, one phase, one
+    /// site, and not reproducible.
+    pub quorum: Option<Quorum>,
 }
 
 /// The books of one route's chunks. Slots number the chunks as in [`crate::placement::Placement::chunks`].
 #[derive(Clone, Debug)]
 pub struct Exchange {
-    rules: Rules,
-    chunks: Vec<ChunkBook>,
+    pub(super) rules: Rules,
+    pub(super) chunks: Vec<ChunkBook>,
     /// Of slot `s` and member `m`, at `s * members + m`.
     books: Vec<MemberBook>,
-    left: Vec<bool>,
+    pub(super) left: Vec<bool>,
     departures: u32,
     /// Of the chunks held, those that no release has named.
     held: u32,
@@ -41,6 +45,8 @@ pub struct Exchange {
     release_at: u32,
     /// The version the first parameters came with.
     start: Option<u32>,
+    /// Of every member, how many updates of chunks it was left out of; empty where all are waited for.
+    pub(super) left_out: Vec<u64>,
 }
 
 /// How a chunk stands to the sites around, which may differ from chunk to chunk.
@@ -53,16 +59,21 @@ pub struct Reach {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct ChunkBook {
+pub(super) struct ChunkBook {
     reach: Reach,
     /// Grows by one an update; the low 32 bits travel.
-    version: u64,
+    pub(super) version: u64,
     /// Updates since the optimizer's state was zero, which need not be at version 0.
     updates: u64,
     /// Contributions to the step under way.
-    arrived: u32,
+    pub(super) arrived: u32,
     /// Of those, how many are in the sum; fewer than `arrived` only while some are parked.
-    folded: u32,
+    pub(super) folded: u32,
+    /// Where late ones are left out: members that hold the parameters which the step under way starts from, or are about to, and
+    /// have not contributed to it.
+    pub(super) awaited: u32,
+    /// Those of them that were counted in the step before.
+    pub(super) prompt: u32,
     initialised: bool,
     stage: Stage,
 }
@@ -80,19 +91,31 @@ enum Stage {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct MemberBook {
-    /// The step the member pushes next.
-    next_step: u32,
-    request: Request,
+pub(super) struct MemberBook {
+    /// The step the member pushes next. Where late ones are left out, the version of the parameters it has or waits for.
+    pub(super) next_step: u32,
+    pub(super) request: Request,
+    /// It was counted in the step before, or there was none.
+    pub(super) is_prompt: bool,
 }
 
 impl ChunkBook {
     fn new(reach: Reach, initialised: bool) -> Self {
-        ChunkBook { reach, version: 0, updates: 0, arrived: 0, folded: 0, initialised, stage: Stage::Open }
+        ChunkBook {
+            reach,
+            version: 0,
+            updates: 0,
+            arrived: 0,
+            folded: 0,
+            awaited: 0,
+            prompt: 0,
+            initialised,
+            stage: Stage::Open,
+        }
     }
 
     /// Ends the step under way.
-    fn update(&mut self, step: u32, contributions: u32) -> Update {
+    pub(super) fn update(&mut self, step: u32, contributions: u32) -> Update {
         self.version += 1;
         self.updates += 1;
         self.arrived = 0;
@@ -104,7 +127,7 @@ impl ChunkBook {
 
 /// What a member waits for on a chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Request {
+pub(super) enum Request {
     #[default]
     None,
     /// Its stream was cut: whether it waits for an answer shows when it asks again or goes on.
@@ -150,6 +173,8 @@ pub enum Then {
     Update(Update),
     /// It was here before: its answer may be due, or due again.
     Repeated,
+    /// Its step is over: it does not count, and its answer may be due.
+    Late,
 }
 
 /// Where a contribution's payload goes.
@@ -164,7 +189,7 @@ pub enum Fold {
     },
     /// Into the member's parking place, until every lower one's contribution is in the sum.
     Park,
-    /// Nowhere: it is taken already.
+    /// Nowhere: it is taken already, or comes too late.
     Drop,
 }
 
@@ -272,7 +297,7 @@ impl Exchange {
     pub fn among_sites(rules: Rules, reach: impl IntoIterator<Item = Reach>) -> Self {
         let chunks: Vec<ChunkBook> =
             reach.into_iter().map(|reach| ChunkBook::new(reach, !rules.has_parameters)).collect();
-        Exchange {
+        let mut exchange = Exchange {
             rules,
             books: vec![MemberBook::default(); chunks.len() * rules.members as usize],
             left: vec![false; rules.members as usize],
@@ -280,8 +305,11 @@ impl Exchange {
             held: 0,
             release_at: chunks.len() as u32,
             start: None,
+            left_out: vec![0; if rules.quorum.is_some() { rules.members as usize } else { 0 }],
             chunks,
-        }
+        };
+        exchange.await_all();
+        exchange
     }
 
     /// Bytes these books take.
@@ -321,8 +349,10 @@ impl Exchange {
             ..ChunkBook::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
-            self.book_mut(slot, member).next_step = version;
+            let book = self.book_mut(slot, member);
+            (book.next_step, book.is_prompt) = (version, true);
         }
+        self.count_awaited(slot);
         if let Some(rank_0) = member.filter(|_| member == self.rules.rank_0) {
             self.book_mut(slot, rank_0).request = Request::Waiting(Answer::Applied);
         }
@@ -411,7 +441,11 @@ impl Exchange {
         if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
             return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
         }
-        *self.book_mut(slot, member) = MemberBook { next_step: step + 1, request: Request::Waiting(answer) };
+        if self.rules.quorum.is_some() {
+            return self.push_in_time_or_late(slot, member, step, answer);
+        }
+        *self.book_mut(slot, member) =
+            MemberBook { next_step: step + 1, request: Request::Waiting(answer), is_prompt: true };
         let (members_due, contributions_due) = match self.rules.consistency {
             Consistency::Synchronous => (chunk.reach.members, self.rules.workers),
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => (1, 1),
@@ -517,16 +551,23 @@ impl Exchange {
         Ok(())
     }
 
-    /// Calls `owed` for each member whose request for this chunk may now be answered and could not before. Called after
-    /// every initialise, update, pull and pull_state of the chunk.
+    /// Calls `owed` for each member whose request for this chunk may now be answered and could not before; where late ones are
+    /// left out, also for those whose parameters have not begun to leave. Called after every initialise, update, pull,
+    /// pull_state and late push of the chunk.
     pub fn settle(&mut self, slot: u32, mut owed: impl FnMut(u32, Answer)) {
         let slowest = self.slowest(slot);
         for member in 0..self.rules.members {
-            if let Request::Waiting(answer) = self.book(slot, member).request
-                && self.may_answer(slot, member, answer, slowest)
-            {
-                self.book_mut(slot, member).request = Request::Owed(answer);
-                owed(member, answer);
+            match self.book(slot, member).request {
+                Request::Waiting(answer) if self.may_answer(slot, member, answer, slowest) => {
+                    self.book_mut(slot, member).request = Request::Owed(answer);
+                    owed(member, answer);
+                }
+                // The chunk has gone on without it. What has not begun to leave goes with the newest values, also where it was
+                // put in an arena before.
+                Request::Owed(Answer::Parameters) if self.rules.quorum.is_some() => {
+                    owed(member, Answer::Parameters);
+                }
+                _ => {}
             }
         }
     }
@@ -544,7 +585,10 @@ impl Exchange {
     pub fn answer_begun(&mut self, slot: u32, member: u32) {
         let request = &mut self.book_mut(slot, member).request;
         debug_assert!(matches!(request, Request::Owed(_)), "only what is owed is sent");
-        *request = Request::None;
+        let owed = std::mem::take(request);
+        if self.rules.quorum.is_some() {
+            self.catch_up(slot, member, owed);
+        }
     }
 
     /// Notes that a member has left of its own accord, and calls `owed` as [`Exchange::settle`] does for every slot the
@@ -559,6 +603,7 @@ impl Exchange {
             if let Request::Waiting(_) = self.book(slot, member).request {
                 self.book_mut(slot, member).request = Request::None;
             }
+            self.count_awaited(slot);
             self.settle(slot, |waiting, answer| owed(slot, waiting, answer));
             self.stranded_at(slot)?;
         }
@@ -579,7 +624,7 @@ impl Exchange {
             let is_released = self.is_releasing() && slot >= self.release_at;
             let gone = gone_rank_0.filter(|_| !is_released);
             gone.map(|rank_0| (rank_0, Awaited::Release(chunk.version as u32)))
-        } else if self.rules.consistency == Consistency::Synchronous {
+        } else if self.rules.consistency == Consistency::Synchronous && self.rules.quorum.is_none() {
             self.missing(slot)
                 .find(|&member| self.left[member as usize])
                 .map(|member| (member, Awaited::Contribution(chunk.version as u32)))
@@ -646,11 +691,11 @@ impl Exchange {
         matches!(self.book(slot, member).request, Request::Waiting(_) | Request::Owed(_))
     }
 
-    fn book(&self, slot: u32, member: u32) -> MemberBook {
+    pub(super) fn book(&self, slot: u32, member: u32) -> MemberBook {
         self.books[slot as usize * self.rules.members as usize + member as usize]
     }
 
-    fn book_mut(&mut self, slot: u32, member: u32) -> &mut MemberBook {
+    pub(super) fn book_mut(&mut self, slot: u32, member: u32) -> &mut MemberBook {
         &mut self.books[slot as usize * self.rules.members as usize + member as usize]
     }
 }

@@ -320,6 +320,7 @@ fn rules() -> impl Strategy<Value = Rules> {
             reproducible,
             has_parameters,
             two_phase: two_phase && has_parameters && consistency == Consistency::Synchronous,
+            quorum: None,
         },
     )
 }
@@ -348,6 +349,7 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
         reproducible: false,
         has_parameters: true,
         two_phase: false,
+        quorum: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), 100).unwrap();
@@ -374,6 +376,7 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
         reproducible: false,
         has_parameters: true,
         two_phase: false,
+        quorum: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     assert_eq!(exchange.initialise_state(0, Some(1), 5), Err(Offence::StateInitialised));
@@ -407,6 +410,7 @@ fn what_is_owed_to_a_rank_may_still_be_sent_when_it_has_left() {
         reproducible: false,
         has_parameters: false,
         two_phase: false,
+        quorum: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
@@ -428,6 +432,7 @@ fn whoever_waits_for_parameters_is_stranded_by_rank_zero_alone() {
             reproducible: false,
             has_parameters: true,
             two_phase: false,
+            quorum: None,
         };
         let mut exchange = Exchange::new(rules, 1);
         exchange.pull(0, 1, 0).unwrap();
@@ -452,6 +457,7 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
         reproducible: false,
         has_parameters: true,
         two_phase: false,
+        quorum: None,
     };
     let mut exchange = Exchange::new(rules, 1);
     exchange.initialise(0, Some(0), u32::MAX - 1).unwrap();
@@ -476,6 +482,7 @@ fn two_phases(chunks: u32) -> Exchange {
         reproducible: false,
         has_parameters: true,
         two_phase: true,
+        quorum: None,
     };
     Exchange::new(rules, chunks)
 }

@@ -234,6 +234,7 @@ impl Lane {
         if self.is_draining() {
             return Ok(if self.stream.discard() { Taken::Closed } else { Taken::Open });
         }
+        shard.now = now;
         let mut sink = ShardSink { shard, port: self.port };
         match self.stream.receive(&mut sink, scratch, RECEIVE_BUDGET_BYTES) {
             Ok(received) => {

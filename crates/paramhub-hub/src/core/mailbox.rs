@@ -14,6 +14,7 @@ use paramhub_transport::Waker;
 
 use super::plan::ShardPlan;
 use super::ports::Neighbour;
+use super::shard::Late;
 use crate::local::LocalMemory;
 
 /// Commands a core may have waiting; who sends more waits.
@@ -54,8 +55,10 @@ pub(crate) enum CoreEvent {
     Silence { namespace: Namespace, who: Neighbour, seconds: Option<f64> },
     /// A stream goes on by this interface.
     Moved { namespace: Namespace, who: Neighbour, by: u16 },
-    /// A route is freed and its streams are closed.
-    Closed { namespace: Namespace, counters: JobCounters },
+    /// Steps end without this rank.
+    Late { namespace: Namespace, late: Late },
+    /// A route is freed and its streams are closed. Of every rank, how many updates it was `left_out` of.
+    Closed { namespace: Namespace, counters: JobCounters, left_out: Vec<u64> },
 }
 
 /// A core's other end.
@@ -71,6 +74,8 @@ pub(crate) struct CoreHandle {
 pub(crate) struct CoreReport {
     pub(crate) time: CoreCounters,
     pub(crate) jobs: Vec<(Namespace, JobCounters)>,
+    /// Ranks that were left out, and of how many updates of chunks.
+    pub(crate) left_out: Vec<(Namespace, u32, u64)>,
 }
 
 /// Takes a core's event to whoever decides, without waiting; gives it back where there is no room for now.

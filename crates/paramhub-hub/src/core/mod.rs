@@ -5,6 +5,7 @@
 
 mod arenas;
 mod buffer;
+mod deadlines;
 mod farewell;
 mod fault;
 mod lane;
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
+use paramhub_core::stragglers::Quorum;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
 use paramhub_transport::{Events, Interest, Poller, Scratch};
 
@@ -36,6 +38,7 @@ use turns::{Turns, Unit};
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
 pub(crate) use ports::{Neighbour, Ports, Side};
+pub(crate) use shard::Late;
 use shard::Shard;
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
@@ -70,6 +73,8 @@ pub(crate) struct Core {
     unannounced: Vec<u64>,
     turns_unannounced: u32,
     farewells: Farewells,
+    /// Shards whose steps may end by time.
+    timed: Vec<usize>,
     busy: Duration,
     idle: Duration,
     last_tick: Instant,
@@ -104,6 +109,7 @@ impl Core {
             unannounced: Vec::new(),
             turns_unannounced: 0,
             farewells: Farewells::default(),
+            timed: Vec::new(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             last_tick: Instant::now(),
@@ -116,7 +122,7 @@ impl Core {
         let mut turn_ended = Instant::now();
         loop {
             let timeout = match self.turns.is_empty() && self.unannounced.is_empty() {
-                true => (self.last_tick + TICK).saturating_duration_since(turn_ended),
+                true => self.wakes_at().saturating_duration_since(turn_ended),
                 false => Duration::ZERO,
             };
             let had_work = !self.turns.is_empty();
@@ -148,12 +154,39 @@ impl Core {
                 begun = Instant::now();
             }
             turn_ended = self.serve(begun, slice);
+            turn_ended = self.end_late(turn_ended);
             if turn_ended - self.last_tick >= TICK {
                 self.tick(turn_ended);
                 turn_ended = Instant::now();
             }
             self.busy += turn_ended - now;
         }
+    }
+
+    /// When the clock has something to do next.
+    fn wakes_at(&self) -> Instant {
+        let deadlines = self.timed.iter().filter_map(|&shard| self.shards.index(shard).shard.next_deadline());
+        deadlines.fold(self.last_tick + TICK, Instant::min)
+    }
+
+    /// Ends steps that have had their time, some of each shard's, and says when it was done.
+    fn end_late(&mut self, mut now: Instant) -> Instant {
+        let mut position = 0;
+        // Sending may end a job, whose shards then are not here any more.
+        while let Some(&index) = self.timed.get(position) {
+            position += 1;
+            let hosted = self.shards.index_mut(index);
+            if hosted.shard.next_deadline().is_none_or(|at| at > now) {
+                continue;
+            }
+            let job = hosted.job;
+            hosted.shard.end_late(now, RELEASE_TURN_ELEMENTS);
+            self.answer(index, now);
+            let done = Instant::now();
+            self.turns.charge(job, done - now);
+            now = done;
+        }
+        now
     }
 
     /// A stream has something to do, or something new to do.
@@ -364,11 +397,13 @@ impl Core {
         if let Some(busy) = self.turns.dismiss(hosted.job, index) {
             counters.busy_ns = busy.as_nanos() as u64;
         }
+        let left_out = hosted.shard.left_out().to_vec();
+        self.timed.retain(|&other| other != index);
         self.shards.remove_index(index);
         self.shard_of.remove(&(namespace, route));
         // So that a job shorter than a tick has been counted when it is over.
         self.publish();
-        self.mailbox.tell(CoreEvent::Closed { namespace, counters });
+        self.mailbox.tell(CoreEvent::Closed { namespace, counters, left_out });
     }
 
     /// Does what the mailbox asks; `true` to stop.
@@ -392,13 +427,17 @@ impl Core {
 
     fn open(&mut self, plan: ShardPlan) {
         let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
-        let weight = plan.weight;
+        let (weight, ends_by_time) =
+            (plan.weight, plan.stragglers.quorum(plan.workers()) == Some(Quorum::Clock));
         let missing_bytes = match Shard::new(plan) {
             Ok(shard) => {
                 let job = self.turns.admit(namespace, weight);
                 let lane_of = vec![None; ports];
                 let hosted = Hosted { shard, route, job, lane_of, ending: false, releases: false };
                 let index = self.shards.insert_index(hosted);
+                if ends_by_time {
+                    self.timed.push(index);
+                }
                 self.shard_of.insert((namespace, route), index);
                 None
             }

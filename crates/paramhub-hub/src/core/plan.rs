@@ -13,10 +13,12 @@ use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
+use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::{STATE_HEAD_BYTES, State};
 use paramhub_kernels::{Aggregator, Optimizer};
 
 use super::buffer::whole_lines;
+use super::deadlines::Deadlines;
 use super::ports::{Neighbour, Ports};
 
 /// What a core must know to serve one route of a job.
@@ -27,6 +29,7 @@ pub(crate) struct ShardPlan {
     pub(crate) dead_after: Duration,
     /// Streams may be cut and resumed.
     pub(crate) continues: bool,
+    pub(crate) stragglers: Stragglers,
     /// Of the core's time, against other jobs' weights.
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
@@ -144,12 +147,15 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     // Of each stream: the frame it is about to spill, and the one a read cut off.
     let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
+    let deadlines =
+        if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
     layout.elements as u64 * 4 * arrays as u64
         + layout.encoded_bytes as u64
         + books
         + slots
         + streams
         + schedules
+        + deadlines
 }
 
 /// How a plan turns into arrays.
@@ -211,6 +217,7 @@ impl Layout {
                 reproducible: settings.reproducible,
                 has_parameters: settings.has_parameters(),
                 two_phase: settings.is_two_phase(),
+                quorum: plan.stragglers.quorum(plan.workers()),
             },
             slots,
         }

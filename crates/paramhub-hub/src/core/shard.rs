@@ -1,10 +1,12 @@
 //! One job's chunks on one route: their memory, their books, and what arrives for them.
 
 mod between;
+mod late;
 mod outgoing;
 mod start;
 
 use std::ops::Range;
+use std::time::Instant;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
@@ -16,8 +18,10 @@ use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
 use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, shared};
 
+pub(crate) use self::late::Late;
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory};
+use super::deadlines::Deadlines;
 use super::fault::Fault;
 use super::outbox::Outbox;
 use super::plan::{Layout, ShardPlan, Slot, memory_bytes};
@@ -72,6 +76,12 @@ pub(crate) struct Shard {
     /// Of every port: a member has left; we have, where a site is above.
     left: Vec<bool>,
     counters: JobCounters,
+    /// When the newest frames came, as far as steps end by time.
+    pub(crate) now: Instant,
+    /// Of a job that leaves late workers out.
+    deadlines: Option<Deadlines>,
+    /// Of every rank, the updates it will have been left out of when somebody is told next.
+    late_from: Vec<u64>,
 }
 
 impl Shard {
@@ -79,6 +89,7 @@ impl Shard {
     pub(crate) fn new(plan: ShardPlan) -> Result<Self, OutOfMemory> {
         let layout = Layout::new(&plan);
         let slots = layout.slots.len() as u32;
+        let (now, leaves_out) = (Instant::now(), plan.stragglers.leaves_out());
         let mut encoded = Vec::new();
         let full = |_| OutOfMemory { bytes: layout.encoded_bytes as u64 };
         encoded.try_reserve_exact(layout.encoded_bytes).map_err(full)?;
@@ -107,6 +118,9 @@ impl Shard {
             dirty: ReadySet::new(plan.ports.len()),
             left: vec![false; plan.ports.len() as usize],
             counters: JobCounters::default(),
+            now,
+            deadlines: leaves_out.then(|| Deadlines::new(plan.stragglers, layout.slots.len(), now)),
+            late_from: vec![u64::from(slots); if leaves_out { plan.ports.workers() as usize } else { 0 }],
             slots: layout.slots,
             plan,
         };
@@ -287,15 +301,25 @@ impl Shard {
             self.settle(index);
             return self.stranded_at(index);
         }
+        if arrival.then == Then::Late {
+            self.answer_late(index, slot);
+            return Ok(());
+        }
         self.counters.contributions += 1;
         self.fold(index, slot, member, codec, payload, &arrival.fold);
         if let Then::Update(update) = arrival.then
             && self.total.is_empty()
         {
             let is_of_all = self.plan.settings.consistency == Consistency::Synchronous;
-            self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(member));
+            match self.plan.stragglers.leaves_out() {
+                true => self.arenas.find_no_sources(),
+                false => self.arenas.find_sources(&slot.extent(), (!is_of_all).then_some(member)),
+            }
             self.optimise(index, slot, update);
             return Ok(());
+        }
+        if arrival.then == Then::Wait {
+            self.look_at_median(index);
         }
         if !matches!(arrival.then, Then::Wait) {
             self.gather(index, slot);
@@ -309,7 +333,7 @@ impl Shard {
             Then::Wait => {}
             Then::Hold => self.hold(index, slot),
             Then::Raise => self.raise(index),
-            Then::Repeated => unreachable!("it ends where it is taken"),
+            Then::Repeated | Then::Late => unreachable!("it ends where it is taken"),
             Then::Update(update) => {
                 self.keep_total(slot);
                 self.arenas.find_no_sources();
@@ -321,7 +345,7 @@ impl Shard {
     }
 
     /// Takes a contribution's payload where it must not stay. What lies in an arena stays there until the step is complete,
-    /// unless sums are made in rank order.
+    /// unless sums are made in rank order, or of those alone who are in time.
     fn fold(&mut self, index: u32, slot: Slot, member: u32, codec: Codec, payload: Payload<'_>, fold: &Fold) {
         let workers = self.plan.ports.workers();
         let aggregator = &*self.plan.aggregator;
@@ -343,6 +367,10 @@ impl Shard {
                         false => aggregator.add_f32(sum, &self.parked[member as usize - 1][slot.range()]),
                     }
                 }
+            }
+            (Fold::Sum { .. }, Payload::InArena) if self.plan.stragglers.leaves_out() => {
+                let first = !std::mem::replace(&mut self.merged[index as usize], true);
+                add_from_arena(&self.arenas, member, aggregator, slot, sum, first);
             }
             (Fold::Sum { .. }, Payload::InArena) => {}
             (Fold::Sum { .. }, Payload::Here(wire)) => {
@@ -454,6 +482,7 @@ impl Shard {
         }
         self.arenas.forget_targets();
         self.counters.updates += 1;
+        self.begin_step(index);
     }
 
     /// Hands the chunk's parameters out as they are.
@@ -534,6 +563,7 @@ impl Shard {
         self.parked = Vec::new();
         self.encoded = Vec::new();
         self.arenas = Arenas::new(self.plan.ports.workers());
+        self.deadlines = None;
         self.counters.memory_bytes = 0;
     }
 }

@@ -10,6 +10,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 
 use super::*;
@@ -18,6 +19,16 @@ use crate::core::ports::{Neighbour, Ports};
 
 /// A shard of all chunks of `keys`, on one core.
 pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&mut Settings)) -> Shard {
+    shard_with(workers, keys, Stragglers::Wait, change)
+}
+
+/// [`shard`], of a job with stragglers.
+pub(in crate::core) fn shard_with(
+    workers: u32,
+    keys: Vec<Key>,
+    stragglers: Stragglers,
+    change: impl FnOnce(&mut Settings),
+) -> Shard {
     let mut settings = Settings::new(KeyTable::new(keys).unwrap());
     settings.chunk_bytes = 1024;
     change(&mut settings);
@@ -35,6 +46,7 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
         namespace: Namespace([1; 16]),
         dead_after: Duration::from_secs(30),
         continues: false,
+        stragglers,
         weight: 1,
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),
@@ -49,27 +61,33 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
     Shard::new(plan).unwrap()
 }
 
-fn wire(values: &[f32]) -> Vec<u8> {
+pub(super) fn wire(values: &[f32]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()
 }
 
-fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
+pub(super) fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
     Header { operation, codec: Codec::F32, chunk, step, length: payload.len() as u32 }
 }
 
 /// Checks and takes a frame, as a lane would.
-fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+pub(super) fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
     shard.check(rank, header)?;
     shard.frame(rank, header, Payload::Here(payload))
 }
 
-fn push_pull(shard: &mut Shard, rank: u32, chunk: u32, step: u32, values: &[f32]) -> Result<(), Fault> {
+pub(super) fn push_pull(
+    shard: &mut Shard,
+    rank: u32,
+    chunk: u32,
+    step: u32,
+    values: &[f32],
+) -> Result<(), Fault> {
     let payload = wire(values);
     take(shard, rank, &header(Operation::PushPull, chunk, step, &payload), &payload)
 }
 
 /// Takes the one answer owed to `rank`, as values.
-fn answer(shard: &mut Shard, rank: u32) -> (Header, Vec<f32>) {
+pub(super) fn answer(shard: &mut Shard, rank: u32) -> (Header, Vec<f32>) {
     let slot = shard.outboxes[rank as usize].parameters.pop_first().expect("parameters are owed");
     let (header, payload) = shard.answer(rank, slot, Answer::Parameters);
     let values = payload.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();

@@ -94,6 +94,11 @@ impl<T> Table<T> {
     }
 
     /// All values.
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.entries.iter_mut().filter_map(|entry| entry.value.as_mut())
+    }
+
+    /// All values.
     pub(crate) fn values(&self) -> impl Iterator<Item = &T> {
         self.entries.iter().filter_map(|entry| entry.value.as_ref())
     }

@@ -45,6 +45,7 @@ impl Core {
                 None => {}
             }
         }
+        self.tell_of_late();
         self.farewells.let_go(now);
         self.mailbox.retry();
         self.publish();
@@ -62,5 +63,21 @@ impl Core {
         report.jobs.extend(self.turns.times().map(|(namespace, busy)| {
             (namespace, JobCounters { busy_ns: busy.as_nanos() as u64, ..JobCounters::default() })
         }));
+        report.left_out.clear();
+        for hosted in self.shards.values() {
+            let counted = (0..).zip(hosted.shard.left_out()).filter(|&(_, &updates)| updates > 0);
+            let namespace = hosted.shard.plan().namespace;
+            report.left_out.extend(counted.map(|(rank, &updates)| (namespace, rank, updates)));
+        }
+    }
+
+    /// Says which ranks steps end without.
+    fn tell_of_late(&mut self) {
+        for hosted in self.shards.values_mut() {
+            while let Some(late) = hosted.shard.news_of_late() {
+                let namespace = hosted.shard.plan().namespace;
+                self.mailbox.tell(CoreEvent::Late { namespace, late });
+            }
+        }
     }
 }

@@ -10,6 +10,7 @@ use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
+use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 
 use crate::core::{Neighbour, Ports, ShardPlan, memory_bytes};
@@ -28,6 +29,14 @@ pub(crate) struct Job {
     pub(super) dead_after: Duration,
     /// Streams go on over other interfaces.
     pub(super) continues: bool,
+    /// Whether steps wait for late workers.
+    pub(super) stragglers: Stragglers,
+    /// Parameters stay as they are until every worker has contributed to the next step.
+    pub(super) stands_still: bool,
+    /// Of every rank that was left out, how many digits the steps had that it was last said to have missed.
+    pub(super) told_late: HashMap<u32, u32>,
+    /// Of every rank, updates that routes which are closed have made without it.
+    pub(super) left_out: Vec<u64>,
     /// When somebody was last said to go on over an interface.
     pub(super) moved: HashMap<(Neighbour, u16), Instant>,
     pub(super) settings: Arc<Settings>,
@@ -84,6 +93,17 @@ impl Job {
                 ));
             }
         }
+        let stragglers = plan.options.stragglers;
+        if stragglers.leaves_out() {
+            let refused = |why: String| format!("job `{}` is to leave late workers out: {why}", plan.name);
+            settings.may_leave_out().map_err(|error| refused(error.to_string()))?;
+            stragglers.check(plan.composition.workers()).map_err(refused)?;
+            if plan.composition.sites.len() > 1 {
+                let why = "its hubs reduce for hosts or racks, whose sums would come late as wholes: use stragglers = wait, or \
+                           reduction = flat";
+                return Err(refused(why.into()));
+            }
+        }
         let here = plan
             .composition
             .sites
@@ -131,6 +151,7 @@ impl Job {
                     namespace: plan.namespace,
                     dead_after,
                     continues: plan.options.continues(),
+                    stragglers,
                     weight,
                     settings: settings.clone(),
                     map: map.clone(),
@@ -152,6 +173,10 @@ impl Job {
             rendezvous,
             dead_after,
             continues: plan.options.continues(),
+            stragglers,
+            stands_still: plan.options.stands_still(&plan.settings),
+            told_late: HashMap::new(),
+            left_out: Vec::new(),
             moved: HashMap::new(),
             weight,
             memory_bytes: shards.iter().map(|(_, shard)| memory_bytes(shard)).sum(),

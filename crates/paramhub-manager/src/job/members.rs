@@ -2,7 +2,7 @@
 
 use paramhub_core::composition::SiteId;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{ErrorCode, JobCounters, JobState};
+use paramhub_core::service::{ErrorCode, JobCounters, JobState, add_by_rank};
 
 use super::{Job, Stage, Transition, join_words};
 use crate::clock::Now;
@@ -18,13 +18,16 @@ pub(super) struct Member {
     pub(super) allocated: bool,
     pub(super) ended: bool,
     pub(super) counters: JobCounters,
+    /// Of every rank, updates made without it.
+    pub(super) left_out: Vec<u64>,
 }
 
 impl Member {
     /// A hub that will have a part in a job.
     pub(super) fn new(hub: u32, shape: HubShape, site: SiteId) -> Self {
         let counters = JobCounters::default();
-        Member { hub, shape, site, asked: false, allocated: false, ended: false, counters }
+        let left_out = Vec::new();
+        Member { hub, shape, site, asked: false, allocated: false, ended: false, counters, left_out }
     }
 
     pub(super) fn describe(&self) -> String {
@@ -114,10 +117,19 @@ impl Job {
     }
 
     /// What a hub has counted so far.
-    pub(crate) fn hub_counted(&mut self, hub: u32, counters: JobCounters) {
+    pub(crate) fn hub_counted(&mut self, hub: u32, counters: JobCounters, left_out: &[u64]) {
+        let ranks = left_out.len().min(self.workers as usize);
         if let Some(index) = self.member_index(hub) {
             self.members[index].counters = counters;
+            self.members[index].left_out = left_out[..ranks].to_vec();
         }
+    }
+
+    /// Of every rank, how many updates of chunks hubs have made without it because it was late.
+    pub(crate) fn left_out(&self) -> Vec<u64> {
+        let mut sum = self.recorded_left_out.clone();
+        self.members.iter().for_each(|member| add_by_rank(&mut sum, &member.left_out));
+        sum
     }
 
     /// The hubs that serve the job, site by site in placement order.

@@ -349,16 +349,16 @@ fn leaving_frees_a_seat_or_fails_the_job() {
 fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
     let mut before = running(2, 1);
     let counters = JobCounters { bytes_received: 5, ..JobCounters::default() };
-    before.hub_counted(0, counters);
+    before.hub_counted(0, counters, &[0, 3]);
     let (after, transition) = Job::restore(before.record(), now());
     assert_eq!(transition, Transition::Ended { stop: vec![] });
     let status = after.status();
     assert_eq!((status.state, status.connected.len()), (JobState::Failed, 2));
     assert_eq!(status.message, "the manager restarted while it ran");
-    assert_eq!(status.counters, counters);
+    assert_eq!((status.counters, status.left_out), (counters, vec![0, 3]));
     let (again, transition) = Job::restore(after.record(), now());
     assert_eq!(transition, Transition::None);
     assert_eq!(again.status().message, "the manager restarted while it ran");
     assert_eq!(again.status().ended_at, status.ended_at);
-    assert_eq!(again.status().counters, counters);
+    assert_eq!((again.status().counters, again.status().left_out), (counters, vec![0, 3]));
 }

@@ -199,7 +199,7 @@ impl Hub {
     pub(crate) fn count(&self, job: &Job, counters: JobCounters) {
         let report = HubReport {
             cores: vec![CoreCounters { busy_ns: 1_500_000_000, idle_ns: 500_000_000 }; 2],
-            jobs: vec![HubJobCounters { namespace: job.namespace, counters }],
+            jobs: vec![HubJobCounters { namespace: job.namespace, counters, left_out: vec![5, 6] }],
             ..HubReport::default()
         };
         self.client.report(&self.registered, &report).unwrap();

@@ -9,6 +9,7 @@ use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
 use super::{ManagerUrl, client};
+use crate::Stragglers;
 use crate::cli::ExitCode;
 use crate::config::Config;
 use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
@@ -89,6 +90,10 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
+    /// time that the median took; or backup:N, the last N [default: wait]
+    #[arg(long, value_name = "HOW")]
+    stragglers: Option<Stragglers>,
 }
 
 impl CreateFlags {
@@ -103,6 +108,7 @@ impl CreateFlags {
             hubs: self.hubs,
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
+            stragglers: self.stragglers.unwrap_or(default.stragglers),
         };
         CreateService { name: self.name, workers: self.workers, options }
     }
@@ -203,6 +209,7 @@ fn show(job: &JobStatus) -> String {
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
+        ("left out", or_dash(&left_out(job).join("\n"))),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {
@@ -212,6 +219,17 @@ fn show(job: &JobStatus) -> String {
     let values = table.column_mut(1).expect("every row has two cells");
     values.set_constraint(ColumnConstraint::UpperBoundary(Width::Fixed(SENTENCE_COLUMNS)));
     table.to_string()
+}
+
+/// How many updates ended without which rank, a line each.
+pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
+    let updates = job.counters.updates.max(1);
+    let late = (0_u32..).zip(&job.left_out).filter(|&(_, &missed)| missed > 0);
+    let line = |(rank, &missed): (u32, &u64)| {
+        let percent = missed as f64 * 100.0 / updates as f64;
+        format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
+    };
+    late.map(line).collect()
 }
 
 fn state(state: JobState) -> &'static str {

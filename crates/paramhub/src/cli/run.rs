@@ -13,14 +13,16 @@ use clap::Args;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
 use super::{ManagerUrl, Usage, deployment, overlay};
-use crate::ManagerClient;
 use crate::cli::ExitCode;
 use crate::config::{Config, Deployment};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
 use crate::service::{JobState, OnInterfaceDown, ServiceCreated};
+use crate::{ManagerClient, Stragglers};
 use lookout::Lookout;
 use venue::{Interrupted, Venue};
 
+/// How long the numbers of a job that is over may take to arrive.
+const LAST_COUNTS: Duration = Duration::from_secs(2);
 /// How often the hub in this process is looked after.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -64,6 +66,10 @@ pub(super) struct RunFlags {
     /// What becomes of the job when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_RUN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
+    /// time that the median took; or backup:N, the last N [default: wait]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
+    stragglers: Option<Stragglers>,
     /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it
     /// [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
@@ -95,7 +101,7 @@ impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
         overlay!(self => config.run;
-            workers, cores, reduction, optimize_at, on_interface_down, hosts, master_port;
+            workers, cores, reduction, optimize_at, on_interface_down, stragglers, hosts, master_port;
             name, hubs, deployment, host_rank, master_addr);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
@@ -135,6 +141,9 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         Ok(Ended { first_rank, ..launch.supervise(&signals, &mut watch) })
     };
     let ended: anyhow::Result<Ended> = supervise();
+    if section.stragglers.leaves_out() && first_rank == 0 {
+        say_left_out(&venue.client, &venue.job);
+    }
     venue.close(ended.as_ref().ok(), &signals);
     Ok(ExitCode::from(conclude(&ended?)))
 }
@@ -197,6 +206,21 @@ pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Optio
     };
     // There is nobody left to tell.
     let _ = client.stop_job_because(&name, &reason);
+}
+
+/// Says how often which rank was left out. Hubs tell their manager of a job's end a little later than they tell workers.
+pub(super) fn say_left_out(client: &ManagerClient, job: &ServiceCreated) {
+    let (name, begun) = (job.namespace.to_string(), Instant::now());
+    loop {
+        let Ok(status) = client.job(&name) else { return };
+        if status.state.has_ended() || begun.elapsed() > LAST_COUNTS {
+            for line in super::jobs::left_out(&status) {
+                eprintln!("paramhub: left out because it was late: {line}");
+            }
+            return;
+        }
+        std::thread::sleep(LAST_COUNTS / 40);
+    }
 }
 
 /// Puts the rank in front of each line.

@@ -15,6 +15,7 @@ mod raw;
 mod reproducible;
 mod sites;
 mod state;
+mod stragglers;
 mod streams;
 mod tenants;
 

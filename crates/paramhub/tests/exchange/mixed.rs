@@ -12,6 +12,7 @@ mod raw;
 mod reproducible;
 mod sites;
 mod state;
+mod stragglers;
 mod tenants;
 
 use paramhub_worker::Transport;

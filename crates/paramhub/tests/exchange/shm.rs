@@ -15,6 +15,7 @@ mod reproducible;
 mod shared;
 mod sites;
 mod state;
+mod stragglers;
 mod tenants;
 
 use paramhub_worker::Transport;

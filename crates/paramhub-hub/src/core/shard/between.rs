@@ -167,6 +167,8 @@ impl Shard {
                 self.deliver(self.slots[slot as usize], false);
             }
         }
-        left.map_err(|stranded| self.stranded(stranded))
+        left.map_err(|stranded| self.stranded(stranded))?;
+        self.end_without_it();
+        Ok(())
     }
 }

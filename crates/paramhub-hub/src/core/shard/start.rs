@@ -35,6 +35,7 @@ impl Shard {
                 });
             }
         }
+        self.begin_step(index);
         self.settle(index);
         self.deliver(slot, true);
         let ports = self.plan.ports.clone();

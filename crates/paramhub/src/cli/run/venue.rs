@@ -220,6 +220,7 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         reduction,
         optimize_at: section.optimize_at,
         on_interface_down: section.on_interface_down,
+        stragglers: section.stragglers,
         hubs,
         ..JobOptions::default()
     };

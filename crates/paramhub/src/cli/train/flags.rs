@@ -10,7 +10,7 @@ use paramhub_train::net::NetKind;
 use crate::cli::{ManagerUrl, overlay};
 use crate::config::{Bytes, Config, Deployment, ExchangeKind, TrainOptimizer};
 use crate::service::OnInterfaceDown;
-use crate::{Codec, Consistency, Transport};
+use crate::{Codec, Consistency, Stragglers, Transport};
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -80,6 +80,10 @@ pub(crate) struct TrainFlags {
     /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
     hubs: Option<u32>,
+    /// What becomes of workers that come late to a step: wait for them; drop:FRACTION, those later than this fraction of the
+    /// time that the median took; or backup:N, the last N [default: wait]
+    #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
+    stragglers: Option<Stragglers>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -102,7 +106,7 @@ impl TrainFlags {
         self.url.apply(config);
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
-            reduction, on_interface_down, codec, chunk_bytes, cores;
+            reduction, on_interface_down, stragglers, codec, chunk_bytes, cores;
             lr, weight_decay, deployment, hubs, json, save);
     }
 }

@@ -17,7 +17,7 @@ use progress::Display;
 use report::Summary;
 use spec::{Message, Spec, WorkerReport};
 
-use super::run::end_job;
+use super::run::{end_job, say_left_out};
 use super::{Usage, client, deployment};
 use crate::ManagerClient;
 use crate::cli::ExitCode;
@@ -44,6 +44,9 @@ pub(super) fn train(config: &Config) -> anyhow::Result<ExitCode> {
     let commands = commands(section, &venue, scratch.path())?;
     let mut observer = Observer::new(section, &venue, commands.len());
     let ended = Launch::start(commands)?.supervise(&signals, &mut observer);
+    if section.stragglers.leaves_out() {
+        venue.say_left_out();
+    }
     let hub_busy = observer.hub_busy();
     let Observer { display, reports, .. } = observer;
     display.finish();
@@ -107,6 +110,7 @@ impl Venue {
                 reduction: section.reduction,
                 on_interface_down: section.on_interface_down,
                 hubs,
+                stragglers: section.stragglers,
                 ..Default::default()
             };
             let request = CreateService { name, workers: section.workers, options };
@@ -155,6 +159,15 @@ impl Venue {
         match self {
             Venue::Embedded(hub, _) => hub.has_failed(),
             Venue::Local | Venue::Running(..) => None,
+        }
+    }
+
+    /// How often which rank was left out.
+    fn say_left_out(&self) {
+        match self {
+            Venue::Local => {}
+            Venue::Embedded(hub, job) => say_left_out(hub.client(), job),
+            Venue::Running(client, job) => say_left_out(client, job),
         }
     }
 

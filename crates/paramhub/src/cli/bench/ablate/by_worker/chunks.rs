@@ -95,6 +95,7 @@ impl Chunks {
             reproducible: settings.reproducible,
             has_parameters: settings.has_parameters(),
             two_phase: false,
+            quorum: None,
         };
         let chunk = |&chunk: &u32| {
             let extent = map.extent(chunk).expect("a placed chunk is in the map");

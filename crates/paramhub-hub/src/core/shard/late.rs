@@ -1,0 +1,203 @@
+//! Steps that end without workers who are late.
+
+use std::time::Instant;
+
+use paramhub_core::exchange::Update;
+
+use super::Shard;
+use crate::core::plan::Slot;
+
+/// A rank is spoken of again when it has missed so many times as many steps.
+const TOLD_AGAIN: u64 = 10;
+
+/// What is to be told of a rank that is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Late {
+    pub(crate) rank: u32,
+    /// Steps it was left out of, on average over the chunks here.
+    pub(crate) steps: u64,
+    /// Steps there were, on average over the chunks here.
+    pub(crate) of: u64,
+}
+
+impl Shard {
+    /// A contribution to a step that is over was dropped: its sender gets what there is now.
+    pub(super) fn answer_late(&mut self, index: u32, slot: Slot) {
+        self.settle(index);
+        if self.arenas.has_targets() {
+            self.deliver(slot, false);
+        }
+    }
+
+    /// A step of the slot begins.
+    pub(super) fn begin_step(&mut self, index: u32) {
+        if let Some(deadlines) = &mut self.deadlines {
+            deadlines.begin(index, self.now);
+        }
+    }
+
+    /// A contribution has come, or nobody else will: others may come for some time yet.
+    pub(super) fn look_at_median(&mut self, index: u32) {
+        if let Some(deadlines) = &mut self.deadlines
+            && self.exchange.has_median(index)
+        {
+            deadlines.median(index, self.now);
+        }
+    }
+
+    /// When the next step ends that late workers are left out of by time.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.as_ref()?.next()
+    }
+
+    /// Ends steps that have had their time, of chunks of about so many elements.
+    pub(crate) fn end_late(&mut self, now: Instant, elements: usize) {
+        self.now = now;
+        let mut done = 0;
+        while done < elements
+            && let Some(index) = self.deadlines.as_ref().and_then(|deadlines| deadlines.due(now))
+        {
+            let update = self.exchange.end_step(index).expect("the median has come");
+            done += self.end_step(index, update);
+        }
+    }
+
+    /// A worker has left: steps that waited for nobody else end.
+    pub(super) fn end_without_it(&mut self) {
+        if self.deadlines.is_none() {
+            return;
+        }
+        for index in 0..self.slots.len() as u32 {
+            match self.exchange.end_if_complete(index) {
+                Some(update) => drop(self.end_step(index, update)),
+                None => self.look_at_median(index),
+            }
+        }
+    }
+
+    /// Updates a chunk with what is in its sum.
+    fn end_step(&mut self, index: u32, update: Update) -> usize {
+        let slot = self.slots[index as usize];
+        self.arenas.find_no_sources();
+        self.optimise(index, slot, update);
+        slot.elements as usize
+    }
+
+    /// Of every rank, how many updates of chunks here it was left out of; empty where all are waited for.
+    pub(crate) fn left_out(&self) -> &[u64] {
+        self.exchange.left_out()
+    }
+
+    /// A rank of which somebody should hear that it is left out: once it has missed a step's worth of updates, then each time
+    /// it has become [`TOLD_AGAIN`] times as many. So what is said stays little however long it goes on.
+    pub(crate) fn news_of_late(&mut self) -> Option<Late> {
+        let left_out = self.exchange.left_out();
+        let rank = left_out.iter().zip(&self.late_from).position(|(missed, from)| missed >= from)?;
+        let slots = self.slots.len() as u64;
+        let steps = left_out[rank] / slots;
+        self.late_from[rank] = TOLD_AGAIN.saturating_pow(steps.ilog(TOLD_AGAIN) + 1).saturating_mul(slots);
+        Some(Late { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use paramhub_core::hyperparameters::Hyperparameters;
+    use paramhub_core::key::Key;
+    use paramhub_core::settings::OptimizerChoice;
+    use paramhub_core::stragglers::Stragglers;
+    use paramhub_core::wire::Operation;
+
+    use super::super::tests::{answer, header, push_pull, shard_with, take, wire};
+    use super::*;
+    use crate::core::outbox::{Begun, Source};
+
+    /// Three workers, chunks of two elements that have begun at zero, and a gradient that is taken off as it is.
+    fn late_shard(stragglers: Stragglers, chunks: u64) -> Shard {
+        let keys = (0..chunks).map(|key| Key::new(format!("w{key}"), [2])).collect();
+        let mut shard = shard_with(3, keys, stragglers, |settings| {
+            let hyperparameters = Hyperparameters { learning_rate: 1.0, ..Default::default() };
+            let hyperparameters = Some(hyperparameters);
+            settings.optimizer = OptimizerChoice { hyperparameters, ..OptimizerChoice::named("sgd") };
+        });
+        let zeros = wire(&[0.0, 0.0]);
+        for chunk in 0..chunks as u32 {
+            take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &zeros), &zeros).unwrap();
+            let slot = shard.outboxes[0].applied.pop_first().unwrap();
+            shard.answer_begun(0, slot);
+        }
+        shard
+    }
+
+    #[test]
+    fn a_frame_that_has_begun_keeps_its_values_when_a_step_ends_without_its_reader() {
+        let mut shard = late_shard(Stragglers::Backup(1), 1);
+        for rank in [0, 1] {
+            push_pull(&mut shard, rank, 0, 0, &[1.0, 2.0]).unwrap();
+        }
+        let (begun, values) = answer(&mut shard, 0);
+        assert_eq!((begun.step, &values[..]), (1, &[-1.0, -2.0][..]));
+        // Rank 0 reads slowly; the others go on without it.
+        shard.outboxes[0].begun = Some(Begun { header: begun, source: Source::Model(0) });
+        push_pull(&mut shard, 2, 0, 0, &[100.0, 100.0]).unwrap();
+        let (header, values) = answer(&mut shard, 2);
+        assert_eq!((header.step, &values[..]), (1, &[-1.0, -2.0][..]), "dropped whole, and answered at once");
+        push_pull(&mut shard, 2, 0, 1, &[3.0, 3.0]).unwrap();
+        answer(&mut shard, 1);
+        push_pull(&mut shard, 1, 0, 1, &[5.0, 5.0]).unwrap();
+        let source = shard.outboxes[0].begun.unwrap().source;
+        assert_eq!((source, shard.of_source(0, source)), (Source::Spill, &wire(&[-1.0, -2.0])[..]));
+        assert_eq!(answer(&mut shard, 1).1, [-5.0, -6.0], "the mean of 3 and 5");
+        push_pull(&mut shard, 0, 0, 1, &[7.0, 7.0]).unwrap();
+        let (header, values) = answer(&mut shard, 0);
+        assert_eq!((header.step, &values[..]), (2, &[-5.0, -6.0][..]), "its turn had come and gone");
+        assert_eq!(shard.left_out(), [1, 0, 1]);
+        assert_eq!((shard.counters().contributions, shard.counters().updates), (4, 2));
+    }
+
+    #[test]
+    fn a_step_ends_so_much_after_the_median_as_the_fraction_says() {
+        let mut shard = late_shard(Stragglers::Drop(0.5), 3);
+        let begun = shard.now;
+        let at = |ms: u64| begun + Duration::from_millis(ms);
+        // Chunk 2 is complete in time, chunk 1 has one contribution of three, and chunk 0 two.
+        for (rank, chunk, ms) in [(0, 1, 60), (0, 0, 60), (0, 2, 60), (1, 2, 80), (2, 2, 90), (1, 0, 100)] {
+            shard.now = at(ms);
+            push_pull(&mut shard, rank, chunk, 0, &[1.0, 3.0 * rank as f32]).unwrap();
+        }
+        assert_eq!(shard.next_deadline(), Some(at(150)));
+        shard.end_late(at(149), usize::MAX);
+        assert_eq!(shard.counters().updates, 1);
+        shard.end_late(at(150), usize::MAX);
+        assert_eq!(
+            (shard.counters().updates, shard.next_deadline()),
+            (2, None),
+            "nobody is the median of chunk 1"
+        );
+        assert_eq!(shard.left_out(), [0, 0, 1]);
+        let frames: Vec<_> = (0..2).map(|_| answer(&mut shard, 1)).collect();
+        assert_eq!(frames[0].1, [-1.0, -1.5], "of two");
+        assert_eq!(frames[1].1, [-1.0, -3.0], "of three");
+    }
+
+    #[test]
+    fn what_is_said_of_a_late_rank_is_little_however_long_it_goes_on() {
+        let mut shard = late_shard(Stragglers::Backup(1), 2);
+        let mut told = Vec::new();
+        for step in 0..250 {
+            for chunk in 0..2 {
+                for rank in [0, 1] {
+                    push_pull(&mut shard, rank, chunk, step, &[0.0, 0.0]).unwrap();
+                }
+            }
+            for rank in [0, 1, 0, 1] {
+                answer(&mut shard, rank);
+            }
+            told.extend(std::iter::from_fn(|| shard.news_of_late()));
+        }
+        let expected = [1, 10, 100].map(|steps| Late { rank: 2, steps, of: steps });
+        assert_eq!(told, expected);
+    }
+}

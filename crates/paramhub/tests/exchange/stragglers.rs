@@ -1,0 +1,226 @@
+//! Late workers are left out of a step: who counts, what the late one gets, and what is said of it.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Barrier, Mutex};
+use std::time::Duration;
+
+use paramhub_core::consistency::Consistency;
+use paramhub_core::service::JobOptions;
+use paramhub_core::settings::Settings;
+use paramhub_core::stragglers::Stragglers;
+use paramhub_worker::{Job, Member, WorkerError};
+
+use crate::cluster::{Cluster, PATIENCE, await_true, keys, sgd};
+
+/// Five chunks, the last of them short, on two cores.
+const ELEMENTS: usize = 40_000;
+const CHUNK_ELEMENTS: usize = 8192;
+
+fn options(stragglers: Stragglers) -> JobOptions {
+    JobOptions { rendezvous_timeout_s: 20.0, stragglers, ..Default::default() }
+}
+
+/// A contribution of all workers' `g` lowers each parameter by the mean of those that count.
+fn settings() -> Settings {
+    Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[ELEMENTS as u64])) }
+}
+
+fn start(job: &Job) -> Vec<f32> {
+    let mut model = vec![vec![0.0f32; ELEMENTS]];
+    job.broadcast(&mut model, 0).unwrap();
+    model.remove(0)
+}
+
+fn exchange(job: &Job, gradient: f32, model: Vec<f32>) -> Vec<f32> {
+    let model = job.push_pull(0, vec![gradient; ELEMENTS], model).unwrap().wait().unwrap().1;
+    for chunk in model.chunks(CHUNK_ELEMENTS) {
+        assert!(chunk.iter().all(|&value| value == chunk[0]), "a chunk torn between two steps");
+    }
+    model
+}
+
+fn wait_for(flag: &AtomicBool) {
+    await_true("the others", || flag.load(Ordering::SeqCst).then_some(()));
+}
+
+/// Longer than a thread is kept waiting: what the others take in a step is the measure of what is late.
+const PACE: Duration = Duration::from_millis(5);
+
+#[test]
+fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole() {
+    let cluster = Cluster::new(2);
+    for (name, stragglers) in [("backup", Stragglers::Backup(1)), ("drop", Stragglers::Drop(20.0))] {
+        let flags = [const { AtomicBool::new(false) }; 3];
+        let [others_are_ahead, late_is_back, in_time_are_done] = &flags;
+        let (first, last) = (Barrier::new(3), Barrier::new(3));
+        cluster.job_with(name, 4, options(stragglers)).run(&settings(), |job| {
+            let (rank, mut model) = (job.rank(), start(job));
+            // Every sum tells whose contributions are in it.
+            let own = [1.0f32, 4.0, 16.0, 64.0][rank as usize];
+            if rank == 3 {
+                wait_for(others_are_ahead);
+                model = exchange(job, own, model);
+                assert_eq!(model[0], -70.0, "{name}: what the others made, without the late one's");
+                assert_eq!(job.next_step(0).unwrap(), 10, "{name}: it goes on with the job's next step");
+                late_is_back.store(true, Ordering::SeqCst);
+            } else {
+                for step in 1..=10 {
+                    std::thread::sleep(PACE);
+                    first.wait();
+                    model = exchange(job, own, model);
+                    assert_eq!(model, vec![-7.0 * step as f32; ELEMENTS], "{name}: the mean of 1, 4 and 16");
+                }
+                others_are_ahead.store(true, Ordering::SeqCst);
+                wait_for(late_is_back);
+            }
+            // Now rank 2 is the late one.
+            match rank {
+                2 => wait_for(in_time_are_done),
+                _ => drop(last.wait()),
+            }
+            model = exchange(job, own, model);
+            assert_eq!(model, vec![-93.0; ELEMENTS], "{name}: the mean of 1, 4 and 64 at rank {rank}");
+            in_time_are_done.store(true, Ordering::SeqCst);
+        });
+        let status = cluster.await_end(name);
+        assert_eq!((status.counters.updates, status.counters.contributions), (55, 165), "five chunks a step");
+        assert_eq!(status.left_out, [0, 0, 5, 50], "{name}");
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_worker_that_is_ten_times_slower() {
+    let cluster = Cluster::new(2);
+    for (name, stragglers) in [("backup", Stragglers::Backup(1)), ("drop", Stragglers::Drop(0.5))] {
+        let of_slow = AtomicU32::new(0);
+        cluster.job_with(name, 4, options(stragglers)).run(&settings(), |job| {
+            let mut model = start(job);
+            while job.next_step(0).unwrap() < 40 {
+                std::thread::sleep(PACE * if job.rank() == 3 { 10 } else { 1 });
+                model = exchange(job, 1.0, model);
+                of_slow.fetch_add(u32::from(job.rank() == 3), Ordering::SeqCst);
+            }
+            // Whoever counts gives ones: a mean of ones is one.
+            let steps = model.iter().map(|&value| -value).fold(0.0, f32::max);
+            assert!((40.0..60.0).contains(&steps), "{name}: {steps} steps");
+        });
+        // As many as the others' had they waited, a tenth if not.
+        let of_slow = of_slow.into_inner();
+        assert!((1..=20).contains(&of_slow), "{name}: the slow one took {of_slow} of 40 steps");
+        let status = cluster.await_end(name);
+        let missed = status.left_out[3];
+        assert!(missed > status.counters.updates / 2, "{name}: it missed {missed} of {:?}", status.counters);
+    }
+}
+
+#[test]
+fn a_late_worker_catches_up_and_counts_again() {
+    let cluster = Cluster::new(2);
+    cluster.job_with("comeback", 3, options(Stragglers::Drop(4.0))).run(&settings(), |job| {
+        let mut model = start(job);
+        let mut jumps = Vec::new();
+        while job.next_step(0).unwrap() < 60 {
+            let before = job.next_step(0).unwrap();
+            std::thread::sleep(PACE * if job.rank() == 2 && before < 25 { 30 } else { 1 });
+            model = exchange(job, 1.0, model);
+            jumps.push(job.next_step(0).unwrap() - before);
+        }
+        if job.rank() == 2 {
+            assert!(jumps[0] > 1, "at first it misses steps: {jumps:?}");
+            let in_time = jumps.iter().rev().take_while(|&&jump| jump == 1).count();
+            assert!(in_time >= 10, "then it does not: {jumps:?}");
+        }
+    });
+}
+
+#[test]
+fn who_has_left_is_not_waited_for() {
+    let cluster = Cluster::new(1);
+    for (name, stragglers) in [("backup", Stragglers::Backup(2)), ("drop", Stragglers::Drop(2.0))] {
+        cluster.job_with(name, 3, options(stragglers)).run(&settings(), |job| {
+            let mut model = start(job);
+            // Programs that count their own steps end at different ones of the job's.
+            for _ in 0..[4, 12, 20][job.rank() as usize] {
+                std::thread::sleep(Duration::from_millis(1));
+                model = exchange(job, 1.0, model);
+            }
+            assert!(job.next_step(0).unwrap() >= 4);
+        });
+        let status = cluster.await_end(name);
+        assert_eq!(status.message, "", "{name}: {status:?}");
+    }
+}
+
+#[test]
+fn ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0() {
+    let cluster = Cluster::new(1);
+    let heard = [const { Mutex::new(Vec::new()) }; 3];
+    let told = AtomicBool::new(false);
+    cluster.job_with("late", 3, options(Stragglers::Backup(1))).run(&settings(), |job| {
+        let mut model = start(job);
+        if job.rank() == 2 {
+            wait_for(&told);
+        }
+        let begun = std::time::Instant::now();
+        while job.rank() < 2 && !told.load(Ordering::SeqCst) && begun.elapsed() < PATIENCE {
+            model = exchange(job, 1.0, model);
+            told.fetch_or(job.rank() == 0 && !job.notices().is_empty(), Ordering::SeqCst);
+        }
+        wait_for(&told);
+        let own =
+            || job.notices().into_iter().map(|notice| (notice.rank, notice.message)).collect::<Vec<_>>();
+        if job.rank() == 2 {
+            await_true("its notice", || (!own().is_empty()).then_some(()));
+        }
+        heard[job.rank() as usize].lock().unwrap().extend(own());
+    });
+    let heard = heard.map(|heard| heard.into_inner().unwrap());
+    for rank in [0, 2] {
+        let (about, message) = &heard[rank][0];
+        assert_eq!(*about, Some(2));
+        assert!(message.starts_with("rank 2 of job `late` is late: "), "{message}");
+        assert!(message.ends_with("have ended without it (stragglers = backup:1)"), "{message}");
+        assert!(heard[rank].len() <= 6, "once an order of magnitude: {heard:?}");
+    }
+    assert!(heard[1].is_empty(), "{heard:?}");
+}
+
+/// What rank 0 of a job of two is told when it hands in its settings.
+fn refusal(cluster: &Cluster, name: &str, settings: Settings) -> String {
+    let ticket = cluster.job_with(name, 2, options(Stragglers::Backup(1)));
+    let init = |rank| {
+        let member = Member::connect_with(ticket.membership(rank), Default::default());
+        member.and_then(|member| member.init(settings.clone())).map(drop)
+    };
+    let outcomes: [Result<(), WorkerError>; 2] = std::thread::scope(|scope| {
+        [0, 1].map(|rank| scope.spawn(move || init(rank))).map(|rank| rank.join().unwrap())
+    });
+    outcomes[0].as_ref().unwrap_err().to_string()
+}
+
+#[test]
+fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason() {
+    let cluster = Cluster::new(1);
+    let asynchronous = Settings { consistency: Consistency::Asynchronous, ..settings() };
+    let clipped = Settings { clip_norm: Some(1.0), ..settings() };
+    for (name, settings, why) in [
+        ("async", asynchronous, "with consistency async no step waits for anybody"),
+        ("mean", Settings::new(keys(&[4])), "with `mean` a worker that is left out would miss"),
+        ("exact", Settings { reproducible: true, ..settings() }, "differs from run to run"),
+        ("clipped", clipped, "in two phases, as clipping needs"),
+    ] {
+        let told = refusal(&cluster, name, settings);
+        assert!(told.contains(&format!("job `{name}` is to leave late workers out")), "{told}");
+        assert!(told.contains(why) && told.contains("use stragglers = wait"), "{told}");
+    }
+    let create = |options| {
+        let request = paramhub_core::service::CreateService { name: "refused".into(), workers: 4, options };
+        cluster.client.create_service(&request).unwrap_err().to_string()
+    };
+    let told = create(options(Stragglers::Backup(4)));
+    assert!(told.contains("job `refused` cannot have stragglers = backup:4"), "{told}");
+    assert!(told.contains("use backup:3 or less"), "{told}");
+    let on_interface_down = paramhub_core::service::OnInterfaceDown::Continue;
+    let told = create(JobOptions { on_interface_down, ..options(Stragglers::Drop(0.5)) });
+    assert!(told.contains("use on_interface_down = fail, or stragglers = wait"), "{told}");
+}
