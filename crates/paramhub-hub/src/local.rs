@@ -40,6 +40,8 @@ pub(crate) struct JobMemory {
     /// Chunks of a key may be anywhere; the hub that writes the common parameters must have them all.
     is_only_hub: bool,
     is_synchronous: bool,
+    /// Some keys travel as no arena holds them.
+    quantises: bool,
     /// Of every rank here, one for all its streams.
     own: HashMap<u32, Arc<Segment>>,
     common: Option<Arc<Segment>>,
@@ -52,6 +54,7 @@ impl JobMemory {
             common_layout: Arc::new(ArenaLayout::parameters_only(settings)),
             is_only_hub: hubs == 1,
             is_synchronous: settings.consistency == Consistency::Synchronous,
+            quantises: settings.quantises(),
             own: HashMap::new(),
             common: None,
         }
@@ -64,6 +67,9 @@ impl JobMemory {
         descriptors: Vec<OwnedFd>,
         shares_parameters: bool,
     ) -> Result<LocalMemory, String> {
+        if self.quantises {
+            return Err("some keys are quantised, and shared memory carries raw tensors: use TCP".into());
+        }
         let [arena, rings] = <[OwnedFd; 2]>::try_from(descriptors)
             .map_err(|found| format!("{} descriptors came with it instead of 2", found.len()))?;
         let rings = Segment::adopt(rings, rings_bytes(RING_BYTES_DEFAULT))

@@ -124,6 +124,7 @@ impl Admission {
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
         let dtypes = keys.iter().map(|key| key.dtype).collect();
+        let codecs = keys.iter().map(|key| self.settings.codec_of(key)).collect();
         let index = keys.iter().enumerate().map(|(index, key)| (key.name.clone(), index as u32));
         let shared = Arc::new(Shared {
             who: who.clone(),
@@ -139,7 +140,7 @@ impl Admission {
             notices: Notices::default(),
             norms: NormBook::default(),
         });
-        let requests = Requests::new(map, dtypes);
+        let requests = Requests::new(map, dtypes, codecs);
         let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
@@ -300,7 +301,7 @@ impl Admission {
         shape: &HubShape,
         options: &Options,
     ) -> Result<Option<UnixStream>, WorkerError> {
-        if options.transport == Transport::Tcp {
+        if options.transport == Transport::Tcp || self.settings.quantises() {
             return Ok(None);
         }
         let reached = match &shape.local {
@@ -341,8 +342,8 @@ impl Admission {
     fn staging_bytes(&self, map: &ChunkMap) -> usize {
         let keys = self.settings.keys.keys().iter();
         let converted = keys
-            .map(|key| (self.settings.gradient_codec(key.dtype), key.dtype.codec()))
-            .filter(|(travels_as, lies_as)| travels_as != lies_as)
+            .map(|key| (self.settings.codec_of(key), key.dtype.codec()))
+            .filter(|(travels_as, lies_as)| travels_as != lies_as && !travels_as.is_quantised())
             .map(|(travels_as, _)| travels_as.bytes());
         map.chunk_elements() as usize * converted.max().unwrap_or(0)
     }

@@ -138,11 +138,18 @@ impl Options {
 
     /// Refuses what contradicts itself or the job.
     pub(crate) fn check(&self, who: &Who, settings: &Settings) -> Result<(), WorkerError> {
+        let refused =
+            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
+        let needs_memory = self.transport == Transport::Shm || self.shared_parameters == Sharing::Always;
+        if needs_memory && settings.quantises() {
+            return refused(
+                "some keys are quantised, but the options ask for shared memory, which carries raw tensors: use the transport \
+                 auto or tcp, or let the keys travel as f32",
+            );
+        }
         if self.shared_parameters != Sharing::Always {
             return Ok(());
         }
-        let refused =
-            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
         if self.transport == Transport::Tcp {
             return refused(
                 "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",

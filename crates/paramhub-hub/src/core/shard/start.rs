@@ -35,6 +35,12 @@ impl Shard {
                 });
             }
         }
+        if slot.gradient.is_quantised() {
+            self.quantised.start(&slot, &self.model[slot.range()]);
+            if let Some(rank_0) = self.member(port) {
+                self.quantised.has(index, rank_0, header.step);
+            }
+        }
         self.settle(index);
         self.deliver(slot, true);
         let ports = self.plan.ports.clone();
