@@ -87,12 +87,15 @@ impl Model {
     }
 }
 
-/// The element type that `--dtype` names: tensors lie in memory as they travel.
-pub(super) fn element_type(dtype: Codec) -> Dtype {
+/// The element type that `--dtype` names.
+pub(super) fn element_type(dtype: Codec) -> Result<Dtype, Usage> {
     match dtype {
-        Codec::F32 => Dtype::F32,
-        Codec::F16 => Dtype::F16,
-        Codec::BF16 => Dtype::BF16,
+        Codec::F32 => Ok(Dtype::F32),
+        Codec::F16 => Ok(Dtype::F16),
+        Codec::BF16 => Ok(Dtype::BF16),
+        Codec::OneBit | Codec::TwoBit => {
+            Err(Usage(format!("--dtype {dtype}: elements lie in memory as f32, f16 or bf16")))
+        }
     }
 }
 

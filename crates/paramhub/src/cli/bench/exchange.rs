@@ -162,7 +162,7 @@ impl ExchangeFlags {
         }
         let name = model.name.clone();
         let spec = Spec {
-            keys: model.keys(element_type(self.dtype), self.scale)?,
+            keys: model.keys(element_type(self.dtype)?, self.scale)?,
             workers: self.workers,
             optimizer: self.optimizer,
             cores: self.cores.into(),
