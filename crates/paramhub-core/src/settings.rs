@@ -283,7 +283,7 @@ impl Settings {
     pub fn may_span_sites(&self) -> Result<(), SettingsError> {
         let Some((key, codec)) = self.quantised_keys().next() else { return Ok(()) };
         let reason =
-            "hubs that reduce for hosts or racks exchange sums in full: use reduction = flat, or f32".into();
+            "hubs that serve racks or hosts exchange sums in full: use --reduction flat, or f32".into();
         Err(SettingsError::Quantised { key: key.name.clone(), codec, reason })
     }
 

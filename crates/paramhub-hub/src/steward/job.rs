@@ -84,9 +84,6 @@ impl Job {
                 ));
             }
         }
-        if plan.composition.sites.len() > 1 {
-            settings.may_span_sites().map_err(|error| format!("job `{}`: {error}", plan.name))?;
-        }
         let here = plan
             .composition
             .sites

@@ -72,10 +72,13 @@ impl Model {
         Ok(Model { name: list.model.unwrap_or_else(stem), tensors: list.tensors })
     }
 
-    /// The keys of a job. A `scale` above 1 divides every tensor's elements by it, rounding up, and flattens its shape.
-    pub(super) fn keys(self, dtype: Dtype, scale: u64) -> anyhow::Result<KeyTable> {
+    /// The keys of a job. A `scale` above 1 divides every tensor's elements by it, rounding up, and flattens its shape. A
+    /// quantised `codec` is that of matrices, another one that of all.
+    pub(super) fn keys(self, dtype: Dtype, codec: Option<Codec>, scale: u64) -> anyhow::Result<KeyTable> {
         let scaled = |tensor: Tensor| {
-            let key = Key { dtype, ..Key::new(tensor.name, tensor.shape) };
+            // Before a scale takes its shape.
+            let codec = codec.filter(|codec| !codec.is_quantised() || tensor.shape.len() == 2);
+            let key = Key { dtype, codec, ..Key::new(tensor.name, tensor.shape) };
             match key.elements() {
                 Some(elements) if scale > 1 => Key { shape: vec![elements.div_ceil(scale)], ..key },
                 // What has too many elements or none is refused by the table.
@@ -155,7 +158,7 @@ mod tests {
     use super::*;
 
     fn elements(name: &str, scale: u64) -> u64 {
-        Model::named(name).unwrap().keys(Dtype::F32, scale).unwrap().elements()
+        Model::named(name).unwrap().keys(Dtype::F32, None, scale).unwrap().elements()
     }
 
     #[test]

@@ -73,7 +73,8 @@ pub(crate) struct TrainFlags {
     /// What becomes of the run when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT", env = "PARAMHUB_TRAIN_ON_INTERFACE_DOWN")]
     on_interface_down: Option<OnInterfaceDown>,
-    /// How gradients travel: f32, f16 or bf16 [default: f32]
+    /// How gradients travel: f32, f16, bf16, or one-bit or two-bit for the weights of fully connected layers, whose changes
+    /// come back so as well [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
     /// The unit of exchange, as in 32K [default: 32K]
