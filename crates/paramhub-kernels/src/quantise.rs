@@ -305,21 +305,21 @@ fn rebuild<const BITS: usize>(
         let here = out.len().min(BLOCK - at % BLOCK);
         let (block, rest) = out.split_at_mut(here);
         let mut level = [0.0; 4];
-        for (level, wire) in level.iter_mut().zip(&levels[at / BLOCK << BITS..][..1 << BITS]) {
+        for (level, wire) in level.iter_mut().zip(&levels[(at / BLOCK) << BITS..][..1 << BITS]) {
             *level = bf16_to_f32(u16::from_le_bytes(*wire));
         }
         let bytes = &numbers[at / per_byte..][..here.div_ceil(per_byte)];
-        for (values, byte) in block.chunks_mut(per_byte).zip(bytes) {
-            if values.len() == per_byte {
-                for index in 0..per_byte {
-                    let class = u32::from(*byte) >> (index * BITS);
-                    values[index] = combine(values[index], pick::<BITS>(level, class));
-                }
-            } else {
-                for (index, value) in values.iter_mut().enumerate() {
-                    *value = combine(*value, pick::<BITS>(level, u32::from(*byte) >> (index * BITS)));
-                }
+        let (whole, left) = block.split_at_mut(here / per_byte * per_byte);
+        let in_byte = |values: &mut [f32], byte: u8| {
+            for (index, value) in values.iter_mut().enumerate() {
+                *value = combine(*value, pick::<BITS>(level, u32::from(byte) >> (index * BITS)));
             }
+        };
+        for (values, byte) in whole.chunks_exact_mut(per_byte).zip(bytes) {
+            in_byte(values, *byte);
+        }
+        if let Some(last) = bytes.last() {
+            in_byte(left, *last);
         }
         (out, at) = (rest, at + here);
     }

@@ -51,7 +51,7 @@ fn reference(values: &[f32], codec: Codec) -> (Vec<u8>, Vec<f32>) {
 
 /// Some near one another, some far away, some zero: what gradients look like.
 fn gradient(random: &mut Random, len: usize) -> Vec<f32> {
-    let number = |random: &mut Random| if random.bits() % 3 == 0 { 0.0 } else { random.number() };
+    let number = |random: &mut Random| if random.bits().is_multiple_of(3) { 0.0 } else { random.number() };
     (0..len).map(|_| number(random)).collect()
 }
 

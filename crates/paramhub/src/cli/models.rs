@@ -182,7 +182,11 @@ mod tests {
 
     #[test]
     fn a_scale_divides_every_tensor_and_leaves_none_empty() {
-        let scaled = Model::named("resnet18").unwrap().keys(Dtype::BF16, 1000).unwrap();
+        let coded = Model::named("resnet18").unwrap().keys(Dtype::F32, Some(Codec::OneBit), 1000).unwrap();
+        let quantised: Vec<&str> =
+            coded.keys().iter().filter(|key| key.codec.is_some()).map(|key| key.name.as_str()).collect();
+        assert_eq!(quantised, ["fc.weight"], "matrices alone, by the shapes they had");
+        let scaled = Model::named("resnet18").unwrap().keys(Dtype::BF16, None, 1000).unwrap();
         assert_eq!(scaled.len(), 62);
         assert_eq!(scaled.keys()[0].shape, [10], "64 * 3 * 7 * 7 elements by 1000, rounded up");
         assert!(scaled.keys().iter().all(|key| key.elements() >= Some(1) && key.dtype == Dtype::BF16));

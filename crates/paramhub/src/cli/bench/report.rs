@@ -194,6 +194,7 @@ mod tests {
     fn a_core_is_busy_for_its_share_of_all_exchanges() {
         let exchange = |seconds, core_seconds: &[f64]| Timed {
             seconds,
+            frame_bytes: [0.0; 2],
             cpu_seconds_worker: 0.0,
             cpu_seconds_hub: 0.0,
             core_seconds: core_seconds.into(),
