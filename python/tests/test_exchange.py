@@ -8,7 +8,7 @@ import time
 
 import numpy
 import pytest
-from workers import TIMEOUT, in_threads
+from workers import TIMEOUT, in_threads, new_job
 
 import paramhub
 
