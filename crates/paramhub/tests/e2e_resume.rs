@@ -94,11 +94,11 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
     // What is sent again must be what was sent, though the gradient's loss is in the residual already.
     let quantised = [&fractions[..], &["--codec", "one-bit"]].concat();
 
-    let undisturbed = [("undisturbed", &fractions), ("undisturbed in one bit", &quantised)];
+    let undisturbed = [("undisturbed", &fractions), ("undisturbed-one-bit", &quantised)];
     let undisturbed = undisturbed.map(|(name, arguments)| finish(job(&rails, name, arguments)));
     assert!(undisturbed.iter().flatten().all(|worker| streams_moved(&worker.stdout) == 0));
 
-    let jobs = [("cut", &fractions), ("cut in one bit", &quantised)];
+    let jobs = [("cut", &fractions), ("cut-one-bit", &quantised)];
     let workers = jobs.map(|(name, arguments)| job(&rails, name, arguments));
     rails.switch_hub("eth1", "down");
     jobs.iter().for_each(|(name, _)| everybody_moves(&hub, name, "eth0 (10.77.8.100:7771)"));

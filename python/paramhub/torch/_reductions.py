@@ -34,8 +34,8 @@ Product = Reduction("Product", "product")
 
 
 class Compressor:
-    """How f32 tensors travel: in ``dtype``, or as they are without one. Sums are made in f32 whatever travels. A ``codec`` without
-    a ``dtype`` is the hub's own."""
+    """How f32 tensors travel: in ``dtype``, or as they are without one. Sums are made in f32 whatever travels. A ``codec``
+    without a ``dtype`` is for gradients alone."""
 
     def __init__(self, name: str, codec: str | None, dtype: torch.dtype | None) -> None:
         self.name = name
