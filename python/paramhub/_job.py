@@ -97,6 +97,7 @@ class Job:
         consistency: str | dict[str, int] = "synchronous",
         chunk_bytes: int | None = None,
         codec: str | None = None,
+        codecs: Mapping[str, str] | None = None,
         reproducible: bool = False,
         reject_non_finite: bool = False,
     ) -> Job:
@@ -108,8 +109,10 @@ class Job:
         types and shapes.
 
         ``consistency`` is ``synchronous``, ``asynchronous``, or ``{"bounded_staleness": steps}``. ``codec`` (``f16``, ``bf16``)
-        is how gradients travel, by default as they lie in memory. ``chunk_bytes`` is the size of an f32 chunk, 32 KiB by
-        default. With ``reproducible`` sums are made in rank order and are bit-equal from run to run. With
+        is how gradients travel, by default as they lie in memory. ``one-bit`` and ``two-bit`` are for matrices of f32: those
+        travel so both ways, in a synchronous job, over TCP, and what a step loses goes with the next; the other tensors stay as
+        they are. ``codecs`` names codecs of single tensors, whatever their shape. ``chunk_bytes`` is the size of an f32 chunk,
+        32 KiB by default. With ``reproducible`` sums are made in rank order and are bit-equal from run to run. With
         ``reject_non_finite`` a NaN or an infinity in a gradient fails the job, naming rank and tensor.
 
         Raises MisuseError if the ranks disagree on any of it, naming what differs.
@@ -121,6 +124,9 @@ class Job:
         has_parameters = optimizer.name not in ("mean", "sum")
         views = [_native.Memory(tensor, has_parameters and self.rank != 0) for _, tensor in pairs]
         priorities = priorities or {}
+        codecs = codecs or {}
+        if unknown := codecs.keys() - {name for name, _ in pairs}:
+            raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the tensors")
         settings: dict[str, Any] = {
             "keys": [
                 {
@@ -128,6 +134,7 @@ class Job:
                     "shape": view.shape,
                     "dtype": view.dtype,
                     "priority": priorities.get(name, 0),
+                    "codec": codecs.get(name),
                 }
                 for (name, _), view in zip(pairs, views, strict=True)
             ],

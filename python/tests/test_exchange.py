@@ -8,7 +8,7 @@ import time
 
 import numpy
 import pytest
-from workers import TIMEOUT, in_threads
+from workers import TIMEOUT, in_threads, new_job
 
 import paramhub
 
@@ -183,6 +183,47 @@ def test_codec_halves_what_travels(hub: paramhub.Hub) -> None:
 
     assert 400_000 <= sent(None) < 410_000
     assert 200_000 <= sent("f16") < 210_000
+
+
+def test_quantised_tensors_travel_small_both_ways_and_add_up(hub: paramhub.Hub) -> None:
+    def work(job: paramhub.Job) -> tuple[numpy.ndarray, float]:
+        matrix = numpy.linspace(-1.0, 2.0, 256 * 256, dtype="f4").reshape(256, 256)
+        bias = numpy.arange(256, dtype="f4")
+        named = numpy.arange(4096, dtype="f4")
+        job.init({"w": matrix, "b": bias, "named": named}, codec="one-bit", codecs={"named": "two-bit"})
+        total = numpy.zeros_like(matrix)
+        out = numpy.empty_like(matrix)
+        before = job.statistics()
+        for _ in range(100):
+            job.push_pull("w", matrix, out).wait(TIMEOUT)
+            total += out
+        after = job.statistics()
+        for way in ("bytes_sent", "bytes_received"):
+            assert (after[way] - before[way]) * 30 < 100 * (matrix.nbytes + 8 * 16), way
+        received = numpy.empty_like(bias)
+        job.push_pull("b", bias, received).wait(TIMEOUT)
+        assert (received == bias).all()
+        job.push_pull("named", named, named).wait(TIMEOUT)
+        assert len(numpy.unique(named[:1024])) == 4
+        return total, float(numpy.abs(total / 100 - matrix).max())
+
+    first, second = in_threads(hub, 2, work)
+    assert (first[0] == second[0]).all()
+    assert first[1] < 0.1
+
+
+def test_a_gradient_that_one_bit_cannot_carry_is_named(hub: paramhub.Hub) -> None:
+    reason = r"`w` with a NaN.*two-bit cannot carry"
+    with pytest.raises(paramhub.JobFailedError, match=reason), paramhub.connect(*new_job(hub, 1), 0) as job:
+        job.init({"w": numpy.zeros((4, 4), "f4")}, codec="two-bit")
+        gradient = numpy.full((4, 4), numpy.inf, "f4")
+        job.push_pull("w", gradient, gradient).wait(TIMEOUT)
+
+
+def test_codecs_are_of_tensors_that_are_there(hub: paramhub.Hub) -> None:
+    reason = r"codecs names \['x'\]"
+    with paramhub.connect(*new_job(hub, 1), 0) as job, pytest.raises(paramhub.MisuseError, match=reason):
+        job.init({"w": numpy.zeros((4, 4), "f4")}, codecs={"x": "one-bit"})
 
 
 def test_any_memory_of_floats_is_exchanged(hub: paramhub.Hub) -> None:

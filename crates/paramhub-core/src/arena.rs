@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::chunk::Extent;
 use crate::codec::Codec;
+use crate::key::Key;
 use crate::settings::Settings;
 
 /// Tensors start at multiples of this unless they are packed: two cache lines, which processors fetch in pairs.
@@ -36,15 +37,15 @@ impl ArenaLayout {
     /// The layout of a worker's arena.
     pub fn new(settings: &Settings) -> Self {
         let mut end = 0;
-        let gradients = lay(settings, &mut end, |dtype| settings.gradient_codec(dtype));
-        let parameters = lay(settings, &mut end, |dtype| dtype.codec());
+        let gradients = lay(settings, &mut end, |key| settings.codec_of(key));
+        let parameters = lay(settings, &mut end, |key| key.dtype.codec());
         ArenaLayout { gradients, parameters, bytes: end }
     }
 
     /// The layout of an arena that holds the parameters of all workers of a host.
     pub fn parameters_only(settings: &Settings) -> Self {
         let mut end = 0;
-        let parameters = lay(settings, &mut end, |dtype| dtype.codec());
+        let parameters = lay(settings, &mut end, |key| key.dtype.codec());
         ArenaLayout { gradients: Vec::new(), parameters, bytes: end }
     }
 
@@ -87,10 +88,11 @@ impl ArenaLayout {
 }
 
 /// Lays all keys out from the first aligned place at `end` or after it.
-fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(crate::codec::Dtype) -> Codec) -> Vec<Place> {
+fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(&Key) -> Codec) -> Vec<Place> {
     *end = end.next_multiple_of(ALIGNMENT);
-    let place = |key: &crate::key::Key| {
-        let codec = codec(key.dtype);
+    let place = |key: &Key| {
+        // Shared memory carries no quantised tensors: see `Settings::quantises`.
+        let codec = Some(codec(key)).filter(|codec| !codec.is_quantised()).unwrap_or(key.dtype.codec());
         let alignment = if settings.packed { codec.bytes() as u64 } else { ALIGNMENT };
         let start = end.next_multiple_of(alignment);
         let place = Place { start, codec, elements: key.elements().unwrap_or(0) };

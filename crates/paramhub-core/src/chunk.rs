@@ -21,10 +21,13 @@ pub struct Extent {
 impl Extent {
     /// Bytes of the chunk's payload.
     pub const fn bytes(&self, codec: Codec) -> u32 {
-        self.elements * codec.bytes() as u32
+        codec.payload_bytes(self.elements as usize) as u32
     }
 
     /// Where the chunk's bytes lie in a key encoded with `codec`.
+    ///
+    /// # Panics
+    /// If the codec is quantised: chunks are encoded one by one.
     pub fn byte_range(&self, codec: Codec) -> std::ops::Range<usize> {
         let start = self.offset as usize * codec.bytes();
         start..start + self.bytes(codec) as usize

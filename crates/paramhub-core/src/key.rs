@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::codec::Dtype;
+use crate::codec::{Codec, Dtype};
 use crate::limits::{KEY_DIMENSIONS_MAX, KEY_ELEMENTS_MAX, KEY_NAME_BYTES_MAX, KEYS_MAX};
 
 /// One tensor, by name.
@@ -24,17 +24,25 @@ pub struct Key {
     /// Keys of one group share hyperparameters: see [`OptimizerChoice`](crate::settings::OptimizerChoice).
     #[serde(default)]
     pub group: u16,
+    /// How this key travels, whatever the job's [`codec`](crate::settings::Settings::codec).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub codec: Option<Codec>,
 }
 
 impl Key {
     /// An f32 key of neutral priority, in group 0.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
-        Key { name: name.into(), shape: shape.into(), dtype: Dtype::F32, priority: 0, group: 0 }
+        Key { name: name.into(), shape: shape.into(), dtype: Dtype::F32, priority: 0, group: 0, codec: None }
     }
 
     /// The same key in another group.
     pub fn in_group(self, group: u16) -> Self {
         Key { group, ..self }
+    }
+
+    /// The same key in a codec of its own.
+    pub fn in_codec(self, codec: Codec) -> Self {
+        Key { codec: Some(codec), ..self }
     }
 
     /// Product of the extents, or `None` where it exceeds [`KEY_ELEMENTS_MAX`].
@@ -54,6 +62,9 @@ impl std::fmt::Display for Key {
         }
         if self.group != 0 {
             write!(f, " in group {}", self.group)?;
+        }
+        if let Some(codec) = self.codec {
+            write!(f, " as {codec}")?;
         }
         Ok(())
     }
@@ -158,7 +169,7 @@ impl KeyTable {
 
     /// A digest that two tables share only if they are equal.
     pub fn digest(&self) -> blake3::Hash {
-        let mut hasher = blake3::Hasher::new_derive_key("paramhub key table v1");
+        let mut hasher = blake3::Hasher::new_derive_key("paramhub key table v2");
         for key in &self.0 {
             hasher.update(&(key.name.len() as u64).to_le_bytes()).update(key.name.as_bytes());
             hasher.update(&(key.shape.len() as u64).to_le_bytes());
@@ -167,6 +178,7 @@ impl KeyTable {
             }
             hasher.update(&[key.dtype.codec() as u8]).update(&key.priority.to_le_bytes());
             hasher.update(&key.group.to_le_bytes());
+            hasher.update(&[key.codec.map_or(u8::MAX, |codec| codec as u8)]);
         }
         hasher.finalize()
     }
@@ -242,6 +254,10 @@ mod tests {
         let (index, _, right) = mine.first_difference(&grouped).unwrap();
         assert_eq!((index, right.unwrap().to_string().as_str()), (1, "`b` f32 [2] in group 3"));
         assert_ne!(mine.digest(), grouped.digest());
+        let coded = table(vec![Key::new("a", [1]), Key::new("b", [2]).in_codec(Codec::OneBit)]).unwrap();
+        let (index, _, right) = mine.first_difference(&coded).unwrap();
+        assert_eq!((index, right.unwrap().to_string().as_str()), (1, "`b` f32 [2] as one-bit"));
+        assert_ne!(mine.digest(), coded.digest());
     }
 
     #[test]

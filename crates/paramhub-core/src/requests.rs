@@ -59,6 +59,8 @@ impl Request {
 pub struct Requests {
     map: ChunkMap,
     dtypes: Vec<Dtype>,
+    /// Of every key's gradients.
+    codecs: Vec<Codec>,
     keys: Vec<Option<Underway>>,
     chunks: Vec<Progress>,
     /// Of every chunk, the version it was last answered with, where hubs leave out late workers: chunks go on without this
@@ -145,15 +147,16 @@ pub struct Answered {
 }
 
 impl Requests {
-    /// Books for a table cut by `map`, with each key's dtype in table order.
-    pub fn new(map: ChunkMap, dtypes: Vec<Dtype>) -> Self {
-        assert_eq!(map.keys(), dtypes.len(), "one dtype a key");
+    /// Books for a table cut by `map`, with each key's dtype and its gradients' codec in table order.
+    pub fn new(map: ChunkMap, dtypes: Vec<Dtype>, codecs: Vec<Codec>) -> Self {
+        assert_eq!([map.keys(); 2], [dtypes.len(), codecs.len()], "one dtype and one codec a key");
         Requests {
             keys: vec![None; map.keys()],
             chunks: vec![Progress::Idle; map.len() as usize],
             versions: Vec::new(),
             map,
             dtypes,
+            codecs,
         }
     }
 
@@ -191,15 +194,15 @@ impl Requests {
         Ok(chunks)
     }
 
-    /// The header of a chunk's request, and where its payload lies in the key. `codec` is the gradients'.
+    /// The header of a chunk's request, and where its payload lies in the key.
     ///
     /// # Panics
     /// If the chunk's key has no request under way.
-    pub fn header(&self, chunk: ChunkId, codec: Codec) -> (Header, Extent) {
+    pub fn header(&self, chunk: ChunkId) -> (Header, Extent) {
         let extent = self.map.extent(chunk).expect("a chunk to send is in the map");
         let underway = self.keys[extent.key as usize].expect("a chunk to send has a request");
         let codec = match underway.request {
-            Request::Push | Request::PushPull => codec,
+            Request::Push | Request::PushPull => self.codecs[extent.key as usize],
             Request::Initialise => self.dtypes[extent.key as usize].codec(),
             Request::Pull | Request::PullState | Request::InitialiseState => Codec::F32,
         };
@@ -263,7 +266,7 @@ impl Requests {
             let (codec, expected_bytes) = match underway.request.is_of_state() {
                 true => (Codec::F32, State::bytes(extent.elements)),
                 false => {
-                    let codec = self.dtypes[extent.key as usize].codec();
+                    let codec = self.parameters_as(extent.key, header.codec);
                     (codec, extent.bytes(codec))
                 }
             };
@@ -279,6 +282,16 @@ impl Requests {
             }
         }
         Ok(extent)
+    }
+
+    /// How a key's parameters may come where they come as `codec`: those of a quantised key as the change since the version
+    /// that this worker has, or whole where the hub does not know it to have that.
+    fn parameters_as(&self, key: u32, codec: Codec) -> Codec {
+        let quantised = self.codecs[key as usize];
+        match codec.is_quantised() && quantised.is_quantised() {
+            true => quantised,
+            false => self.dtypes[key as usize].codec(),
+        }
     }
 
     /// An answer that [`Requests::expect`] accepted is here whole.
@@ -316,7 +329,8 @@ mod tests {
         let mut keys = vec![Key::new("a", [600]), Key::new("b", [10])];
         keys[1].dtype = Dtype::BF16;
         let table = KeyTable::new(keys).unwrap();
-        Requests::new(ChunkMap::new(&table, 1024).unwrap(), vec![Dtype::F32, Dtype::BF16])
+        let codecs = vec![Codec::F16, Codec::F16];
+        Requests::new(ChunkMap::new(&table, 1024).unwrap(), vec![Dtype::F32, Dtype::BF16], codecs)
     }
 
     fn parameters(chunk: ChunkId, codec: Codec, length: u32, step: u32) -> Header {
@@ -329,7 +343,7 @@ mod tests {
         assert_eq!(requests.begin(0, Request::PushPull, 4), Ok(0..3));
         assert_eq!(requests.begin(0, Request::Pull, 4), Err(Unfinished { request: Request::PushPull }));
         for chunk in [2, 0, 1] {
-            let (header, extent) = requests.header(chunk, Codec::F16);
+            let (header, extent) = requests.header(chunk);
             assert_eq!((header.operation, header.step, header.codec), (Operation::PushPull, 4, Codec::F16));
             assert_eq!(header.length, extent.elements * 2);
             requests.sent(chunk);
@@ -371,7 +385,7 @@ mod tests {
             requests.begin(0, request, step).unwrap();
             let steps = [0, 1, 2].map(|chunk| {
                 requests.sent(chunk);
-                requests.header(chunk, Codec::F32).0.step
+                requests.header(chunk).0.step
             });
             let lengths = [1024, 1024, 88 * 4];
             let older = parameters(0, Codec::F32, 1024, steps[0]);
@@ -391,17 +405,44 @@ mod tests {
     }
 
     #[test]
+    fn a_quantised_keys_parameters_come_quantised_or_whole() {
+        let table = KeyTable::new(vec![Key::new("w", [256, 8])]).unwrap();
+        let map = ChunkMap::new(&table, 8192).unwrap();
+        let mut requests = Requests::new(map, vec![Dtype::F32], vec![Codec::OneBit]);
+        requests.begin(0, Request::PushPull, 0).unwrap();
+        let (header, _) = requests.header(0);
+        assert_eq!((header.codec, header.length), (Codec::OneBit, 2 * 4 + 256));
+        requests.sent(0);
+        let quantised = parameters(0, Codec::OneBit, 264, 1);
+        let whole = parameters(0, Codec::F32, 8192, 1);
+        assert!(requests.expect(&quantised).is_ok() && requests.expect(&whole).is_ok());
+        for odd in [
+            parameters(0, Codec::TwoBit, Codec::TwoBit.payload_bytes(2048) as u32, 1),
+            parameters(0, Codec::OneBit, 263, 1),
+            parameters(0, Codec::OneBit, 8192, 1),
+            parameters(0, Codec::F32, 264, 1),
+        ] {
+            assert!(matches!(requests.expect(&odd), Err(Unasked::Payload { .. })), "{odd:?}");
+        }
+        requests.answered(&whole).unwrap();
+        requests.begin(0, Request::Pull, 1).unwrap();
+        assert_eq!(requests.header(0).0.length, 0);
+        requests.sent(0);
+        assert!(requests.expect(&quantised).is_ok() && requests.expect(&whole).is_ok());
+    }
+
+    #[test]
     fn state_is_single_precision_whatever_the_dtype_and_comes_of_the_slot_asked_for() {
         let mut requests = requests();
         requests.begin(1, Request::InitialiseState, 1).unwrap();
-        let (header, _) = requests.header(3, Codec::F16);
+        let (header, _) = requests.header(3);
         assert_eq!((header.operation, header.step), (Operation::InitialiseState, 1));
         assert_eq!((header.codec, header.length), (Codec::F32, 48));
         requests.sent(3);
         let applied = Header { chunk: 3, ..Header::bare(Operation::Applied) };
         assert_eq!(requests.answered(&applied).unwrap().finished, Some(Request::InitialiseState));
         requests.begin(1, Request::PullState, 1).unwrap();
-        assert_eq!(requests.header(3, Codec::F16).0.length, 0);
+        assert_eq!(requests.header(3).0.length, 0);
         requests.sent(3);
         let good = Header { operation: Operation::State, codec: Codec::F32, chunk: 3, step: 1, length: 48 };
         for odd in [Header { step: 0, ..good }, Header { operation: Operation::Parameters, ..good }, applied]

@@ -8,7 +8,7 @@ use crate::chunk::{ChunkMap, TooManyChunks};
 use crate::codec::{Codec, Dtype};
 use crate::consistency::Consistency;
 use crate::hyperparameters::Hyperparameters;
-use crate::key::KeyTable;
+use crate::key::{Key, KeyTable};
 use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, GROUPS_MAX};
 
 /// The optimizer a hub runs on each chunk, fused with the sum.
@@ -65,7 +65,11 @@ pub struct Settings {
     /// Bytes of an f32 chunk.
     #[serde(default = "default_chunk_bytes")]
     pub chunk_bytes: u32,
-    /// How gradients travel; by default as they lie in memory. Parameters always travel in their key's dtype.
+    /// How gradients travel; by default as they lie in memory. Parameters travel in their key's dtype.
+    ///
+    /// A quantised codec, one-bit or two-bit, is for the weights of fully connected layers: here it stands for the f32 keys of
+    /// two dimensions, and the others travel as they lie in memory. Any f32 key may name it for itself. Such a key is
+    /// quantised both ways, with error feedback: see ARCHITECTURE.md.
     #[serde(default)]
     pub codec: Option<Codec>,
     /// Sum contributions in rank order, whatever the order of arrival, so that results are bit-equal from run to run.
@@ -172,6 +176,16 @@ pub enum SettingsError {
          steps have one phase, but {0}: use stragglers = wait"
     )]
     Stragglers(String),
+    /// What is lost to a codec could not be fed back.
+    #[error("key `{key}` cannot travel as {codec}: {reason}")]
+    Quantised {
+        /// The key.
+        key: String,
+        /// What it was to travel as.
+        codec: Codec,
+        /// Why not, and what to do.
+        reason: String,
+    },
     /// A norm that nothing can be clipped to.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
@@ -235,8 +249,48 @@ impl Settings {
             let asked_for = format!("{} with `{}`", self.consistency, self.optimizer.name);
             return Err(SettingsError::TwoPhase(asked_for));
         }
+        self.check_quantised()?;
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
+    }
+
+    fn check_quantised(&self) -> Result<(), SettingsError> {
+        let Some((key, codec)) = self.quantised_keys().next() else { return Ok(()) };
+        let refused = |key: &Key, codec, reason: String| {
+            Err(SettingsError::Quantised { key: key.name.clone(), codec, reason })
+        };
+        if self.consistency != Consistency::Synchronous {
+            let reason = format!(
+                "its answers are changes since the step before, which all ranks have in common only in a synchronous job, but \
+                 {} was asked for",
+                self.consistency
+            );
+            return refused(key, codec, reason);
+        }
+        match self.quantised_keys().find(|(key, _)| key.dtype != Dtype::F32) {
+            Some((key, codec)) => {
+                let reason = format!(
+                    "it is {}, whose roundings error feedback would take for its own: give it as f32, or choose {} for it",
+                    key.dtype, key.dtype
+                );
+                refused(key, codec, reason)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn quantised_keys(&self) -> impl Iterator<Item = (&Key, Codec)> {
+        let keys = self.keys.keys().iter().map(|key| (key, self.codec_of(key)));
+        keys.filter(|(_, codec)| codec.is_quantised())
+    }
+
+    /// Refuses settings that hubs of several sites cannot serve: sums between sites are exact, and what comes back from above
+    /// would have to be quantised again at each of them, every time with an error of its own.
+    pub fn may_span_sites(&self) -> Result<(), SettingsError> {
+        let Some((key, codec)) = self.quantised_keys().next() else { return Ok(()) };
+        let reason =
+            "hubs that serve racks or hosts exchange sums in full: use --reduction flat, or f32".into();
+        Err(SettingsError::Quantised { key: key.name.clone(), codec, reason })
     }
 
     /// Refuses settings under which a stream that was cut could not be resumed: where the model can move on without a rank, or
@@ -269,6 +323,12 @@ impl Settings {
                 "which workers are late differs from run to run, and reproducible was asked for".into(),
             );
         }
+        if self.quantises() {
+            return refused(
+                "a worker that comes late would miss the changes since its own step, which is what quantised keys travel as"
+                    .into(),
+            );
+        }
         if self.is_two_phase() {
             return refused(
                 "in two phases, as clipping needs, every chunk of a step must have the same workers' gradients".into(),
@@ -287,9 +347,17 @@ impl Settings {
         self.two_phase || self.clip_norm.is_some()
     }
 
-    /// The codec of a key's gradients.
-    pub fn gradient_codec(&self, dtype: Dtype) -> Codec {
-        self.codec.unwrap_or(dtype.codec())
+    /// The codec of a key's gradients: its own, or the job's where that is for such keys, or that of its memory.
+    pub fn codec_of(&self, key: &Key) -> Codec {
+        let is_for =
+            |codec: &Codec| !codec.is_quantised() || (key.dtype == Dtype::F32 && key.shape.len() == 2);
+        key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
+    }
+
+    /// Whether any key is quantised. Streams of such a job are never local: memory shared with a hub carries raw tensors,
+    /// which are cheaper there, and a worker must not contribute more exactly for where it runs.
+    pub fn quantises(&self) -> bool {
+        self.keys.keys().iter().any(|key| self.codec_of(key).is_quantised())
     }
 
     /// Whether the parameters start from what rank 0 sends; without an optimizer there are none.
@@ -450,11 +518,39 @@ mod tests {
             (Settings { consistency: stale, ..good.clone() }, "staleness:2"),
             (settings(1), "with `mean`"),
             (Settings { reproducible: true, ..good.clone() }, "reproducible was asked for"),
+            (Settings { codec: Some(Codec::OneBit), ..good.clone() }, "the changes since its own step"),
             (Settings { clip_norm: Some(1.0), ..good.clone() }, "clipping"),
         ] {
             let refused = odd.may_leave_out().unwrap_err().to_string();
             assert!(refused.contains(what) && refused.ends_with("use stragglers = wait"), "{refused}");
         }
+    }
+
+    #[test]
+    fn quantised_codecs_are_for_matrices_unless_a_key_names_its_own() {
+        let keys = vec![
+            Key::new("fc.weight", [4, 3]),
+            Key::new("fc.bias", [4]),
+            Key::new("conv.weight", [4, 3, 2, 2]),
+            Key::new("forced", [9]).in_codec(Codec::TwoBit),
+            Key { dtype: Dtype::BF16, ..Key::new("half", [4, 3]) },
+            Key::new("exact", [4, 3]).in_codec(Codec::F32),
+        ];
+        let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(KeyTable::new(keys).unwrap()) };
+        let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
+        assert_eq!(codecs, [Codec::OneBit, Codec::F32, Codec::F32, Codec::TwoBit, Codec::BF16, Codec::F32]);
+        assert!(settings.quantises() && settings.check() == Ok(()));
+        let refused = settings.may_span_sites().unwrap_err().to_string();
+        assert!(refused.contains("`fc.weight` cannot travel as one-bit"), "{refused}");
+        let stale = Settings { consistency: Consistency::Asynchronous, ..settings };
+        let refused = stale.check().unwrap_err().to_string();
+        assert!(refused.contains("changes since the step before"), "{refused}");
+        let half = Key { dtype: Dtype::F16, ..Key::new("h", [3]) }.in_codec(Codec::OneBit);
+        let half = Settings::new(KeyTable::new(vec![half]).unwrap());
+        assert!(half.check().unwrap_err().to_string().contains("give it as f32"));
+        let plain = Settings { codec: Some(Codec::BF16), ..self::settings(3) };
+        assert!(!plain.quantises() && plain.may_span_sites().is_ok());
+        assert_eq!(plain.codec_of(&plain.keys.keys()[0]), Codec::BF16);
     }
 
     #[test]

@@ -40,6 +40,8 @@ pub(crate) struct JobMemory {
     is_only_hub: bool,
     /// Until every worker has contributed to the next step.
     stands_still: bool,
+    /// Some keys travel as no arena holds them.
+    quantises: bool,
     /// Of every rank here, one for all its streams.
     own: HashMap<u32, Arc<Segment>>,
     common: Option<Arc<Segment>>,
@@ -53,6 +55,7 @@ impl JobMemory {
             common_layout: Arc::new(ArenaLayout::parameters_only(settings)),
             is_only_hub: hubs == 1,
             stands_still,
+            quantises: settings.quantises(),
             own: HashMap::new(),
             common: None,
         }
@@ -65,6 +68,9 @@ impl JobMemory {
         descriptors: Vec<OwnedFd>,
         shares_parameters: bool,
     ) -> Result<LocalMemory, String> {
+        if self.quantises {
+            return Err("some keys are quantised, and shared memory carries raw tensors: use TCP".into());
+        }
         let [arena, rings] = <[OwnedFd; 2]>::try_from(descriptors)
             .map_err(|found| format!("{} descriptors came with it instead of 2", found.len()))?;
         let rings = Segment::adopt(rings, rings_bytes(RING_BYTES_DEFAULT))

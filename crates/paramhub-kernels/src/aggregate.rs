@@ -4,6 +4,7 @@ use paramhub_core::codec::Codec;
 
 use crate::convert::{assert_holds, decode};
 use crate::dispatch::Isa;
+use crate::quantise;
 use crate::shared::{self, Floats};
 use crate::sum;
 
@@ -29,7 +30,7 @@ pub trait Aggregator: Send + Sync {
     /// `sum` after one more contribution, given as f32.
     fn add_f32(&self, sum: &mut [f32], contribution: &[f32]);
 
-    /// `sum` after the first contribution, given as `sum.len()` little-endian elements at any alignment.
+    /// `sum` after the first contribution, given as `sum.len()` elements of `codec` at any alignment.
     fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
         by_tiles(sum, wire, codec, |sum, contribution| self.assign_f32(sum, contribution));
     }
@@ -50,7 +51,7 @@ pub trait Aggregator: Send + Sync {
         }
     }
 
-    /// `sum` after one more contribution, given as `sum.len()` little-endian elements at any alignment.
+    /// `sum` after one more contribution, given as `sum.len()` elements of `codec` at any alignment.
     fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
         by_tiles(sum, wire, codec, |sum, contribution| self.add_f32(sum, contribution));
     }
@@ -123,6 +124,16 @@ impl Aggregator for Sum {
 fn by_tiles(sum: &mut [f32], wire: &[u8], codec: Codec, combine: impl Fn(&mut [f32], &[f32])) {
     assert_holds(codec, sum.len(), wire.len());
     let mut tile = [0.0; TILE_ELEMENTS];
+    if codec.is_quantised() {
+        let elements = sum.len();
+        for (number, sum) in sum.chunks_mut(TILE_ELEMENTS).enumerate() {
+            let contribution = &mut tile[..sum.len()];
+            let first = number * TILE_ELEMENTS;
+            quantise::decode_from(Isa::best(), wire, elements, first, contribution, codec);
+            combine(sum, contribution);
+        }
+        return;
+    }
     for (sum, wire) in sum.chunks_mut(TILE_ELEMENTS).zip(wire.chunks(TILE_ELEMENTS * codec.bytes())) {
         let contribution = &mut tile[..sum.len()];
         decode(wire, contribution, codec);

@@ -4,6 +4,7 @@ use paramhub_core::codec::Codec;
 
 use crate::dispatch::{Isa, kernel};
 use crate::half_precision::{bf16_to_f32, decode_f16, encode_f16, f32_to_bf16};
+use crate::quantise;
 
 /// `wire[i] = model[i]`, rounded to the nearest number of `codec`, ties to even.
 ///
@@ -11,7 +12,7 @@ use crate::half_precision::{bf16_to_f32, decode_f16, encode_f16, f32_to_bf16};
 /// becomes quiet and keeps the upper bits of its payload. `wire` may have any alignment.
 ///
 /// # Panics
-/// If `wire.len() != model.len() * codec.bytes()`.
+/// If `wire.len() != model.len() * codec.bytes()`, or the codec is quantised, which takes [`quantise`](crate::quantise).
 pub fn encode(model: &[f32], wire: &mut [u8], codec: Codec) {
     encode_with(Isa::best(), model, wire, codec);
 }
@@ -23,6 +24,7 @@ pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], codec: Codec) {
         Codec::F32 => encode_f32(isa, model, wire.as_chunks_mut().0),
         Codec::F16 => encode_f16(isa, model, wire.as_chunks_mut().0),
         Codec::BF16 => encode_bf16(isa, model, wire.as_chunks_mut().0),
+        Codec::OneBit | Codec::TwoBit => panic!("what {codec} loses must be kept: see `quantise`"),
     }
 }
 
@@ -31,7 +33,7 @@ pub fn encode_with(isa: Isa, model: &[f32], wire: &mut [u8], codec: Codec) {
 /// `wire` holds `out.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != out.len() * codec.bytes()`.
+/// If `wire.len() != codec.payload_bytes(out.len())`.
 pub fn decode(wire: &[u8], out: &mut [f32], codec: Codec) {
     decode_with(Isa::best(), wire, out, codec);
 }
@@ -43,6 +45,7 @@ pub fn decode_with(isa: Isa, wire: &[u8], out: &mut [f32], codec: Codec) {
         Codec::F32 => decode_f32(isa, wire.as_chunks().0, out),
         Codec::F16 => decode_f16(isa, out, wire.as_chunks().0),
         Codec::BF16 => decode_bf16(isa, wire.as_chunks().0, out),
+        Codec::OneBit | Codec::TwoBit => quantise::decode_from(isa, wire, out.len(), 0, out, codec),
     }
 }
 
@@ -83,7 +86,7 @@ kernel! {
 #[track_caller]
 pub(crate) fn assert_holds(codec: Codec, elements: usize, wire_bytes: usize) {
     assert!(
-        elements.checked_mul(codec.bytes()) == Some(wire_bytes),
+        codec.payload_bytes(elements) == wire_bytes,
         "{wire_bytes} wire bytes do not hold {elements} elements of {codec}"
     );
 }

@@ -12,7 +12,8 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// The index of the first NaN or infinity among the little-endian elements of `wire`, at any alignment.
 ///
 /// # Panics
-/// If `wire.len()` is not a multiple of `codec.bytes()`.
+/// If `wire.len()` is not a multiple of `codec.bytes()`, or the codec is quantised: see
+/// [`quantise::first_non_finite`](crate::quantise::first_non_finite).
 pub fn first_non_finite(wire: &[u8], codec: Codec) -> Option<usize> {
     first_non_finite_with(Isa::best(), wire, codec)
 }
@@ -24,6 +25,7 @@ pub fn first_non_finite_with(isa: Isa, wire: &[u8], codec: Codec) -> Option<usiz
         Codec::F32 => first_in_words(isa, wire.as_chunks().0),
         Codec::F16 => first_in_halves(isa, wire.as_chunks().0, 0x7c00),
         Codec::BF16 => first_in_halves(isa, wire.as_chunks().0, 0x7f80),
+        Codec::OneBit | Codec::TwoBit => unreachable!("its elements have no bytes of their own"),
     }
 }
 

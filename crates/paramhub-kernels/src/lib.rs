@@ -8,7 +8,7 @@
 //!
 //! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to
 //! even. There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element ever
-//! meets another, except in [`squares`](squares::squares), which adds them up in an order of its own. So the same inputs give the same bits on every CPU, with every instruction set, in
+//! meets another, except in [`squares`](squares::squares) and [`quantise`], which add them up in an order of their own. So the same inputs give the same bits on every CPU, with every instruction set, in
 //! the vector body as in its tail, and however a tensor is cut into chunks. The one freedom IEEE leaves
 //! open stays open: which payload a NaN carries when two NaNs meet.
 //!
@@ -49,6 +49,7 @@ pub mod finite;
 mod half_precision;
 pub mod nontemporal;
 pub mod optimizer;
+pub mod quantise;
 mod registry;
 pub mod shared;
 pub mod squares;

@@ -5,13 +5,14 @@ use paramhub_core::codec::Codec;
 use crate::convert::{assert_holds, decode_with};
 use crate::dispatch::{Isa, kernel};
 use crate::half_precision::{add_f16, bf16_to_f32};
+use crate::quantise;
 
 /// `sum[i] = wire[i]`: the first contribution of a chunk, so that nothing has to be zeroed.
 ///
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != sum.len() * codec.bytes()`.
+/// If `wire.len() != codec.payload_bytes(sum.len())`.
 pub fn assign(sum: &mut [f32], wire: &[u8], codec: Codec) {
     assign_with(Isa::best(), sum, wire, codec);
 }
@@ -27,7 +28,7 @@ pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
 /// # Panics
-/// If `wire.len() != sum.len() * codec.bytes()`.
+/// If `wire.len() != codec.payload_bytes(sum.len())`.
 pub fn add(sum: &mut [f32], wire: &[u8], codec: Codec) {
     add_with(Isa::best(), sum, wire, codec);
 }
@@ -39,6 +40,7 @@ pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
         Codec::F32 => add_wire_f32(isa, sum, wire.as_chunks().0),
         Codec::F16 => add_f16(isa, sum, wire.as_chunks().0),
         Codec::BF16 => add_bf16(isa, sum, wire.as_chunks().0),
+        Codec::OneBit | Codec::TwoBit => quantise::add(isa, sum, wire, codec),
     }
 }
 

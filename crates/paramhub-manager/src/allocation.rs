@@ -84,6 +84,9 @@ fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
                 .to_string(),
         ));
     }
+    if !is_flat {
+        settings.may_span_sites().map_err(|wrong| does_not_fit(wrong.to_string()))?;
+    }
     let composed = Composed::new(&settings.keys, &map, plan.composition.clone())
         .map_err(|wrong| does_not_fit(wrong.to_string()))?;
     let placed = composed.placements.iter().map(|placement| ServiceInitialised {

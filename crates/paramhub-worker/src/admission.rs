@@ -98,7 +98,7 @@ impl Admission {
         self.settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
-        options.check(&who, self.job_options.stands_still(&self.settings))?;
+        options.check(&who, &self.settings, self.job_options.stands_still(&self.settings))?;
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
         let placement = self.place(&who, &map)?;
@@ -124,6 +124,7 @@ impl Admission {
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
         let dtypes = keys.iter().map(|key| key.dtype).collect();
+        let codecs = keys.iter().map(|key| self.settings.codec_of(key)).collect();
         let index = keys.iter().enumerate().map(|(index, key)| (key.name.clone(), index as u32));
         let shared = Arc::new(Shared {
             who: who.clone(),
@@ -139,7 +140,7 @@ impl Admission {
             notices: Notices::default(),
             norms: NormBook::default(),
         });
-        let mut requests = Requests::new(map, dtypes);
+        let mut requests = Requests::new(map, dtypes, codecs);
         if self.job_options.stragglers.leaves_out() {
             requests = requests.with_steps_of_chunks();
         }
@@ -304,7 +305,7 @@ impl Admission {
         shape: &HubShape,
         options: &Options,
     ) -> Result<Option<UnixStream>, WorkerError> {
-        if options.transport == Transport::Tcp {
+        if options.transport == Transport::Tcp || self.settings.quantises() {
             return Ok(None);
         }
         let reached = match &shape.local {
@@ -345,8 +346,8 @@ impl Admission {
     fn staging_bytes(&self, map: &ChunkMap) -> usize {
         let keys = self.settings.keys.keys().iter();
         let converted = keys
-            .map(|key| (self.settings.gradient_codec(key.dtype), key.dtype.codec()))
-            .filter(|(travels_as, lies_as)| travels_as != lies_as)
+            .map(|key| (self.settings.codec_of(key), key.dtype.codec()))
+            .filter(|(travels_as, lies_as)| travels_as != lies_as && !travels_as.is_quantised())
             .map(|(travels_as, _)| travels_as.bytes());
         map.chunk_elements() as usize * converted.max().unwrap_or(0)
     }

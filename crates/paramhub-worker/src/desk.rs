@@ -8,13 +8,14 @@ use paramhub_core::norms::{Norms, UnaskedNorm, clip_factor};
 use paramhub_core::placement::Placement;
 use paramhub_core::requests::{Request, Requests};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Header, State};
+use paramhub_core::wire::{Header, Operation, State};
 
 use crate::arena::WorkerArena;
 use crate::error::WorkerError;
 use crate::handle::Ticket;
 use crate::job::Shared;
 use crate::norms::Known;
+use crate::quantised::Quantised;
 
 /// Everything about the job's requests that does not belong to one stream.
 pub(crate) struct Desk {
@@ -23,8 +24,9 @@ pub(crate) struct Desk {
     pub(crate) placement: Placement,
     pub(crate) arena: Option<WorkerArena>,
     dtypes: Vec<Dtype>,
-    /// Of all gradients, where the settings name one.
-    codec: Option<Codec>,
+    /// Of every key's gradients.
+    codecs: Vec<Codec>,
+    quantised: Quantised,
     /// Of every key: its request under way.
     tickets: Vec<Option<Ticket>>,
     underway: usize,
@@ -36,7 +38,7 @@ pub(crate) struct Desk {
     release: Option<(u32, f32)>,
     /// Bytes of whole frames that came and are not in the counters yet.
     pub(crate) uncounted_bytes: usize,
-    /// A rounding of an f16 gradient to bf16 and the like passes through here.
+    /// What is converted otherwise than from or to aligned f32 passes through here.
     pub(crate) exact: Vec<f32>,
 }
 
@@ -50,13 +52,15 @@ impl Desk {
     ) -> Self {
         let settings: &Settings = &shared.settings;
         let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
-        let converts = dtypes.iter().any(|&dtype| settings.gradient_codec(dtype) != dtype.codec());
+        let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
+        let converts = codecs.iter().zip(&dtypes).any(|(&codec, dtype)| codec != dtype.codec());
         let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
         Desk {
+            quantised: Quantised::new(requests.map(), &codecs, settings.has_parameters()),
             requests,
             placement,
             arena,
-            codec: settings.codec,
+            codecs,
             tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
             dtypes,
             underway: 0,
@@ -79,6 +83,7 @@ impl Desk {
     ) -> std::ops::Range<ChunkId> {
         let chunks = self.requests.begin(key, request, step).expect("a claimed key has no other request");
         self.tickets[key as usize] = Some(ticket);
+        self.quantised.begin(chunks.clone());
         self.underway += 1;
         if self.underway == 1 {
             self.shared.counters.set_in_flight(true);
@@ -94,16 +99,55 @@ impl Desk {
     /// The codec of a key's gradients, and that of its values in memory.
     pub(crate) fn codecs(&self, key: u32) -> (Codec, Codec) {
         let memory = self.dtypes[key as usize].codec();
-        (self.codec.unwrap_or(memory), memory)
+        (self.codecs[key as usize], memory)
     }
 
     /// The header of a chunk's request and where the chunk lies in its key.
     pub(crate) fn header(&self, chunk: ChunkId) -> (Header, Extent) {
-        let key = self.requests.map().extent(chunk).expect("a chunk to send is in the map").key;
-        self.requests.header(chunk, self.codecs(key).0)
+        self.requests.header(chunk)
     }
 
-    /// The bytes in the user's memory that a chunk is sent from; none for a pull.
+    /// Prepares what is to be sent of a chunk of a quantised key: its gradient is encoded, once a request however often it is
+    /// sent, and the parameters it begins with are what this worker has.
+    pub(crate) fn prepare(&mut self, header: &Header, extent: &Extent) {
+        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
+        let source = ticket.buffers.sent_from().unwrap_or(&[]);
+        if header.codec.is_quantised() {
+            let gradient = &source[extent.byte_range(Codec::F32)];
+            self.quantised.encode(header.chunk, extent, gradient, &mut self.exact);
+        } else if header.operation == Operation::Initialise && self.codecs[extent.key as usize].is_quantised()
+        {
+            self.quantised.adopt(extent, &source[extent.byte_range(Codec::F32)]);
+        }
+    }
+
+    /// The bytes that a chunk's tensor leaves from, unless it is staged.
+    pub(crate) fn payload(&self, header: &Header, extent: &Extent) -> &[u8] {
+        match header.codec.is_quantised() {
+            true => self.quantised.payload(extent),
+            false => self.source(extent),
+        }
+    }
+
+    /// Takes a chunk's new parameters as what they differ by from those that this worker has.
+    pub(crate) fn take_change(&mut self, extent: &Extent, payload: &[u8]) {
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
+        let target = &mut region.bytes_mut()[extent.byte_range(Codec::F32)];
+        self.quantised.decode(extent, payload, target, &mut self.exact);
+    }
+
+    /// A chunk's new parameters have come whole.
+    pub(crate) fn took_whole(&mut self, extent: &Extent) {
+        if self.codecs[extent.key as usize].is_quantised() {
+            let ticket =
+                self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+            let region = ticket.buffers.receive.as_mut().expect("a request that receives has where to");
+            self.quantised.adopt(extent, &region.bytes_mut()[extent.byte_range(Codec::F32)]);
+        }
+    }
+
+    /// The bytes in the user's memory that a chunk is sent from, or made of; none for a pull.
     pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
         let bytes = self.sent_from(extent.key);
         if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }

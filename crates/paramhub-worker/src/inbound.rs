@@ -57,6 +57,7 @@ impl FrameSink for Inbound<'_> {
         match header.operation {
             // What stands ahead of its values belongs elsewhere.
             Operation::State => Ok(Landing::Staged),
+            _ if header.codec.is_quantised() => Ok(Landing::Staged),
             _ => Ok(Landing::InPlace(self.desk.destination(&extent))),
         }
     }
@@ -76,11 +77,18 @@ impl FrameSink for Inbound<'_> {
         match header.operation {
             Operation::Parameters | Operation::Applied | Operation::State => {
                 self.check_route(header)?;
-                if header.operation == Operation::State {
-                    let extent = self.desk.requests.expect(header);
-                    let extent = extent.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
-                    let state = payload.and_then(State::decode).ok_or_else(unreadable)?;
-                    self.desk.take_state(&extent, &state);
+                let extent = self.desk.requests.expect(header);
+                let extent = extent.map_err(|unasked| Fault::Offence(unasked.to_string()))?;
+                match header.operation {
+                    Operation::State => {
+                        let state = payload.and_then(State::decode).ok_or_else(unreadable)?;
+                        self.desk.take_state(&extent, &state);
+                    }
+                    Operation::Parameters if header.codec.is_quantised() => {
+                        self.desk.take_change(&extent, payload.ok_or_else(unreadable)?);
+                    }
+                    Operation::Parameters => self.desk.took_whole(&extent),
+                    _ => {}
                 }
                 let answered = self.desk.requests.answered(header);
                 let answered = answered.map_err(|unasked| Fault::Offence(unasked.to_string()))?;

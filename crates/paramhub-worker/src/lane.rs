@@ -220,6 +220,8 @@ impl Lane {
                 let (updates, values) = desk.state_source(&extent);
                 self.state_staging.fill_state(next_place, updates, values);
                 place = Some(next_place);
+            } else if travels_as.is_quantised() {
+                desk.prepare(&header, &extent);
             } else if of_tensor && header.codec == travels_as && travels_as != lies_as {
                 let mut exact = std::mem::take(&mut desk.exact);
                 self.staging.fill(next_place, desk.source(&extent), lies_as, travels_as, &mut exact);
@@ -256,7 +258,7 @@ impl Lane {
                         _ if self.stream.is_shm() && header.operation.carries_tensor() => &[],
                         Some(place) if header.operation.carries_tensor() => self.staging.place(place, length),
                         Some(place) => self.state_staging.place(place, length),
-                        None => desk.source(&chunk.extent),
+                        None => desk.payload(&header, &chunk.extent),
                     };
                     Outgoing { header, payload }
                 }

@@ -49,6 +49,7 @@ mod membership;
 mod norms;
 mod notices;
 mod options;
+mod quantised;
 mod resume;
 mod retunes;
 mod scope;

@@ -101,7 +101,7 @@ impl Member {
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
         // Before the hubs count on this rank.
-        self.options.check(&who, self.connected.options.stands_still(&settings))?;
+        self.options.check(&who, &settings, self.connected.options.stands_still(&settings))?;
         let request = InitService {
             rank,
             incarnation: self.incarnation,

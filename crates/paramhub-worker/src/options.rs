@@ -3,6 +3,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 use paramhub_transport::interface::Selector;
 
@@ -135,12 +136,24 @@ impl Options {
     }
 
     /// Refuses what contradicts itself or the job.
-    pub(crate) fn check(&self, who: &Who, stands_still: bool) -> Result<(), WorkerError> {
+    pub(crate) fn check(
+        &self,
+        who: &Who,
+        settings: &Settings,
+        stands_still: bool,
+    ) -> Result<(), WorkerError> {
+        let refused =
+            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
+        let needs_memory = self.transport == Transport::Shm || self.shared_parameters == Sharing::Always;
+        if needs_memory && settings.quantises() {
+            return refused(
+                "some keys are quantised, but the options ask for shared memory, which carries raw tensors: use the transport \
+                 auto or tcp, or let the keys travel as f32",
+            );
+        }
         if self.shared_parameters != Sharing::Always {
             return Ok(());
         }
-        let refused =
-            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
         if self.transport == Transport::Tcp {
             return refused(
                 "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",
@@ -211,6 +224,8 @@ pub(crate) fn deadline(wait: Duration) -> Instant {
 #[cfg(test)]
 mod tests {
 
+    use paramhub_core::key::{Key, KeyTable};
+
     use super::*;
 
     #[test]
@@ -235,9 +250,10 @@ mod tests {
     #[test]
     fn parameters_are_shared_over_shared_memory_and_in_step_only() {
         let who = Who { job: "digits".into(), rank: 2 };
+        let settings = Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap());
         let check = |transport, stands_still| {
             let options = Options { transport, shared_parameters: Sharing::Always, ..Options::default() };
-            options.check(&who, stands_still)
+            options.check(&who, &settings, stands_still)
         };
         for transport in [Transport::Auto, Transport::Shm] {
             check(transport, true).unwrap();

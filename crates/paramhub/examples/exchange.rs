@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 
 use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Consistency, Hyperparameters, Key, KeyTable, Member, Membership, Options};
+use paramhub::{Codec, Consistency, Hyperparameters, Key, KeyTable, Member, Membership, Options};
 
 const LEARNING_RATE: f32 = 1.0 / 1024.0;
 
@@ -44,6 +44,9 @@ struct Arguments {
     /// One of the hub's optimizers.
     #[arg(long, default_value = "sgd")]
     optimizer: String,
+    /// How the keys travel: f32, f16, bf16, one-bit or two-bit.
+    #[arg(long)]
+    codec: Option<Codec>,
     /// Sums that are equal to the bit from run to run.
     #[arg(long)]
     reproducible: bool,
@@ -66,8 +69,8 @@ fn main() -> ExitCode {
 }
 
 fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
-    let keys =
-        arguments.elements.iter().enumerate().map(|(i, &n)| Key::new(format!("layer{i}"), [n])).collect();
+    let key = |(i, &n): (usize, &u64)| Key { codec: arguments.codec, ..Key::new(format!("layer{i}"), [n]) };
+    let keys = arguments.elements.iter().enumerate().map(key).collect();
     let hyperparameters = Hyperparameters { learning_rate: f64::from(LEARNING_RATE), ..Default::default() };
     let settings = Settings {
         optimizer: OptimizerChoice {

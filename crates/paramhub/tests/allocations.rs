@@ -43,7 +43,8 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
         chunk_bytes,
         reproducible: way.reproducible,
         codec: Some(way.codec),
-        ..Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64])]).unwrap())
+        // A matrix, for which a job's quantised codec is.
+        ..Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64 / 256, 256])]).unwrap())
     };
     let barrier = std::sync::Barrier::new(WORKERS as usize);
     let counts: Vec<u64> = std::thread::scope(|scope| {
@@ -112,6 +113,8 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     ];
     let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
     cases.push(Way { codec: Codec::F16, ..ways[1] });
+    cases.push(Way { codec: Codec::OneBit, ..ways[0] });
+    cases.push(Way { codec: Codec::TwoBit, reproducible: true, in_place: true, ..ways[0] });
     cases.extend([0, 1].map(|way| Way {
         name: ["tcp-in-place", "shm-in-place"][way],
         in_place: true,

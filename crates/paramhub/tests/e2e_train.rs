@@ -145,11 +145,37 @@ fn every_consistency_codec_and_optimizer_learns() {
         &["--codec", "f16", "--optimizer", "nesterov"],
         &["--optimizer", "adamw", "--cores", "2"],
         &["--optimizer", "adam", "--workers", "1"],
+        &["--codec", "two-bit", "--optimizer", "nesterov", "--chunk-bytes", "4K"],
     ] {
         let ended = paramhub(with(more)).finish().expect_code(0);
         let row = ended.stdout.lines().find(|line| line.contains("test accuracy")).expect("an accuracy");
         let accuracy: f64 = row.split_whitespace().find_map(|word| word.parse().ok()).expect("a number");
         assert!(accuracy >= 0.85, "{more:?}: {accuracy}");
+    }
+}
+
+/// One bit is enough to learn by where what it loses is fed back, and ranks stay alike to the bit although each lost its own.
+#[test]
+fn quantised_gradients_learn_what_exact_ones_do_with_a_fraction_of_the_bytes() {
+    let trained = |more: &[&str]| {
+        let common = ["--epochs", "40", "--json", "out.json"];
+        let ended = paramhub(with(&common).chain(more.iter().copied())).finish().expect_code(0);
+        let results: serde_json::Value = serde_json::from_slice(&ended.read("out.json")).unwrap();
+        let number = |name: &str| results[name].as_f64().unwrap_or_else(|| panic!("no {name} in {results}"));
+        assert_eq!(number("max_parameter_difference"), 0.0, "{more:?}");
+        [number("accuracy"), number("bytes_per_worker_per_step")]
+    };
+    let [exact, exact_bytes] = trained(&["--transport", "tcp"]);
+    for (more, share) in [
+        (&["--codec", "one-bit"][..], 0.06),
+        (&["--codec", "two-bit", "--workers", "3"], 0.1),
+        (&["--codec", "one-bit", "--optimizer", "adam", "--workers", "2", "--cores", "2"], 0.06),
+    ] {
+        let [accuracy, bytes] = trained(more);
+        println!("{more:?}: accuracy {accuracy} beside {exact}, {bytes} bytes beside {exact_bytes}");
+        assert!(accuracy > 0.9 && accuracy > exact - 0.04, "{more:?}: {accuracy} beside {exact}");
+        // Biases, headers and heartbeats are the same.
+        assert!(bytes < exact_bytes * share, "{more:?}: {bytes} of {exact_bytes}");
     }
 }
 

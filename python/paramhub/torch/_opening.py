@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ def open_job(
     groups: Sequence[int],
     settings: dict[str, Any],
     states: Sequence[_optimizer_state.State] | None,
+    codecs: Mapping[str, str],
 ) -> None:
     """Opens the job of these parameters, which are in ``groups``, and has them start from rank 0's values, with the optimizer
     state in ``states``. Collective. Where the parameters share memory with the hub they lie there from now on."""
@@ -27,7 +28,9 @@ def open_job(
     keys = []
     for exchange, group in zip(exchanges, groups, strict=True):
         key = _tensors.key(exchange.name, exchange.parameter, group=group)
-        keys.append({**key, "shape": _memory.memory_shape(exchange.parameter)})
+        keys.append(
+            {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
+        )
     job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys})
     held = _place(job, step, exchanges)
     numbers = [exchange.number for exchange in exchanges]

@@ -34,7 +34,8 @@ Product = Reduction("Product", "product")
 
 
 class Compressor:
-    """How f32 tensors travel: in ``dtype``, or as they are without one. Sums are made in f32 whatever travels."""
+    """How f32 tensors travel: in ``dtype``, or as they are without one. Sums are made in f32 whatever travels. A ``codec``
+    without a ``dtype`` is for gradients alone."""
 
     def __init__(self, name: str, codec: str | None, dtype: torch.dtype | None) -> None:
         self.name = name
@@ -43,6 +44,11 @@ class Compressor:
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
         """``tensor`` as it travels, and its own type for `decompress`."""
+        if self.codec is not None and self.dtype is None:
+            raise MisuseError(
+                f"{self!r} needs steps that follow one another, to make up for what each loses: use it with "
+                "DistributedOptimizer"
+            )
         if self.dtype is None or tensor.dtype not in (torch.float32, torch.float64):
             return tensor, tensor.dtype
         return tensor.to(self.dtype), tensor.dtype
@@ -64,13 +70,17 @@ class Compression:
     """In half precision. Gradients beyond 65504 become infinite."""
     bf16 = Compressor("bf16", "bf16", torch.bfloat16)
     """As bfloat16: f32's range with 8 bits of precision."""
+    one_bit = Compressor("one_bit", "one-bit", None)
+    """Matrices in one bit an element, both ways; what is lost goes with the next step's. Gradients must be finite."""
+    two_bit = Compressor("two_bit", "two-bit", None)
+    """As `one_bit`, in two bits, which lose less than half."""
 
 
 def codec_of(compression: Compressor) -> str | None:
     """The hub's name for it."""
     if not isinstance(compression, Compressor):
         raise MisuseError(
-            f"compression is to be one of paramhub.torch.Compression's none, fp16 and bf16, not {compression!r}: hubs "
-            "decode what they sum"
+            "compression is to be one of paramhub.torch.Compression's none, fp16, bf16, one_bit and two_bit, not "
+            f"{compression!r}: hubs decode what they sum"
         )
     return compression.codec

@@ -25,8 +25,9 @@ class HubState:
         ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
 
     On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
-    that requires a gradient, by name. Gradients come back as their mean, as from DDP itself. ``codec`` (``f16``, ``bf16``) is
-    how f32 gradients travel; they are summed in f32 all the same. ``ddp`` tells the model this state is for, which it finds
+    that requires a gradient, by name. Gradients come back as their mean, as from DDP itself. ``codec`` (``f16``, ``bf16``, or
+    ``one-bit`` and ``two-bit`` for matrices, which come back so, too) is how f32 gradients travel; they are summed in f32 all the
+    same. ``ddp`` tells the model this state is for, which it finds
     by itself otherwise.
 
     Beside the hub the ranks of a host read one copy of the mean, which nobody can write. Where `hub_hook` is not registered
@@ -53,7 +54,8 @@ class HubState:
         self._buckets: Buckets | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the options, and by parameter name what a codec remembers, which none does yet."""
+        """What a checkpoint keeps: the options, and by parameter name what a codec remembers, of which nothing is kept yet: what
+        ``one-bit`` has lost so far is not made up for by whoever goes on from here."""
         return {"codec": self.codec, "in_place": self.in_place, "parameters": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -50,11 +50,12 @@ def DistributedOptimizer(
     shapes and types. `init` is called if it was not before. With one rank nothing is exchanged.
 
     ``named_parameters`` names all parameters of the optimizer, in forward order: the gradients of front layers come
-    back first. ``compression`` is how they travel (`Compression.fp16`, ``bf16``); they are summed in f32, and the result
-    has the parameter's type. ``backward_passes_per_step`` is how many backward passes add up to the gradient that is
-    exchanged; their sum is not divided. ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are accepted for
-    Horovod's sake, and change nothing: sums do not overflow, and tensors are not packed. ``sparse_as_dense`` makes
-    sparse gradients dense; without it they are refused.
+    back first. ``compression`` is how they travel (`Compression.fp16`, ``bf16``, or ``one_bit`` and ``two_bit`` for
+    matrices); they are summed in f32, and the result has the parameter's type. ``backward_passes_per_step`` is how
+    many backward passes add up to the gradient that is exchanged; their sum is not divided.
+    ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are accepted for Horovod's sake, and change
+    nothing: sums do not overflow, and tensors are not packed. ``sparse_as_dense`` makes sparse gradients dense;
+    without it they are refused.
 
     A parameter without a gradient on this rank contributes zeros, and gets the mean as its gradient; without one on any
     rank it gets zeros, as with Horovod, and not None as from an optimizer alone: weight decay and momentum do apply.

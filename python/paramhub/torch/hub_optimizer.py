@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -45,7 +45,9 @@ class HubOptimizer(torch.optim.Optimizer):
     parameters or groups of them, as for torch.optim, by default all of the model's. What ``param_groups`` say before backward
     holds in that step, as rank 0 has them, so that learning-rate schedulers work as usual. Frozen parameters are left out.
 
-    - ``codec`` (``bf16``, ``f16``) is how gradients travel, by default as they lie in memory.
+    - ``codec`` (``bf16``, ``f16``) is how gradients travel, by default as they lie in memory. ``one-bit`` and ``two-bit`` are for
+      the matrices of a model, mostly its fully connected layers and embeddings: see `paramhub.Job.init`. Gradients must be
+      finite then. ``codecs`` names codecs of single parameters.
     - ``backward_passes_per_step``: the gradients of so many passes are added up before they leave; see also `no_sync`.
     - ``max_grad_norm``: gradients are clipped to this norm, of all parameters' mean gradient together, as
       ``torch.nn.utils.clip_grad_norm_`` does it. No parameter is updated before the last gradient of all ranks has arrived.
@@ -68,6 +70,7 @@ class HubOptimizer(torch.optim.Optimizer):
         *,
         params: Iterable[Any] | None = None,
         codec: str | None = None,
+        codecs: Mapping[str, str] | None = None,
         backward_passes_per_step: int = 1,
         max_grad_norm: float | None = None,
         find_unused_parameters: bool = False,
@@ -101,6 +104,9 @@ class HubOptimizer(torch.optim.Optimizer):
         self._step = StepUnderWay(backward_passes_per_step)
         self._step.needs_all = self._clips or find_unused_parameters
         self._exchanges = self._make_exchanges(names)
+        self._codecs = dict(codecs or {})
+        if unknown := self._codecs.keys() - {exchange.name for exchange in self._exchanges}:
+            raise MisuseError(f"codecs names {sorted(unknown)}, which are none of the parameters")
         self._frozen = [
             (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
         ]
@@ -146,7 +152,7 @@ class HubOptimizer(torch.optim.Optimizer):
         ]
         chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
         settings = {**self._settings, "optimizer": chosen}
-        open_job(self._world, self._exchanges, groups, settings, states)
+        open_job(self._world, self._exchanges, groups, settings, states, self._codecs)
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
         for exchange, group in zip(self._exchanges, groups, strict=True):
             members[group].append(exchange)

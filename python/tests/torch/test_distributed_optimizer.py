@@ -118,6 +118,29 @@ def test_compression_rounds_what_travels(team: Team) -> None:
         assert none < TOLERANCE < fp16 < bf16 < 0.1
 
 
+def quantised(rank: Rank) -> tuple[float, float]:
+    import paramhub.torch
+
+    paramhub.torch.init()
+    with pytest.raises(paramhub.MisuseError, match="use it with DistributedOptimizer"):
+        paramhub.torch.allreduce(torch.ones(2, 2), compression=paramhub.torch.Compression.one_bit)
+    exact = distributed(rank, sgd)
+    compression = paramhub.torch.Compression
+    one, two = (
+        difference(distributed(rank, sgd, compression=by), exact)
+        for by in (compression.one_bit, compression.two_bit)
+    )
+    return one, two
+
+
+def test_matrices_in_one_and_two_bits_stay_near_the_exact_ones(team: Team) -> None:
+    results = team(quantised, ranks=2)
+    # The differences are of parameters, of which all ranks have the same.
+    assert results[0] == results[1]
+    one, two = results[0]
+    assert TOLERANCE < two < one < 0.5, (one, two)
+
+
 def sums(rank: Rank) -> list[float]:
     import paramhub.torch
 

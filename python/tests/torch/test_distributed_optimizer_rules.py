@@ -171,7 +171,7 @@ def test_misuse_is_refused_with_a_reason(team: Team) -> None:
             "no pairs": "pass model.named_parameters()",
             "passes": "a number from 1, not 0",
             "op": "not by paramhub.torch.Max",
-            "compression": "none, fp16 and bf16",
+            "compression": "none, fp16, bf16, one_bit and two_bit",
             "lbfgs": "LBFGS decides by the loss",
             "double": "'weight' has elements of torch.float64",
             "sparse": "'allreduce.noname.0.0' is sparse",

@@ -208,6 +208,23 @@ def test_passes_add_up(team: Team) -> None:
     team(every_accumulation, ranks=2)
 
 
+def in_one_bit(rank: Rank) -> list[bytes]:
+    # Both ways, but for one matrix that is to be exact: not far from the reference, and not the same.
+    model = begin(rank)
+    matrices = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05), codec="one-bit", codecs={matrices[-1]: "f32"})
+    reference = compare(rank, model, optimizer, made(SGD, {"lr": 0.05}), tolerance=0.5)
+    assert rank.rank > 0 or largest_difference(model, reference.model) > 1e-4
+    with pytest.raises(paramhub.MisuseError, match="codecs names"):
+        HubOptimizer(begin(rank), paramhub.SGD(lr=0.05), codecs={"no such": "one-bit"})
+    return list(all_parameters(model))
+
+
+def test_matrices_in_one_bit_are_alike_at_all_ranks_and_near_the_exact_ones(team: Team) -> None:
+    ends = team(in_one_bit, ranks=2)
+    assert ends[0] == ends[1]
+
+
 def half(rank: Rank) -> list[bytes]:
     ends = []
     # bf16 gradients of f32 parameters: near the reference, and not the same.

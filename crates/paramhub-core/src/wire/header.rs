@@ -257,7 +257,7 @@ mod tests {
         };
         assert_eq!(with(0, 99), FrameError::Operation(99));
         assert_eq!(with(0, 16), FrameError::Direction(Operation::Parameters));
-        assert_eq!(with(1, 3), FrameError::Codec(3));
+        assert_eq!(with(1, 5), FrameError::Codec(5));
         assert_eq!(with(2, 1), FrameError::Reserved(1));
         assert!(matches!(with(15, 0x7f), FrameError::Length { .. }));
         assert!(matches!(with(0, Operation::Pull as u8), FrameError::Length { max: 0, .. }));
@@ -274,7 +274,7 @@ mod tests {
         }
 
         #[test]
-        fn headers_round_trip(operation in 0usize..Operation::ALL.len(), codec in 0u8..3, chunk: u32, step: u32, length: u32) {
+        fn headers_round_trip(operation in 0usize..Operation::ALL.len(), codec in 0u8..5, chunk: u32, step: u32, length: u32) {
             let operation = Operation::ALL[operation];
             let direction = if operation.goes() == Direction::ToWorker { Direction::ToWorker } else { Direction::ToHub };
             let length = length.checked_rem(operation.length_max()).unwrap_or(0);

@@ -75,6 +75,9 @@ impl Arenas {
         sum: &mut [f32],
         mut adds: bool,
     ) {
+        if self.sources.is_empty() {
+            return;
+        }
         let at = first * codec.bytes();
         if codec != Codec::F32 {
             let mut wire = [0; BLOCK_ELEMENTS * Codec::F16.bytes()];

@@ -37,6 +37,11 @@ pub(crate) enum Fault {
         "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
     )]
     NonFinite { key: String, element: u64 },
+    #[error(
+        "sent a gradient of key `{key}` with a NaN, an infinity or a sum that is one in the block from element {element} on, \
+         which {codec} cannot carry: let the key travel as f32, or keep such steps from the hub"
+    )]
+    NonFiniteBlock { key: String, element: u64, codec: Codec },
     #[error("sent hyperparameters of group {group} that cannot be used: {reason}")]
     Retune { group: u32, reason: String },
     #[error("sent {0:?} after it had left")]

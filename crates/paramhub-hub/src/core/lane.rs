@@ -441,11 +441,6 @@ fn settle(shard: &mut Shard, port: u32, picks: &[Pick], headers: &[Header], whol
     for (index, pick) in picks.iter().enumerate() {
         let (is_whole, has_begun) = (index < whole, index < begun);
         let has_arena = shard.has_arena(port);
-        if let Pick::Answer(slot, _) = *pick
-            && has_begun
-        {
-            shard.answer_begun(port, slot);
-        }
         let parts = match *pick {
             Pick::Start(slot, _) => shard.start_parts(slot),
             _ => 0,
@@ -455,6 +450,12 @@ fn settle(shard: &mut Shard, port: u32, picks: &[Pick], headers: &[Header], whol
             Pick::Answer(_, Answer::State(_)) => Source::Spill,
             _ => Source::Empty,
         };
+        // Behind the source, which may depend on what the rank had before.
+        if let Pick::Answer(slot, _) = *pick
+            && has_begun
+        {
+            shard.answer_begun(port, slot);
+        }
         let outbox = &mut shard.outboxes[port as usize];
         match *pick {
             Pick::Start(slot, part) if has_begun => {
@@ -468,7 +469,12 @@ fn settle(shard: &mut Shard, port: u32, picks: &[Pick], headers: &[Header], whol
                 match first.source {
                     Source::Message => drop(outbox.messages.pop_front()),
                     Source::Norm => outbox.norm = None,
-                    Source::Model(_) | Source::Sum(_) | Source::Total(_) | Source::Spill | Source::Empty => {}
+                    Source::Model(_)
+                    | Source::Change(_)
+                    | Source::Sum(_)
+                    | Source::Total(_)
+                    | Source::Spill
+                    | Source::Empty => {}
                 }
             }
             Pick::Norm if is_whole => outbox.norm = None,

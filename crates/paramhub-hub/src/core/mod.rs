@@ -13,6 +13,7 @@ mod mailbox;
 mod outbox;
 mod plan;
 mod ports;
+mod quantised;
 mod resume;
 mod shard;
 mod table;

@@ -53,6 +53,8 @@ pub(crate) enum Source {
     Empty,
     /// The model, at this slot.
     Model(u32),
+    /// The newest answer of a quantised chunk, at this slot.
+    Change(u32),
     /// The sum under way, at this slot.
     Sum(u32),
     /// The sum of the step that is over, at this slot.

@@ -20,6 +20,7 @@ use paramhub_kernels::{Aggregator, Optimizer};
 use super::buffer::whole_lines;
 use super::deadlines::Deadlines;
 use super::ports::{Neighbour, Ports};
+use super::quantised::Quantised;
 
 /// What a core must know to serve one route of a job.
 #[derive(Clone)]
@@ -95,9 +96,11 @@ pub(super) struct Slot {
     pub(super) offset: usize,
     /// How gradients come.
     pub(super) gradient: Codec,
-    /// How parameters leave.
+    /// How parameters leave, unless the gradient is quantised and a change will do.
     pub(super) parameter: Codec,
     pub(super) group: u16,
+    /// Of a quantised chunk: the first element, and the first byte of what leaves, in what is kept of those.
+    pub(super) quantised: [usize; 2],
 }
 
 impl Slot {
@@ -140,6 +143,7 @@ impl Slot {
 /// Bytes a shard will take, so that a job can be refused before anything is allocated.
 pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let layout = Layout::new(plan);
+    let quantised = Quantised::memory_bytes(&layout, plan.ports.workers());
     let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
     let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
     let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
@@ -151,6 +155,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
     layout.elements as u64 * 4 * arrays as u64
         + layout.encoded_bytes as u64
+        + quantised
         + books
         + slots
         + streams
@@ -167,6 +172,8 @@ pub(super) struct Layout {
     /// The sums of steps that are over are kept for the sites below.
     pub(super) keeps_totals: bool,
     pub(super) encoded_bytes: usize,
+    /// Elements of quantised chunks, and bytes of what leaves of them.
+    pub(super) quantised: [usize; 2],
     pub(super) payload_bytes_max: usize,
     pub(super) rules: Rules,
 }
@@ -175,6 +182,7 @@ impl Layout {
     pub(super) fn new(plan: &ShardPlan) -> Self {
         let settings = &plan.settings;
         let mut offset = 0;
+        let mut quantised = [0; 2];
         let slots: Vec<Slot> = plan
             .placement()
             .chunks(plan.route)
@@ -187,11 +195,16 @@ impl Layout {
                     elements: extent.elements,
                     first: extent.offset,
                     offset,
-                    gradient: settings.gradient_codec(key.dtype),
+                    gradient: settings.codec_of(key),
                     parameter: key.dtype.codec(),
                     group: key.group,
+                    quantised,
                 };
                 offset += whole_lines(extent.elements as usize);
+                if slot.gradient.is_quantised() {
+                    quantised[0] += whole_lines(extent.elements as usize);
+                    quantised[1] += extent.bytes(slot.gradient) as usize;
+                }
                 slot
             })
             .collect();
@@ -203,6 +216,7 @@ impl Layout {
             parked_members: if settings.reproducible { plan.ports.members() as usize - 1 } else { 0 },
             keeps_totals: plan.ports.has_member_sites() && plan.optimizes_here(),
             encoded_bytes: if any_encoded { offset * 2 } else { 0 },
+            quantised,
             payload_bytes_max: slots
                 .iter()
                 .map(|slot| State::bytes(slot.elements) as usize)

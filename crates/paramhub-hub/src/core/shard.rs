@@ -16,7 +16,7 @@ use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
-use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, shared};
+use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, quantise, shared};
 
 pub(crate) use self::late::Late;
 use super::arenas::Arenas;
@@ -26,6 +26,7 @@ use super::fault::Fault;
 use super::outbox::Outbox;
 use super::plan::{Layout, ShardPlan, Slot, memory_bytes};
 use super::ports::Side;
+use super::quantised::Quantised;
 use crate::local::RankArenas;
 
 /// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
@@ -68,6 +69,7 @@ pub(crate) struct Shard {
     /// What the step being released multiplies its mean gradient with.
     factor: f32,
     arenas: Arenas,
+    quantised: Quantised,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
     pub(crate) outboxes: Vec<Outbox>,
@@ -111,6 +113,7 @@ impl Shard {
             squares: vec![0.0; if layout.rules.two_phase { layout.slots.len() } else { 0 }],
             factor: 1.0,
             arenas: Arenas::new(plan.ports.workers()),
+            quantised: Quantised::new(&layout, plan.ports.workers())?,
             encoded,
             outboxes: (0..plan.ports.len())
                 .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
@@ -154,6 +157,7 @@ impl Shard {
     /// the worker asks again for what it lacks.
     pub(crate) fn resume(&mut self, worker: u32) {
         self.exchange.resume(worker);
+        self.quantised.forget(worker);
         self.outboxes[worker as usize].start_again();
         self.counters.streams_moved += 1;
     }
@@ -284,13 +288,15 @@ impl Shard {
             Side::Above => unreachable!("`check` lets no contribution in from above"),
         };
         // What is repeated is not looked at: an answer may have begun to land on it at the worker.
-        if self.plan.settings.reject_non_finite
+        let rejects = self.plan.settings.reject_non_finite || slot.gradient.is_quantised();
+        if rejects
             && !self.exchange.is_repeat(index, member, header.step)
             && let Some(element) = self.first_non_finite(port, slot, payload)
         {
-            return Err(Fault::NonFinite {
-                key: self.key_name(slot.key),
-                element: slot.first + element as u64,
+            let (key, element) = (self.key_name(slot.key), slot.first + element as u64);
+            return Err(match slot.gradient.is_quantised() {
+                true => Fault::NonFiniteBlock { key, element, codec: slot.gradient },
+                false => Fault::NonFinite { key, element },
             });
         }
         let arrival = self
@@ -480,6 +486,12 @@ impl Shard {
             let parameters = encode(model, &mut self.encoded, at, slot.parameter);
             self.arenas.hand_out(&extent, block.start, slot.parameter, parameters, true);
         }
+        if slot.gradient.is_quantised() {
+            match settings.has_parameters() {
+                true => self.quantised.answer_change(&slot, &self.model[slot.range()]),
+                false => self.quantised.answer_whole(&slot, &mut self.model[slot.range()]),
+            }
+        }
         self.arenas.forget_targets();
         self.counters.updates += 1;
         self.begin_step(index);
@@ -499,6 +511,9 @@ impl Shard {
         match payload {
             // A site has looked at its own.
             Payload::Here(_) if worker >= self.plan.ports.workers() => None,
+            Payload::Here(wire) if slot.gradient.is_quantised() => {
+                quantise::first_non_finite(wire, slot.elements as usize, slot.gradient)
+            }
             Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
             Payload::InArena => {
                 let place = self.arenas.gradient_place(worker, &slot.extent());
@@ -562,6 +577,7 @@ impl Shard {
         self.state = Buffer::default();
         self.parked = Vec::new();
         self.encoded = Vec::new();
+        self.quantised = Quantised::default();
         self.arenas = Arenas::new(self.plan.ports.workers());
         self.deadlines = None;
         self.counters.memory_bytes = 0;

@@ -386,6 +386,97 @@ fn half_precision_is_summed_and_kept_in_single() {
     assert_eq!(shard.model[0], 1.0 + 2.0f32.powi(-9));
 }
 
+/// A shard of one quantised chunk with parameters, all initialised.
+fn quantised_shard() -> Shard {
+    let key = Key::new("w", [8, 16]).in_codec(Codec::OneBit);
+    let mut shard = shard(2, vec![key], |settings| settings.optimizer.name = "sgd".into());
+    let start = wire(&[1.0; 128]);
+    take(&mut shard, 0, &header(Operation::Initialise, 0, 0, &start), &start).unwrap();
+    let slot = shard.outboxes[0].applied.pop_first().unwrap();
+    shard.answer_begun(0, slot);
+    shard
+}
+
+/// Every rank pushes two levels, and the one answer owed to each is taken: its codec and bytes.
+fn quantised_step(shard: &mut Shard, step: u32) -> [(Codec, Vec<u8>); 2] {
+    // bf16 -1 and 2, and the first four elements of every byte are of the second level.
+    let payload = [&[0x80, 0xbf, 0x00, 0x40][..], &[0x0f; 16]].concat();
+    for rank in 0..2 {
+        let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, step, &payload) };
+        take(shard, rank, &push, &payload).unwrap();
+    }
+    [0, 1].map(|rank| take_answer(shard, rank))
+}
+
+fn take_answer(shard: &mut Shard, rank: u32) -> (Codec, Vec<u8>) {
+    let slot = shard.outboxes[rank as usize].parameters.pop_first().expect("parameters are owed");
+    let (header, payload) = shard.answer(rank, slot, Answer::Parameters);
+    let answer = (header.codec, payload.to_vec());
+    assert_eq!(header.length as usize, answer.1.len());
+    shard.answer_begun(rank, slot);
+    answer
+}
+
+#[test]
+fn who_has_the_version_before_gets_the_change_and_others_all() {
+    let mut shard = quantised_shard();
+    let [begun, joined] = quantised_step(&mut shard, 0);
+    assert_eq!((begun.0, begun.1.len()), (Codec::OneBit, 20));
+    assert_eq!(
+        (joined.0, joined.1.len()),
+        (Codec::F32, 512),
+        "it never asked for the parameters to start from"
+    );
+    let rebuilt = |begun: &[f32], change: &[u8]| {
+        let mut model = begun.to_vec();
+        paramhub_kernels::sum::add(&mut model, change, Codec::OneBit);
+        model
+    };
+    let first = rebuilt(&[1.0; 128], &begun.1);
+    assert_eq!(wire(&first), joined.1);
+    let [again, also] = quantised_step(&mut shard, 1);
+    assert_eq!(again, also);
+    assert_eq!(again.0, Codec::OneBit);
+
+    // A stream that is cut loses what nobody knows: its rank has all again, and the same.
+    shard.resume(1);
+    let payload = [0; 20];
+    let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };
+    take(&mut shard, 1, &push, &payload).unwrap();
+    let (codec, whole) = take_answer(&mut shard, 1);
+    assert_eq!((codec, whole), (Codec::F32, wire(&rebuilt(&first, &again.1))));
+    let [first_rank, second_rank] = quantised_step(&mut shard, 2);
+    assert_eq!(first_rank, second_rank);
+}
+
+#[test]
+fn an_answer_that_has_begun_is_saved_before_the_next_takes_its_place() {
+    let mut shard = quantised_shard();
+    quantised_step(&mut shard, 0);
+    let payload = [&[0x80, 0xbf, 0x00, 0x40][..], &[0x0f; 16]].concat();
+    let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };
+    (0..2).for_each(|rank| take(&mut shard, rank, &push, &payload).unwrap());
+    let slot = shard.outboxes[1].parameters.pop_first().unwrap();
+    let source = shard.source(1, slot);
+    assert_eq!(source, Source::Change(0));
+    let (begun, answer) = shard.answer(1, slot, Answer::Parameters);
+    let answer = answer.to_vec();
+    shard.answer_begun(1, slot);
+    shard.outboxes[1].begun = Some(Begun { header: begun, source });
+    take_answer(&mut shard, 0);
+    let another = [&[0x80, 0xbf, 0x00, 0x40][..], &[0x77; 16]].concat();
+    for rank in 0..2 {
+        let push = Header { step: 2, ..push };
+        take(&mut shard, rank, &push, &another).unwrap();
+    }
+    assert_eq!(shard.outboxes[1].begun.unwrap().source, Source::Spill);
+    assert_eq!(shard.of_source(1, Source::Spill), answer);
+    assert_ne!(shard.quantised.answer(&shard.slots[0]), answer, "the next is another");
+    shard.outboxes[1].begun = None;
+    assert_eq!(take_answer(&mut shard, 0), take_answer(&mut shard, 1));
+    shard.free();
+}
+
 #[test]
 fn each_fault_names_what_is_wrong_and_changes_nothing() {
     let mut shard = shard(2, vec![Key::new("conv", [300]), Key::new("fc", [5])], |settings| {

@@ -4,6 +4,7 @@ mod conversions;
 mod finite;
 mod nontemporal;
 mod optimizers;
+mod quantise;
 mod squares;
 mod sums;
 mod support;

@@ -16,8 +16,8 @@ impl Job {
     /// [`WorkerError::Misplaced`] where an earlier one still lives.
     pub fn gradient_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
         // A gradient that travels in another encoding is converted into the arena, and so is not exchanged from there.
-        let dtype = self.shared.find(key)?.dtype;
-        let is_as_sent = self.settings().gradient_codec(dtype) == dtype.codec();
+        let named = self.shared.find(key)?;
+        let is_as_sent = self.settings().codec_of(named) == named.dtype.codec();
         self.tensor(key, "gradient", |arena| arena.gradient(key), is_as_sent)
     }
 
@@ -35,8 +35,8 @@ impl Job {
     pub fn gradient_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
         let bytes = self.shared.run_bytes(&keys)?;
         let is_as_sent = keys.clone().all(|key| {
-            let dtype = self.settings().keys.keys()[key as usize].dtype;
-            self.settings().gradient_codec(dtype) == dtype.codec()
+            let named = &self.settings().keys.keys()[key as usize];
+            self.settings().codec_of(named) == named.dtype.codec()
         });
         match self.shared.arena.as_ref().filter(|_| is_as_sent) {
             None => Ok(Tensor::on_heap(bytes)),

@@ -72,10 +72,13 @@ impl Model {
         Ok(Model { name: list.model.unwrap_or_else(stem), tensors: list.tensors })
     }
 
-    /// The keys of a job. A `scale` above 1 divides every tensor's elements by it, rounding up, and flattens its shape.
-    pub(super) fn keys(self, dtype: Dtype, scale: u64) -> anyhow::Result<KeyTable> {
+    /// The keys of a job. A `scale` above 1 divides every tensor's elements by it, rounding up, and flattens its shape. A
+    /// quantised `codec` is that of matrices, another one that of all.
+    pub(super) fn keys(self, dtype: Dtype, codec: Option<Codec>, scale: u64) -> anyhow::Result<KeyTable> {
         let scaled = |tensor: Tensor| {
-            let key = Key { dtype, ..Key::new(tensor.name, tensor.shape) };
+            // Before a scale takes its shape.
+            let codec = codec.filter(|codec| !codec.is_quantised() || tensor.shape.len() == 2);
+            let key = Key { dtype, codec, ..Key::new(tensor.name, tensor.shape) };
             match key.elements() {
                 Some(elements) if scale > 1 => Key { shape: vec![elements.div_ceil(scale)], ..key },
                 // What has too many elements or none is refused by the table.
@@ -87,12 +90,15 @@ impl Model {
     }
 }
 
-/// The element type that `--dtype` names: tensors lie in memory as they travel.
-pub(super) fn element_type(dtype: Codec) -> Dtype {
+/// The element type that `--dtype` names.
+pub(super) fn element_type(dtype: Codec) -> Result<Dtype, Usage> {
     match dtype {
-        Codec::F32 => Dtype::F32,
-        Codec::F16 => Dtype::F16,
-        Codec::BF16 => Dtype::BF16,
+        Codec::F32 => Ok(Dtype::F32),
+        Codec::F16 => Ok(Dtype::F16),
+        Codec::BF16 => Ok(Dtype::BF16),
+        Codec::OneBit | Codec::TwoBit => {
+            Err(Usage(format!("--dtype {dtype}: elements lie in memory as f32, f16 or bf16")))
+        }
     }
 }
 
@@ -152,7 +158,7 @@ mod tests {
     use super::*;
 
     fn elements(name: &str, scale: u64) -> u64 {
-        Model::named(name).unwrap().keys(Dtype::F32, scale).unwrap().elements()
+        Model::named(name).unwrap().keys(Dtype::F32, None, scale).unwrap().elements()
     }
 
     #[test]
@@ -176,7 +182,11 @@ mod tests {
 
     #[test]
     fn a_scale_divides_every_tensor_and_leaves_none_empty() {
-        let scaled = Model::named("resnet18").unwrap().keys(Dtype::BF16, 1000).unwrap();
+        let coded = Model::named("resnet18").unwrap().keys(Dtype::F32, Some(Codec::OneBit), 1000).unwrap();
+        let quantised: Vec<&str> =
+            coded.keys().iter().filter(|key| key.codec.is_some()).map(|key| key.name.as_str()).collect();
+        assert_eq!(quantised, ["fc.weight"], "matrices alone, by the shapes they had");
+        let scaled = Model::named("resnet18").unwrap().keys(Dtype::BF16, None, 1000).unwrap();
         assert_eq!(scaled.len(), 62);
         assert_eq!(scaled.keys()[0].shape, [10], "64 * 3 * 7 * 7 elements by 1000, rounded up");
         assert!(scaled.keys().iter().all(|key| key.elements() >= Some(1) && key.dtype == Dtype::BF16));

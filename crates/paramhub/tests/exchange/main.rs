@@ -11,6 +11,7 @@ mod groups;
 mod in_place;
 mod numerics;
 mod offences;
+mod quantised;
 mod raw;
 mod reproducible;
 mod sites;

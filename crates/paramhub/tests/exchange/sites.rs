@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use paramhub_control::ManagerClient;
-use paramhub_core::codec::Dtype;
+use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
@@ -400,9 +400,13 @@ fn what_sites_cannot_do_is_refused_with_its_reason() {
     };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..Settings::new(keys(&[4])) };
     let two_phase = Settings { two_phase: true, optimizer: sgd(0.1, 0.0), ..Settings::new(keys(&[4])) };
-    for (settings, reason) in
-        [(asynchronous, "synchronous steps"), (two_phase, "clipping by the global norm")]
-    {
+    let one_bit = Key::new("w", [4]).in_codec(Codec::OneBit);
+    let quantised = Settings::new(KeyTable::new(vec![one_bit]).unwrap());
+    for (settings, reason) in [
+        (asynchronous, "synchronous steps"),
+        (two_phase, "clipping by the global norm"),
+        (quantised, "`w` cannot travel as one-bit"),
+    ] {
         for refused in wrong(&racks, &settings) {
             assert!(refused.contains(reason) && refused.contains("--reduction flat"), "{refused}");
         }

@@ -27,12 +27,16 @@ impl Shard {
                 (Header { chunk, step, length, ..Header::bare(Operation::State) }, staged)
             }
             Answer::Parameters => {
+                let source = self.source(port, index);
                 let (operation, codec) = match side {
+                    Side::Worker(_) if source == Source::Change(index) => {
+                        (Operation::Parameters, slot.gradient)
+                    }
                     Side::Above => (Operation::PushPull, Codec::F32),
                     Side::Below(_) if self.plan.optimizes_here() => (Operation::Total, Codec::F32),
                     _ => (Operation::Parameters, slot.parameter),
                 };
-                let payload = self.of_source(port, self.source(port, index));
+                let payload = self.of_source(port, source);
                 let header = Header { operation, codec, chunk, step, length: payload.len() as u32 };
                 (header, if self.has_arena(port) { &[] } else { payload })
             }
@@ -44,8 +48,15 @@ impl Shard {
         match self.plan.ports.side(port) {
             Side::Above => Source::Sum(index),
             Side::Below(_) if self.plan.optimizes_here() => Source::Total(index),
+            Side::Worker(rank) if self.lacks_last_change(index, rank) => Source::Change(index),
             _ => Source::Model(index),
         }
+    }
+
+    /// Whether a rank can make a quantised chunk's newest parameters of those it has and the newest answer.
+    fn lacks_last_change(&self, index: u32, rank: u32) -> bool {
+        self.slots[index as usize].gradient.is_quantised()
+            && self.quantised.lacks_last(index, rank, self.exchange.answer_version(index, rank))
     }
 
     /// The payload of a frame that has begun to leave by a port.
@@ -58,6 +69,7 @@ impl Shard {
             Source::Norm => &outbox.norm.as_ref().expect("a begun norm stays").1,
             Source::Spill => &outbox.spill,
             Source::Model(index) => self.payload(slot(index)),
+            Source::Change(index) => self.quantised.answer(&slot(index)),
             Source::Sum(index) => bytemuck::cast_slice(&self.merge[slot(index).range()]),
             Source::Total(index) => bytemuck::cast_slice(&self.total[slot(index).range()]),
         }
@@ -66,7 +78,13 @@ impl Shard {
     /// What was due at a port has begun to leave.
     pub(crate) fn answer_begun(&mut self, port: u32, index: u32) {
         match self.plan.ports.side(port) {
-            Side::Worker(member) | Side::Below(member) => self.exchange.answer_begun(index, member),
+            Side::Worker(member) | Side::Below(member) => {
+                let is_quantised = self.slots[index as usize].gradient.is_quantised();
+                if is_quantised && self.exchange.owed(index, member) == Some(Answer::Parameters) {
+                    self.quantised.has(index, member, self.exchange.answer_version(index, member));
+                }
+                self.exchange.answer_begun(index, member);
+            }
             // The books wait for its answer.
             Side::Above => {}
         }
@@ -95,8 +113,10 @@ impl Shard {
     /// Saves what is still to leave of this chunk's old parameters; at most one frame a port.
     pub(super) fn spill(&mut self, index: u32) {
         for port in 0..self.outboxes.len() as u32 {
-            if self.outboxes[port as usize].has_begun(Source::Model(index)) {
-                self.spill_begun(port, Source::Model(index));
+            for source in [Source::Model(index), Source::Change(index)] {
+                if self.outboxes[port as usize].has_begun(source) {
+                    self.spill_begun(port, source);
+                }
             }
         }
     }
@@ -105,7 +125,10 @@ impl Shard {
     pub(crate) fn spill_all(&mut self) {
         for port in 0..self.outboxes.len() as u32 {
             let begun = self.outboxes[port as usize].begun.map(|begun| begun.source);
-            if let Some(source @ (Source::Model(_) | Source::Sum(_) | Source::Total(_))) = begun {
+            let of_arrays = |source: &Source| {
+                !matches!(source, Source::Message | Source::Norm | Source::Empty | Source::Spill)
+            };
+            if let Some(source) = begun.filter(of_arrays) {
                 self.spill_begun(port, source);
             }
         }
@@ -123,6 +146,9 @@ impl Shard {
     /// The chunk's parameters as they travel.
     pub(super) fn payload(&self, slot: Slot) -> &[u8] {
         match slot.parameter {
+            _ if slot.gradient.is_quantised() && self.plan.settings.has_parameters() => {
+                bytemuck::cast_slice(self.quantised.parameters(&slot))
+            }
             Codec::F32 => bytemuck::cast_slice(&self.model[slot.range()]),
             _ => &self.encoded[slot.encoded_range()],
         }

@@ -36,6 +36,12 @@ impl Shard {
             }
         }
         self.begin_step(index);
+        if slot.gradient.is_quantised() {
+            self.quantised.start(&slot, &self.model[slot.range()]);
+            if let Some(rank_0) = self.member(port) {
+                self.quantised.has(index, rank_0, header.step);
+            }
+        }
         self.settle(index);
         self.deliver(slot, true);
         let ports = self.plan.ports.clone();

@@ -49,6 +49,8 @@ pub(super) struct Measured {
 pub(super) struct Timed {
     /// The slowest worker's.
     pub(super) seconds: f64,
+    /// Bytes of frames that a worker has sent and received, in the mean of all.
+    pub(super) frame_bytes: [f64; 2],
     /// Mean of the workers.
     pub(super) cpu_seconds_worker: f64,
     /// The whole processes of all hubs together.
@@ -125,12 +127,14 @@ impl Company {
         let before = self.hub_use()?;
         let order = Order::Turn { turn, start: usage::monotonic() + LEAD };
         self.order_workers(&order)?;
-        let mut workers = Vec::new();
+        let (mut workers, mut frame_bytes) = (Vec::new(), Vec::new());
         for report in self.reports() {
-            let Report::Done { seconds, cpu_seconds, peak_bytes } = report? else {
+            let Report::Done { seconds, bytes_sent, bytes_received, cpu_seconds, peak_bytes } = report?
+            else {
                 bail!("a worker answered out of turn")
             };
             workers.push((seconds, cpu_seconds));
+            frame_bytes.push([bytes_sent as f64, bytes_received as f64]);
             measured.worker_peak_bytes = measured.worker_peak_bytes.max(peak_bytes);
         }
         let after = self.hub_use()?;
@@ -138,6 +142,7 @@ impl Company {
         let cores = after.core_seconds.iter().zip(&before.core_seconds);
         Ok(Timed {
             seconds: workers.iter().map(|&(seconds, _)| seconds).fold(0.0, f64::max),
+            frame_bytes: [0, 1].map(|way| mean(frame_bytes.iter().map(|bytes| bytes[way]))),
             cpu_seconds_worker: mean(workers.iter().map(|&(_, cpu_seconds)| cpu_seconds)),
             cpu_seconds_hub: after.cpu_seconds - before.cpu_seconds,
             core_seconds: cores.map(|(after, before)| after - before).collect(),

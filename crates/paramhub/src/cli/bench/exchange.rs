@@ -75,6 +75,10 @@ pub(super) struct ExchangeFlags {
     /// Element type of gradients and parameters: f32, bf16 or f16
     #[arg(long, default_value_t = Codec::F32)]
     pub(super) dtype: Codec,
+    /// How gradients travel: f32, bf16, f16, or one-bit or two-bit for matrices, which come back so as well and are summed in
+    /// rank order [default: as they lie in memory]
+    #[arg(long)]
+    pub(super) codec: Option<Codec>,
     /// Iterations that count
     #[arg(long, value_name = "K", default_value_t = 20, value_parser = value_parser!(u32).range(1..=1_000_000))]
     pub(super) iters: u32,
@@ -109,6 +113,8 @@ pub(super) struct Settings {
     streams: usize,
     chunk_bytes: u32,
     dtype: Codec,
+    /// Null where gradients travel as they lie in memory.
+    codec: Option<Codec>,
     iters: u32,
     warmup: u32,
     scale: u64,
@@ -161,9 +167,14 @@ impl ExchangeFlags {
             let why = "--shared-parameters needs shared memory: give --transport shm or auto with it";
             return Err(Usage(why.into()).into());
         }
+        if self.codec.is_some_and(Codec::is_quantised) && self.transport != Transport::Tcp {
+            let why =
+                "--codec one-bit and two-bit need TCP: memory that is shared with a hub carries raw tensors";
+            return Err(Usage(why.into()).into());
+        }
         let name = model.name.clone();
         let spec = Spec {
-            keys: model.keys(element_type(self.dtype), self.scale)?,
+            keys: model.keys(element_type(self.dtype)?, self.codec, self.scale)?,
             workers: self.workers,
             optimizer: self.optimizer,
             cores: self.cores.into(),
@@ -191,6 +202,7 @@ impl ExchangeFlags {
             streams: spec.streams,
             chunk_bytes: spec.chunk_bytes,
             dtype: self.dtype,
+            codec: self.codec,
             iters: self.iters,
             warmup: self.warmup,
             scale: self.scale,
@@ -201,7 +213,11 @@ impl ExchangeFlags {
 }
 
 pub(super) fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) -> String {
-    let Settings { keys, elements, dtype, iters, warmup, scale, .. } = settings;
+    let Settings { keys, elements, dtype, codec, iters, warmup, scale, .. } = settings;
+    let coded = codec.map_or(String::new(), |codec| match codec.is_quantised() {
+        true => format!(", matrices as {codec}"),
+        false => format!(", sent as {codec}"),
+    });
     let scaled = if *scale > 1 { format!(", every tensor divided by {scale}") } else { String::new() };
     let deployed = settings.deployment.map(|deployment| {
         let name = deployment.to_possible_value().expect("none is skipped");
@@ -211,7 +227,7 @@ pub(super) fn headline(model: &str, bytes_per_worker: u64, settings: &Settings) 
     let scenery: Vec<String> =
         deployed.into_iter().chain(scenery(settings).into_iter().map(|(_, text)| text)).collect();
     format!(
-        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way\n{}, {iters} iterations after {warmup} to \
+        "{model}{scaled}: {}, {elements} elements, {} of {dtype} a worker and way{coded}\n{}, {iters} iterations after {warmup} to \
          warm up",
         count(*keys, "key"),
         megabytes(bytes_per_worker),
@@ -242,7 +258,8 @@ pub(super) fn place(
 ) -> String {
     let scaled = if settings.scale > 1 { format!(" ÷ {}", settings.scale) } else { String::new() };
     let size = megabytes(bytes_per_worker);
-    let first = format!("{model}{scaled} ({size} of {}) over {}", settings.dtype, transport.name());
+    let coded = settings.codec.map_or(String::new(), |codec| format!(" as {codec}"));
+    let first = format!("{model}{scaled} ({size} of {}{coded}) over {}", settings.dtype, transport.name());
     let fixed = scenery(settings).into_iter().filter(|(name, _)| Some(*name) != varied).map(|(_, text)| text);
     [first].into_iter().chain(fixed).collect::<Vec<_>>().join(", ")
 }
@@ -254,7 +271,14 @@ pub(super) fn check_memory(spec: &Spec, jobs: u32) -> anyhow::Result<()> {
     let kernel = registry.optimizer(&optimizer.name)?;
     let slots = kernel.state_slots(&optimizer.hyperparameters.unwrap_or_else(|| kernel.defaults()));
     let of_workers = u64::from(spec.workers) * 2 * spec.keys.bytes();
-    let needed = u64::from(jobs) * (of_workers + spec.keys.elements() * 4 * (2 + slots as u64));
+    // What is kept of quantised keys: the gradients' losses and the parameters at every worker, what went out at the hub; and at
+    // the hub, in rank order, what comes too early.
+    let matrices = spec.keys.keys().iter().filter(|key| key.codec.is_some_and(Codec::is_quantised));
+    let quantised: u64 = matrices.filter_map(|key| key.elements()).sum::<u64>() * 4;
+    let parked = if quantised > 0 { spec.keys.elements() * 4 * u64::from(spec.workers - 1) } else { 0 };
+    let quantised = quantised * (2 * u64::from(spec.workers) + 1) + parked;
+    let of_hub = spec.keys.elements() * 4 * (2 + slots as u64);
+    let needed = u64::from(jobs) * (of_workers + of_hub + quantised);
     match usage::available_bytes() {
         Some(available) if needed > available => Err(Usage(format!(
             "{} workers and their hub need {} of memory, {} are free: choose a larger --scale or fewer --workers",

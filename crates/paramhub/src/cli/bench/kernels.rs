@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use paramhub_kernels::{Adam, Aggregator, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite};
+use paramhub_kernels::{Adam, Aggregator, Isa, Mean, Optimizer, Sgd, Step, Sum, convert, finite, quantise};
 use serde::Serialize;
 
 use super::report::{megabytes, write_json};
@@ -109,6 +109,21 @@ fn operations(isa: Isa) -> Vec<Operation> {
         operation(format!("convert: decode {codec}"), 4 + wire, Box::new(decode));
         operation(format!("convert: find non-finite {codec}"), wire, Box::new(finite));
     }
+    for codec in [Codec::OneBit, Codec::TwoBit] {
+        // The wire is next to nothing beside the values.
+        let encode = move |a: &mut Arrays| {
+            let wire = wire_of(&mut a.wire, codec);
+            quantise::encode_with(isa, &a.model, &mut a.sum, wire, codec);
+        };
+        let change = move |a: &mut Arrays| {
+            let wire = wire_of(&mut a.wire, codec);
+            quantise::encode_change_with(isa, &a.model, &mut a.sum, wire, codec);
+        };
+        let add = move |a: &mut Arrays| sum.add(&mut a.sum, wire_of(&mut a.wire, codec), codec);
+        operation(format!("quantise: encode {codec}"), 12, Box::new(encode));
+        operation(format!("quantise: encode change {codec}"), 12, Box::new(change));
+        operation(format!("sum: add {codec}"), 8, Box::new(add));
+    }
     let plain = Hyperparameters::default();
     let momentum = Hyperparameters { momentum: 0.9, ..plain };
     let nesterov = Hyperparameters { nesterov: true, weight_decay: 1e-4, ..momentum };
@@ -206,7 +221,7 @@ impl Arrays {
 }
 
 fn wire_of(wire: &mut [u8], codec: Codec) -> &mut [u8] {
-    let bytes = (wire.len() - 1) / Codec::F32.bytes() * codec.bytes();
+    let bytes = codec.payload_bytes((wire.len() - 1) / Codec::F32.bytes());
     &mut wire[1..=bytes]
 }
 
@@ -233,7 +248,7 @@ mod tests {
         let mut arrays = Arrays::new(4 * (CHUNK_ELEMENTS + 3));
         for isa in Isa::available() {
             let operations = operations(isa);
-            assert_eq!(operations.len(), 1 + 3 * 5 + 6);
+            assert_eq!(operations.len(), 1 + 3 * 5 + 2 * 3 + 6);
             for operation in operations {
                 arrays.reset();
                 (operation.run)(&mut arrays);

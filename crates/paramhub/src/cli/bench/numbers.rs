@@ -4,10 +4,11 @@
 //! any number of ranks in any order. What the optimizer makes of that sum is repeated with its own kernel.
 
 use anyhow::bail;
-use paramhub_kernels::{Step, convert};
+use paramhub_kernels::{Step, convert, quantise};
 use serde::{Deserialize, Serialize};
 
 use super::spec::Spec;
+use crate::settings::Settings;
 use crate::{Codec, Dtype, Key, Registry};
 
 const BLOCK_ELEMENTS: usize = 8192;
@@ -65,41 +66,93 @@ pub(super) fn check(spec: &Spec, exchanges: u64, tensors: &[&[u8]]) -> anyhow::R
     let (aggregator, optimizer) =
         (registry.aggregator(&settings.aggregator)?, registry.optimizer(&settings.optimizer.name)?);
     let hyperparameters = settings.optimizer.hyperparameters.unwrap_or_else(|| optimizer.defaults());
-    let mut state = vec![0.0; optimizer.state_slots(&hyperparameters) * BLOCK_ELEMENTS];
-    let state_slots = state.len() / BLOCK_ELEMENTS;
-    let [mut values, mut sum, mut model] = [(); 3].map(|()| vec![0.0_f32; BLOCK_ELEMENTS]);
-    let mut wire = vec![0_u8; BLOCK_ELEMENTS * Codec::F32.bytes()];
+    // Levels are those of a chunk's blocks.
+    let chunk_elements = settings.chunk_bytes as usize / Codec::F32.bytes();
+    let most = BLOCK_ELEMENTS.max(if settings.quantises() { chunk_elements } else { 0 });
+    let mut state = vec![0.0; optimizer.state_slots(&hyperparameters) * most];
+    let state_slots = state.len() / most;
+    let [mut values, mut sum, mut model] = [(); 3].map(|()| vec![0.0_f32; most]);
+    let mut wire = vec![0_u8; most * Codec::F32.bytes()];
+    let mut quantised = Quantised::new(&settings, spec.workers as usize, most);
     let mut verdict = Verdict::default();
     for ((number, key), tensor) in (0..).zip(spec.keys.keys()).zip(tensors) {
-        let codec = key.dtype.codec();
-        for (first, received) in blocks(tensor.chunks(BLOCK_ELEMENTS * codec.bytes())) {
-            let length = received.len() / codec.bytes();
+        let (memory, codec) = (key.dtype.codec(), settings.codec_of(key));
+        let block_elements = if codec.is_quantised() { chunk_elements } else { BLOCK_ELEMENTS };
+        for (first, received) in
+            (0..).step_by(block_elements).zip(tensor.chunks(block_elements * memory.bytes()))
+        {
+            let length = received.len() / memory.bytes();
             let (values, sum, model) = (&mut values[..length], &mut sum[..length], &mut model[..length]);
-            let (wire, state) = (&mut wire[..received.len()], &mut state[..state_slots * length]);
-            for rank in 0..spec.workers {
-                contribute(rank, number, first, values);
-                convert::encode(values, wire, codec);
-                match rank {
-                    0 => aggregator.assign(sum, wire, codec),
-                    _ => aggregator.add(sum, wire, codec),
-                }
-            }
+            let state = &mut state[..state_slots * length];
             contribute(START, number, first, model);
             state.fill(0.0);
-            for number in 1..=exchanges {
-                let step = Step {
-                    hyperparameters: &hyperparameters,
-                    number,
-                    contributions: spec.workers,
-                    factor: 1.0,
-                };
+            quantised.begin(model);
+            for exchange in 1..=exchanges {
+                // The same every time, unless what was lost is added.
+                for rank in 0..if exchange == 1 || codec.is_quantised() { spec.workers } else { 0 } {
+                    let wire = &mut wire[..codec.payload_bytes(length)];
+                    contribute(rank, number, first, values);
+                    match codec.is_quantised() {
+                        true => quantise::encode(values, quantised.lost_by(rank, length), wire, codec),
+                        false => convert::encode(values, wire, codec),
+                    }
+                    match rank {
+                        0 => aggregator.assign(sum, wire, codec),
+                        _ => aggregator.add(sum, wire, codec),
+                    }
+                }
+                let (number, contributions) = (exchange, spec.workers);
+                let step = Step { hyperparameters: &hyperparameters, number, contributions, factor: 1.0 };
                 optimizer.apply(&step, model, sum, state);
+                if codec.is_quantised() {
+                    quantised.answer(model, &mut wire[..codec.payload_bytes(length)], codec);
+                }
             }
-            convert::encode(model, wire, codec);
+            let had = if codec.is_quantised() { &quantised.had[..length] } else { model };
+            let wire = &mut wire[..received.len()];
+            convert::encode(had, wire, memory);
             verdict = verdict.and(compare(wire, received, key.dtype));
         }
     }
     Ok(verdict)
+}
+
+/// What workers and hub keep of one chunk of a quantised key.
+struct Quantised {
+    /// By every rank, one after the other.
+    lost: Vec<f32>,
+    lost_by_hub: Vec<f32>,
+    /// What ranks have.
+    had: Vec<f32>,
+    has_parameters: bool,
+}
+
+impl Quantised {
+    fn new(settings: &Settings, workers: usize, elements: usize) -> Quantised {
+        let elements = if settings.quantises() { elements } else { 0 };
+        let [lost_by_hub, had] = [(); 2].map(|()| vec![0.0; elements]);
+        let lost = vec![0.0; elements * workers];
+        Quantised { lost, lost_by_hub, had, has_parameters: settings.has_parameters() }
+    }
+
+    fn begin(&mut self, model: &[f32]) {
+        self.lost.fill(0.0);
+        self.lost_by_hub.fill(0.0);
+        self.had.iter_mut().zip(model).for_each(|(had, begun)| *had = *begun);
+    }
+
+    fn lost_by(&mut self, rank: u32, elements: usize) -> &mut [f32] {
+        &mut self.lost[rank as usize * elements..][..elements]
+    }
+
+    fn answer(&mut self, model: &[f32], wire: &mut [u8], codec: Codec) {
+        let had = &mut self.had[..model.len()];
+        if self.has_parameters {
+            return quantise::encode_change(model, had, wire, codec);
+        }
+        quantise::encode(model, &mut self.lost_by_hub[..model.len()], wire, codec);
+        convert::decode(wire, had, codec);
+    }
 }
 
 fn compare(expected: &[u8], received: &[u8], dtype: Dtype) -> Verdict {

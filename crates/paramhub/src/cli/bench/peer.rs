@@ -106,6 +106,7 @@ impl Worker {
     }
 
     fn turn(&mut self, turn: Turn, start: Duration) -> anyhow::Result<Report> {
+        let before = self.job.statistics();
         let (seconds, cpu_seconds) = match turn {
             Turn::Exchange => self.exchange(start)?,
             Turn::Raw => {
@@ -115,7 +116,14 @@ impl Worker {
                 clock.read()
             }
         };
-        Ok(Report::Done { seconds, cpu_seconds, peak_bytes: usage::peak_bytes() })
+        let after = self.job.statistics();
+        Ok(Report::Done {
+            seconds,
+            bytes_sent: after.bytes_sent - before.bytes_sent,
+            bytes_received: after.bytes_received - before.bytes_received,
+            cpu_seconds,
+            peak_bytes: usage::peak_bytes(),
+        })
     }
 
     /// All keys, pushed back to front as a backward pass would; wall and processor seconds.

@@ -19,6 +19,9 @@ pub(super) struct Summary {
     transport: Transport,
     /// Gradients one way; as many parameters come back.
     bytes_per_worker: u64,
+    /// Of frames with their headers, in the mean of workers and iterations; what lies in shared memory counts as if it travelled.
+    frame_bytes_sent: f64,
+    frame_bytes_received: f64,
     seconds_median: f64,
     p10: f64,
     p90: f64,
@@ -78,11 +81,15 @@ impl Summary {
         let ours = Column::of(&measured.exchanges).expect("at least one iteration");
         let raw = Column::of(&measured.raw);
         let (algbw, busbw) = bandwidths(bytes_per_worker, ours.median, settings.workers);
+        let [frame_bytes_sent, frame_bytes_received] =
+            [0, 1].map(|way| mean(measured.exchanges.iter().map(|exchange| exchange.frame_bytes[way])));
         Summary {
             model,
             workers: settings.workers,
             transport,
             bytes_per_worker,
+            frame_bytes_sent,
+            frame_bytes_received,
             seconds_median: ours.median,
             p10: ours.p10,
             p90: ours.p90,
@@ -137,6 +144,8 @@ impl Summary {
             };
             row(name, format!("{:.0} %", 100.0 * busy));
         }
+        row("sent by a worker, with headers".into(), megabytes(self.frame_bytes_sent as u64));
+        row("received by a worker".into(), megabytes(self.frame_bytes_received as u64));
         row("peak memory of a worker".into(), megabytes(self.worker_peak_bytes));
         row(
             format!("peak memory of the {}hub", if self.settings.hubs == 1 { "" } else { "largest " }),
@@ -185,6 +194,7 @@ mod tests {
     fn a_core_is_busy_for_its_share_of_all_exchanges() {
         let exchange = |seconds, core_seconds: &[f64]| Timed {
             seconds,
+            frame_bytes: [0.0; 2],
             cpu_seconds_worker: 0.0,
             cpu_seconds_hub: 0.0,
             core_seconds: core_seconds.into(),

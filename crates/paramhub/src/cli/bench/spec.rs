@@ -96,7 +96,10 @@ impl Spec {
         };
         let optimizer =
             OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named(name) };
-        Ok(Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) })
+        let settings =
+            Settings { optimizer, chunk_bytes: self.chunk_bytes, ..Settings::new(self.keys.clone()) };
+        // What levels add up to depends on the order, and the last exchange is compared bit by bit.
+        Ok(Settings { reproducible: settings.quantises(), ..settings })
     }
 
     /// Raw bytes of each stream, one way: a worker's gradients, spread evenly over as many streams as it has to the hub,
@@ -183,6 +186,9 @@ pub(super) enum Report {
     Joined,
     Done {
         seconds: f64,
+        /// Of frames, where the turn was an exchange.
+        bytes_sent: u64,
+        bytes_received: u64,
         cpu_seconds: f64,
         peak_bytes: u64,
     },

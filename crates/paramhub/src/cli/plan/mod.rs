@@ -130,7 +130,7 @@ impl PlanFlags {
             (None, None, None) => unreachable!("the group is required"),
         };
         let name = model.name.clone();
-        Ok((Some(name), model.keys(element_type(self.dtype.unwrap_or(Codec::F32)), 1)?.bytes()))
+        Ok((Some(name), model.keys(element_type(self.dtype.unwrap_or(Codec::F32))?, None, 1)?.bytes()))
     }
 
     fn compute_s(&self) -> Result<Option<f64>, Usage> {

@@ -84,7 +84,8 @@ pub(crate) struct TrainFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
-    /// How gradients travel: f32, f16 or bf16 [default: f32]
+    /// How gradients travel: f32, f16, bf16, or one-bit or two-bit for the weights of fully connected layers, whose changes
+    /// come back so as well [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
     /// The unit of exchange, as in 32K [default: 32K]

@@ -60,6 +60,10 @@ pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
         let why = "bench ablate is over TCP: the alternatives are ways to receive, sum and answer what comes in streams";
         return Err(Usage(why.into()).into());
     }
+    if flags.exchange.codec.is_some() {
+        let why = "bench ablate takes no --codec: its variants take gradients as they lie in memory, so choose a --dtype";
+        return Err(Usage(why.into()).into());
+    }
     let (model, spec) = flags.exchange.spec()?;
     check_memory(&spec, 1)?;
     let tried = variants.into_iter().map(|variant| Tried::new(variant, variant.of(&spec))).collect();

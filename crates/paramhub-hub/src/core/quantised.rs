@@ -1,0 +1,110 @@
+//! What a shard keeps of its quantised chunks: what went out, so that the next answer makes up for what it lost.
+
+use paramhub_kernels::{convert, quantise};
+
+use super::buffer::{Buffer, OutOfMemory};
+use super::plan::{Layout, Slot};
+
+/// No rank has this version: a run ends before it.
+const NONE: u32 = u32::MAX;
+
+/// Of all quantised chunks of a shard. In a job with an optimizer an answer is the change from the parameters that ranks have
+/// to the model, in another one the mean or the sum itself; both with what the answers before lost.
+#[derive(Debug, Default)]
+pub(super) struct Quantised {
+    /// With an optimizer the parameters that ranks have once they have had every answer; what they lack is in the model.
+    /// Without one what the answers have lost so far.
+    kept: Buffer,
+    /// The newest answers.
+    answers: Vec<u8>,
+    /// With an optimizer, of slot `s` and rank `r` at `s * ranks + r`: the version it has.
+    versions: Vec<u32>,
+    ranks: usize,
+}
+
+impl Quantised {
+    /// Bytes that [`new`](Self::new) will take.
+    pub(super) fn memory_bytes(layout: &Layout, ranks: u32) -> u64 {
+        let [elements, bytes] = layout.quantised;
+        let versions = if elements > 0 && layout.rules.has_parameters { layout.slots.len() } else { 0 };
+        elements as u64 * 4 + bytes as u64 + versions as u64 * u64::from(ranks) * 4
+    }
+
+    pub(super) fn new(layout: &Layout, ranks: u32) -> Result<Self, OutOfMemory> {
+        let [elements, bytes] = layout.quantised;
+        if elements == 0 {
+            return Ok(Quantised::default());
+        }
+        let mut answers = Vec::new();
+        answers.try_reserve_exact(bytes).map_err(|_| OutOfMemory { bytes: bytes as u64 })?;
+        answers.resize(bytes, 0);
+        let versions = if layout.rules.has_parameters { layout.slots.len() * ranks as usize } else { 0 };
+        Ok(Quantised {
+            kept: Buffer::zeroed(elements, 5)?,
+            answers,
+            versions: vec![NONE; versions],
+            ranks: ranks as usize,
+        })
+    }
+
+    /// The chunk begins with these parameters, the same at every rank.
+    pub(super) fn start(&mut self, slot: &Slot, model: &[f32]) {
+        self.kept_mut(slot).copy_from_slice(model);
+    }
+
+    /// Makes the answer that brings ranks from the parameters they have as near as it can to the chunk's new ones.
+    pub(super) fn answer_change(&mut self, slot: &Slot, model: &[f32]) {
+        let at = slot.quantised[0];
+        let kept = &mut self.kept[at..at + model.len()];
+        quantise::encode_change(model, kept, &mut self.answers[answer_range(slot)], slot.gradient);
+    }
+
+    /// Makes an answer of a mean or a sum, and leaves there what ranks will decode.
+    pub(super) fn answer_whole(&mut self, slot: &Slot, mean: &mut [f32]) {
+        let at = slot.quantised[0];
+        let kept = &mut self.kept[at..at + mean.len()];
+        let answer = &mut self.answers[answer_range(slot)];
+        quantise::encode(mean, kept, answer, slot.gradient);
+        convert::decode(answer, mean, slot.gradient);
+    }
+
+    /// The newest answer.
+    pub(super) fn answer(&self, slot: &Slot) -> &[u8] {
+        &self.answers[answer_range(slot)]
+    }
+
+    /// The parameters that ranks have once they have had every answer, in a job with an optimizer.
+    pub(super) fn parameters(&self, slot: &Slot) -> &[f32] {
+        let at = slot.quantised[0];
+        &self.kept[at..at + slot.elements as usize]
+    }
+
+    /// Whether the newest answer, which makes `version`, is what a rank lacks.
+    pub(super) fn lacks_last(&self, index: u32, rank: u32, version: u32) -> bool {
+        self.versions.is_empty()
+            || self.versions[index as usize * self.ranks + rank as usize].checked_add(1) == Some(version)
+    }
+
+    /// A rank has parameters of this version, or will have them before anything else.
+    pub(super) fn has(&mut self, index: u32, rank: u32, version: u32) {
+        if let Some(known) = self.versions.get_mut(index as usize * self.ranks + rank as usize) {
+            *known = version;
+        }
+    }
+
+    /// What a rank has is not known any more: it is answered whole.
+    pub(super) fn forget(&mut self, rank: u32) {
+        let of_rank = self.versions.iter_mut().skip(rank as usize).step_by(self.ranks.max(1));
+        of_rank.for_each(|version| *version = NONE);
+    }
+
+    fn kept_mut(&mut self, slot: &Slot) -> &mut [f32] {
+        let at = slot.quantised[0];
+        &mut self.kept[at..at + slot.elements as usize]
+    }
+}
+
+fn answer_range(slot: &Slot) -> std::ops::Range<usize> {
+    debug_assert!(slot.gradient.is_quantised(), "others are answered from the model");
+    slot.quantised[1]..slot.quantised[1] + slot.extent().bytes(slot.gradient) as usize
+}

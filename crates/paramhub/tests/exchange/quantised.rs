@@ -1,0 +1,398 @@
+//! Keys quantised to one or two bits, both ways: the numbers are those of the kernels, all ranks have the same, and what
+//! cannot be quantised is refused with its reason.
+
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::consistency::Consistency;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::wire::{Header, Operation, Verdict};
+use paramhub_kernels::{Hyperparameters, Registry, Step, convert, quantise};
+use paramhub_worker::{Job, Member, Options, Transport};
+
+use crate::bystander::beside_a_running_job;
+use crate::cluster::{Cluster, gradient, keys, sgd};
+use crate::raw::Raw;
+
+const STEPS: u32 = 6;
+
+/// Matrices over several chunks and below one block, biases, and keys with codecs of their own.
+fn mixed() -> KeyTable {
+    KeyTable::new(vec![
+        Key::new("fc1.weight", [300, 67]),
+        Key::new("fc1.bias", [300]),
+        Key::new("fc2.weight", [130, 130]).in_codec(Codec::TwoBit),
+        Key::new("conv.weight", [16, 8, 3, 3]),
+        Key::new("fc3.weight", [9, 5]),
+        Key::new("exact.weight", [64, 64]).in_codec(Codec::F32),
+        Key::new("half.weight", [64, 64]).in_codec(Codec::F16),
+        Key::new("flat", [8193]).in_codec(Codec::OneBit),
+    ])
+    .unwrap()
+}
+
+fn adam() -> OptimizerChoice {
+    let hyperparameters = Hyperparameters { learning_rate: 0.01, ..Default::default() };
+    OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("adam") }
+}
+
+fn settings(optimizer: OptimizerChoice) -> Settings {
+    Settings { optimizer, reproducible: true, codec: Some(Codec::OneBit), ..Settings::new(mixed()) }
+}
+
+fn start(settings: &Settings) -> Vec<Vec<f32>> {
+    let lengths = settings.keys.keys().iter().map(|key| key.elements().unwrap());
+    lengths.map(|elements| (0..elements).map(|i| i as f32 / 1000.0).collect()).collect()
+}
+
+/// What every rank must have at the end, chunk by chunk, by the kernels.
+fn expected(settings: &Settings, workers: u32) -> Vec<Vec<f32>> {
+    let registry = Registry::with_builtins();
+    let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
+    let aggregator = registry.aggregator("sum").unwrap();
+    let hyperparameters = settings.optimizer.hyperparameters.unwrap_or(optimizer.defaults());
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let mut had = start(settings);
+    for chunk in 0..map.len() {
+        let extent = map.extent(chunk).unwrap();
+        let key = &settings.keys.keys()[extent.key as usize];
+        let (codec, whole) = (settings.codec_of(key), key.elements().unwrap() as usize);
+        let at = extent.offset as usize..(extent.offset + u64::from(extent.elements)) as usize;
+        let mut model = had[extent.key as usize][at.clone()].to_vec();
+        let elements = model.len();
+        let mut lost = vec![vec![0.0; elements]; workers as usize];
+        let mut lost_by_hub = vec![0.0; elements];
+        let mut seen = model.clone();
+        let mut state = vec![0.0; elements * optimizer.state_slots(&hyperparameters)];
+        let mut sum = vec![0.0; elements];
+        let mut wire = vec![0; codec.payload_bytes(elements)];
+        for step in 0..STEPS {
+            for rank in 0..workers {
+                let gradient = gradient(rank, extent.key, step, whole)[at.clone()].to_vec();
+                match codec.is_quantised() {
+                    true => quantise::encode(&gradient, &mut lost[rank as usize], &mut wire, codec),
+                    false => convert::encode(&gradient, &mut wire, codec),
+                }
+                match rank {
+                    0 => aggregator.assign(&mut sum, &wire, codec),
+                    _ => aggregator.add(&mut sum, &wire, codec),
+                }
+            }
+            let number = u64::from(step) + 1;
+            let step =
+                Step { hyperparameters: &hyperparameters, number, contributions: workers, factor: 1.0 };
+            optimizer.apply(&step, &mut model, &sum, &mut state);
+            if !codec.is_quantised() {
+                seen.copy_from_slice(&model);
+            } else if settings.has_parameters() {
+                quantise::encode_change(&model, &mut seen, &mut wire, codec);
+            } else {
+                quantise::encode(&model, &mut lost_by_hub, &mut wire, codec);
+                convert::decode(&wire, &mut seen, codec);
+            }
+        }
+        had[extent.key as usize][at].copy_from_slice(&seen);
+    }
+    had
+}
+
+/// One step of all keys, back to front, as training does.
+fn exchange_step(job: &Job, step: u32, model: &mut [Vec<f32>]) {
+    let keys = (0..model.len() as u32).rev();
+    let handles: Vec<_> = keys
+        .map(|key| {
+            let out = std::mem::take(&mut model[key as usize]);
+            let gradient = gradient(job.rank(), key, step, out.len());
+            (key, job.push_pull(key, gradient, out).unwrap())
+        })
+        .collect();
+    for (key, handle) in handles {
+        model[key as usize] = handle.wait().unwrap().1;
+    }
+}
+
+#[track_caller]
+fn assert_models(got: &[Vec<f32>], want: &[Vec<f32>], settings: &Settings, what: &str) {
+    for ((got, want), key) in got.iter().zip(want).zip(settings.keys.keys()) {
+        let wrong = got.iter().zip(want).position(|(got, want)| got.to_bits() != want.to_bits());
+        let told = wrong.map(|at| (at, got[at], want[at]));
+        assert_eq!(told, None, "{what}: key {key}: element, value, expected");
+    }
+}
+
+#[test]
+fn quantised_keys_beside_exact_ones_come_out_as_the_kernels_make_them() {
+    for (workers, optimizer) in [(2, sgd(0.1, 0.9)), (3, adam()), (4, sgd(0.05, 0.0))] {
+        for cores in [1, 2] {
+            let cluster = Cluster::new(cores);
+            let settings = settings(optimizer.clone());
+            let models = cluster.job("mixed", workers).run(&settings, |job| {
+                let mut model = start(&settings);
+                if job.rank() > 0 {
+                    model.iter_mut().for_each(|values| values.fill(f32::NAN));
+                }
+                job.broadcast(&mut model, 0).unwrap();
+                (0..STEPS).for_each(|step| exchange_step(job, step, &mut model));
+                let mut pulled: Vec<Vec<f32>> =
+                    model.iter().map(|values| vec![f32::NAN; values.len()]).collect();
+                for (key, out) in (0..).zip(&mut pulled) {
+                    *out = job.pull(key, std::mem::take(out)).unwrap().wait().unwrap().1;
+                }
+                assert_models(&pulled, &model, &settings, "pulled");
+                model
+            });
+            let expected = expected(&settings, workers);
+            for (rank, model) in models.iter().enumerate() {
+                assert_models(model, &expected, &settings, &format!("rank {rank} of {workers}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn means_and_sums_come_back_quantised_with_what_the_hub_lost_before() {
+    for (workers, optimizer) in [(2, "mean"), (3, "sum")] {
+        let cluster = Cluster::new(1);
+        let settings = settings(OptimizerChoice::named(optimizer));
+        let models = cluster.job(optimizer, workers).run(&settings, |job| {
+            let mut model = start(&settings);
+            (0..STEPS).for_each(|step| exchange_step(job, step, &mut model));
+            // In place, past what this process copies: the last mean once more.
+            let out = job.pull(0, vec![f32::NAN; model[0].len()]).unwrap().wait().unwrap().1;
+            assert_eq!(out, model[0]);
+            model
+        });
+        let expected = expected(&settings, workers);
+        for model in &models {
+            assert_models(model, &expected, &settings, optimizer);
+        }
+    }
+}
+
+/// The same gradient again and again: the farther the parameters move, the smaller is the part of the way by which they are off.
+#[test]
+fn many_steps_end_where_exact_ones_do() {
+    let cluster = Cluster::new(1);
+    let train = |codec: Codec, steps: u32| {
+        let settings = Settings {
+            optimizer: sgd(0.01, 0.0),
+            codec: Some(codec),
+            ..Settings::new(KeyTable::new(vec![Key::new("w", [40, 100])]).unwrap())
+        };
+        let mut models = cluster.job(&format!("{codec}-{steps}"), 2).run(&settings, |job| {
+            let mut model = start(&settings);
+            job.broadcast(&mut model, 0).unwrap();
+            for _ in 0..steps {
+                exchange_step(job, 7, &mut model);
+            }
+            model.remove(0)
+        });
+        assert_eq!(models[0], models[1]);
+        models.remove(0)
+    };
+    // Off from where exact gradients lead, as a part of the way there: squares of all parameters.
+    let part = |codec, steps| {
+        let (exact, ended) = (train(Codec::F32, steps), train(codec, steps));
+        let squares = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
+        let begun: Vec<f32> = (0..exact.len()).map(|i| i as f32 / 1000.0).collect();
+        (squares(&exact, &ended) / squares(&exact, &begun)).sqrt()
+    };
+    for (codec, bound) in [(Codec::OneBit, 0.1), (Codec::TwoBit, 0.03)] {
+        let (sooner, later) = (part(codec, 100), part(codec, 1000));
+        println!("{codec}: {sooner} of the way off after 100 steps, {later} after 1000");
+        assert!(later < sooner / 4.0 && later < bound, "{codec}: {sooner}, then {later}");
+    }
+}
+
+#[test]
+fn less_than_a_thirtieth_travels_each_way() {
+    let cluster = Cluster::new(1);
+    let table = || KeyTable::new(vec![Key::new("fc.weight", [4096, 256])]).unwrap();
+    let travelled = |name: &str, codec: Codec| {
+        let settings = Settings { optimizer: sgd(0.1, 0.0), codec: Some(codec), ..Settings::new(table()) };
+        let counted = cluster.job(name, 2).run(&settings, |job| {
+            let mut model = start(&settings);
+            job.broadcast(&mut model, 0).unwrap();
+            exchange_step(job, 0, &mut model);
+            let before = job.statistics();
+            (1..11).for_each(|step| exchange_step(job, step, &mut model));
+            let after = job.statistics();
+            [after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received]
+        });
+        counted[1]
+    };
+    let exact = travelled("exact", Codec::F32);
+    for (codec, part) in [(Codec::OneBit, 30), (Codec::TwoBit, 15)] {
+        let quantised = travelled(&codec.to_string(), codec);
+        for (way, (few, many)) in ["to the hub", "back"].into_iter().zip(quantised.into_iter().zip(exact)) {
+            println!("{codec} {way}: {few} bytes instead of {many}, 1/{:.2}", many as f64 / few as f64);
+            assert!(few * part < many, "{codec} {way}: {few} bytes instead of {many}");
+        }
+    }
+}
+
+/// Sums in order of arrival may differ from run to run, but never from rank to rank; nor does it matter how a rank comes by
+/// its parameters, or that it passes some over.
+#[test]
+fn ranks_have_the_same_parameters_however_they_come_by_them() {
+    let cluster = Cluster::new(2);
+    let settings = Settings { reproducible: false, ..settings(adam()) };
+    let models = cluster.job("ways", 3).run(&settings, |job| {
+        let mut model = start(&settings);
+        job.broadcast(&mut model, 0).unwrap();
+        for step in 0..8 {
+            let splits = job.rank() == 1 || (job.rank() == 2 && step % 3 == 0);
+            if !splits {
+                exchange_step(job, step, &mut model);
+                continue;
+            }
+            for (key, values) in (0..).zip(&mut model) {
+                let gradient = gradient(job.rank(), key, step, values.len());
+                job.push(key, gradient).unwrap().wait().unwrap();
+                // Rank 2 passes over what this step made.
+                if job.rank() == 1 {
+                    *values = job.pull(key, std::mem::take(values)).unwrap().wait().unwrap().1;
+                }
+            }
+        }
+        model
+    });
+    for model in &models[1..] {
+        assert_models(model, &models[0], &settings, "another rank");
+    }
+}
+
+#[test]
+fn gradients_are_clipped_as_they_were_rebuilt() {
+    let cluster = Cluster::new(1);
+    let settings = Settings { clip_norm: Some(0.5), ..settings(sgd(1.0, 0.0)) };
+    let models = cluster.job("clipped", 2).run(&settings, |job| {
+        let mut model = start(&settings);
+        job.broadcast(&mut model, 0).unwrap();
+        exchange_step(job, 0, &mut model);
+        model
+    });
+    assert_models(&models[1], &models[0], &settings, "the other rank");
+    // An exact key moves by no more than the whole gradient may, and by the more of it the larger it is.
+    let moved: f32 = models[0][5]
+        .iter()
+        .zip(&start(&settings)[5])
+        .map(|(new, old)| (new - old).powi(2))
+        .sum::<f32>()
+        .sqrt();
+    assert!(moved > 0.05 && moved < 0.5, "moved by {moved}");
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
+    let cluster = Cluster::new(1);
+    let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(mixed()) };
+    beside_a_running_job(&cluster, || {
+        let told = cluster.job("diverged", 2);
+        let told = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..2)
+                .map(|rank| {
+                    let (told, settings) = (&told, &settings);
+                    scope.spawn(move || {
+                        let job = told.join(rank, settings.clone()).unwrap();
+                        let mut gradient = vec![0.5_f32; 300 * 67];
+                        if rank == 1 {
+                            gradient[9000] = f32::NAN;
+                        }
+                        let out = vec![0.0_f32; 300 * 67];
+                        job.push_pull(0, gradient, out).unwrap().wait().unwrap_err().to_string()
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        });
+        for told in told {
+            // 808 into the second chunk, and so in its first block.
+            assert!(told.contains("rank 1") && told.contains("`fc1.weight`"), "{told}");
+            assert!(told.contains("from element 8192 on, which one-bit cannot carry"), "{told}");
+        }
+    });
+}
+
+#[test]
+fn payloads_that_are_none_fail_their_job_with_their_reason() {
+    let cluster = Cluster::new(1);
+    let one_bit = || Key::new("w", [4, 4]).in_codec(Codec::OneBit);
+    let settings = Settings::new(KeyTable::new(vec![one_bit()]).unwrap());
+    let bytes = Codec::OneBit.payload_bytes(16) as u32;
+    assert_eq!(bytes, 6);
+    let frame = |codec, length: u32, payload: &[u8]| {
+        let header = Header { operation: Operation::PushPull, codec, chunk: 0, step: 0, length };
+        [&header.encode()[..], payload].concat()
+    };
+    let nan = [0, 0, 0xc0, 0x7f, 0xff, 0xff];
+    let offences = [
+        (
+            "short",
+            frame(Codec::OneBit, bytes - 1, &[0; 5]),
+            "5 bytes of one-bit for chunk 0 of key `w`, which has 6",
+        ),
+        ("long", frame(Codec::OneBit, bytes + 1, &[0; 7]), "7 bytes of one-bit"),
+        ("another codec", frame(Codec::TwoBit, 12, &[0; 12]), "12 bytes of two-bit"),
+        ("in full", frame(Codec::F32, 64, &[0; 64]), "64 bytes of f32"),
+        ("no number", frame(Codec::OneBit, bytes, &nan), "from element 0 on, which one-bit cannot carry"),
+        (
+            "no codec",
+            {
+                let mut bad = frame(Codec::OneBit, bytes, &[0; 6]);
+                bad[1] = 5;
+                bad
+            },
+            "codec 5 does not exist",
+        ),
+    ];
+    beside_a_running_job(&cluster, || {
+        for (number, (what, bytes, reason)) in offences.into_iter().enumerate() {
+            let ticket = cluster.job(&format!("offence{number}"), 1);
+            let (mut raw, hello) = Raw::join_with(&cluster, &ticket, 0, &settings);
+            let Verdict::Welcome { .. } = raw.shake_hands(&hello, &ticket.nonce) else {
+                panic!("{what}: not let in")
+            };
+            raw.send(&bytes);
+            let failure = raw.await_failure();
+            assert_eq!(failure.rank, Some(0), "{what}");
+            assert!(failure.message.contains(reason), "{what}: {}", failure.message);
+            assert!(raw.is_closed(), "{what}");
+        }
+    });
+}
+
+#[test]
+fn what_cannot_be_quantised_is_refused_with_its_reason() {
+    let cluster = Cluster::new(1);
+    let refused = |name: &str, settings: Settings| {
+        cluster.job(name, 1).join(0, settings).map(drop).unwrap_err().to_string()
+    };
+    let stale = Settings { consistency: Consistency::Asynchronous, reproducible: false, ..settings(adam()) };
+    let told = refused("async", stale);
+    assert!(told.contains("`fc1.weight` cannot travel as one-bit: its answers are changes"), "{told}");
+    let half = Key { dtype: Dtype::BF16, ..Key::new("w", [4, 4]) }.in_codec(Codec::TwoBit);
+    let told = refused("half", Settings::new(KeyTable::new(vec![half]).unwrap()));
+    assert!(told.contains("`w` cannot travel as two-bit: it is bf16"), "{told}");
+
+    let ticket = cluster.job("shm", 1);
+    let options = Options { transport: Transport::Shm, ..Default::default() };
+    let member = Member::connect_with(ticket.membership(0), options).unwrap();
+    let told = member.init(settings(adam())).map(drop).unwrap_err().to_string();
+    assert!(
+        told.contains("shared memory, which carries raw tensors: use the transport auto or tcp"),
+        "{told}"
+    );
+
+    // Left to itself a worker beside its hub takes TCP, and so all contribute alike.
+    let ticket = cluster.job("auto", 1);
+    let job = Member::connect_with(ticket.membership(0), Options::default()).unwrap();
+    let job = job.init(settings(adam())).unwrap();
+    assert!(!job.shares_memory());
+    job.leave().unwrap();
+    let ticket = cluster.job("exact", 1);
+    let job = Member::connect_with(ticket.membership(0), Options::default()).unwrap();
+    let job = job.init(Settings::new(keys(&[4]))).unwrap();
+    assert!(job.shares_memory(), "or the test above shows nothing");
+    job.leave().unwrap();
+}
