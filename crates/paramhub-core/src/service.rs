@@ -6,6 +6,7 @@
 mod probe;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -162,6 +163,10 @@ pub struct ConnectService {
     /// Where it is.
     #[serde(default)]
     pub place: Place,
+    /// Where it listens for the job's other workers, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub peer_address: Option<SocketAddr>,
 }
 
 /// Answer to [`ConnectService`].
@@ -176,6 +181,10 @@ pub struct ServiceConnected {
     pub hubs: Vec<HubShape>,
     /// The job's waits and lifetimes.
     pub options: JobOptions,
+    /// Where each rank listens for the others, in rank order; none of one that does not.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<Option<String>>))]
+    pub peer_addresses: Vec<Option<SocketAddr>>,
 }
 
 /// `POST /v1/jobs/{namespace}/init`: InitService. Returns when every rank has called it with the same settings and

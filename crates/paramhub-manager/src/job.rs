@@ -9,6 +9,7 @@ mod seats;
 #[cfg(test)]
 mod tests;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
@@ -81,6 +82,7 @@ pub(crate) struct Job {
     seats: Seats,
     /// Where each rank is.
     places: Vec<Place>,
+    peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs that serve it; empty while it is connecting.
     members: Vec<Member>,
     /// Their sites; none while it is connecting.
@@ -136,6 +138,7 @@ impl Job {
             created_at: now.unix_s,
             ended_at: None,
             places: vec![Place::default(); request.workers as usize],
+            peer_addresses: vec![None; request.workers as usize],
             members: Vec::new(),
             composition: None,
             reduction: String::new(),
@@ -221,6 +224,7 @@ impl Job {
             )),
             _ => {
                 self.places[call.rank as usize] = call.place.clone();
+                self.peer_addresses[call.rank as usize] = call.peer_address;
                 Ok(self.seats.take(call))
             }
         }
@@ -243,6 +247,7 @@ impl Job {
             workers: self.workers,
             hubs: composition.sites[usize::from(site)].hubs.clone(),
             options: self.options,
+            peer_addresses: self.peer_addresses.clone(),
         })
     }
 

@@ -12,6 +12,14 @@ pub enum SyncError {
     /// The connections between the workers.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// The workers cannot reach one another.
+    #[error("rank {rank}: the workers cannot exchange factors: {reason}")]
+    Meeting {
+        /// Who asked.
+        rank: u32,
+        /// Why, and what to do.
+        reason: Arc<str>,
+    },
     /// What this worker asks for makes no sense.
     #[error("rank {rank}, layer `{layer}`: {reason}")]
     Misplaced {

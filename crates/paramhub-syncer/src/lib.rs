@@ -46,9 +46,11 @@
 mod error;
 mod exchange;
 mod layer;
+mod meeting;
 mod message;
 mod parameters;
 
 pub use error::SyncError;
 pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
 pub use layer::{FactorLayer, LayerFactors, Outputs};
+pub use meeting::{Meeting, Peers, Ports, address_towards};

@@ -33,6 +33,7 @@ fn call(rank: u32, number: u8) -> ConnectService {
         host: format!("node-{number}"),
         process: u32::from(number),
         place: Default::default(),
+        peer_address: None,
     }
 }
 

@@ -50,6 +50,7 @@ fn job_in(world: &mut World, name: &str, racks: &[&str], reduction: Reduction, n
             host: String::new(),
             process: 1,
             place: Place { rack: rack.to_string(), host: String::new() },
+            peer_address: None,
         };
         world.change(namespace, |job| (job.connect(&call, now).unwrap(), Transition::None)).unwrap();
     }

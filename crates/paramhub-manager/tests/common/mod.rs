@@ -98,6 +98,7 @@ impl Job {
             host: "testhost".into(),
             process: 1000 + rank,
             place: Default::default(),
+            peer_address: None,
         }
     }
 
