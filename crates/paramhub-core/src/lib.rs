@@ -25,6 +25,7 @@ pub mod norms;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;
+pub mod scheme;
 pub mod service;
 pub mod settings;
 pub mod wire;
