@@ -18,6 +18,8 @@
 //! assert_eq!(cluster.best_scheme(&layer.with_samples(32 * 2048)), Scheme::Hub);
 //! ```
 
+mod layers;
+mod plan;
 pub mod published;
 mod traffic;
 
@@ -26,10 +28,14 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+pub use layers::{LayerError, LayerKind, LayerSettings, SchemeChoice};
+pub(crate) use layers::{check, read_layers};
+pub use plan::{Plan, PlannedLayer, Why};
 pub use traffic::{Cluster, Direction, Encoding, HubPlace, Traffic};
 
 /// How a layer is exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Scheme {
     /// Gradients go to the hubs, parameters come back: the parameter server.
@@ -71,6 +77,7 @@ impl FromStr for Scheme {
 
 /// What a layer computes, as far as its gradient's form depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case", tag = "type")]
 pub enum LayerType {
     /// A matrix of `outputs` times `inputs` by which each of `samples` vectors is multiplied in a step: the batch, or in a
@@ -94,6 +101,7 @@ pub enum LayerType {
 
 /// A layer, whose parameters are exchanged together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Layer {
     /// As the model calls it.
     pub name: String,
@@ -137,7 +145,9 @@ impl Layer {
     /// How many numbers one worker's factors have; `None` where there are none.
     pub fn factors(&self) -> Option<u64> {
         match self.kind {
-            LayerType::FullyConnected { outputs, inputs, samples, .. } => Some(samples * (outputs + inputs)),
+            LayerType::FullyConnected { outputs, inputs, samples, .. } => {
+                Some(samples.saturating_mul(outputs.saturating_add(inputs)))
+            }
             LayerType::Other { .. } => None,
         }
     }

@@ -1,11 +1,12 @@
 //! What each scheme puts on each machine's link, the two directions apart.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{Layer, Scheme};
 
 /// Where hubs run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum HubPlace {
     /// On machines with a worker each: CC and CS.
@@ -15,10 +16,14 @@ pub enum HubPlace {
         /// All interfaces of one hub together by a worker's link.
         width: f64,
     },
+    /// At several sites, one below or beside another, among which only sums travel. What hubs carry follows from how sites reduce
+    /// ([`cost`](crate::cost)), so only workers are counted here, and there are no factors.
+    Sites,
 }
 
 /// Bytes a number takes on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Encoding {
     /// Of a gradient, to a hub.
     pub gradient: f64,
@@ -31,10 +36,13 @@ pub struct Encoding {
 impl Encoding {
     /// f32 everywhere.
     pub const F32: Encoding = Encoding { gradient: 4.0, parameter: 4.0, factor: 4.0 };
+    /// Counts numbers instead of bytes, as the paper does.
+    pub const NUMBERS: Encoding = Encoding { gradient: 1.0, parameter: 1.0, factor: 1.0 };
 }
 
 /// Who exchanges, and over what.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Cluster {
     /// P1.
     pub workers: u32,
@@ -47,7 +55,8 @@ pub struct Cluster {
 }
 
 /// Bytes of one machine in a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Direction {
     /// Out of it.
     pub sent: f64,
@@ -63,7 +72,8 @@ impl Direction {
 }
 
 /// What one layer's exchange puts on the machines, the busiest of each kind.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Traffic {
     /// One with a worker and no hub; none where every worker has a hub beside it.
     pub worker: Option<Direction>,
@@ -85,8 +95,12 @@ impl Cluster {
         Cluster { workers, hubs: 1, place, encoding: Encoding::F32 }
     }
 
-    /// What a scheme puts on the machines; `None` for a layer that has no factors where the scheme sends them.
+    /// What a scheme puts on the machines; `None` for a layer that has no factors, or at several sites, where the scheme sends
+    /// factors.
     pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
+        if self.place == HubPlace::Sites {
+            return self.traffic_at_sites(layer, scheme);
+        }
         let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
         let Encoding { gradient, parameter, factor } = self.encoding;
         let numbers = layer.parameters() as f64;
@@ -131,15 +145,26 @@ impl Cluster {
         })
     }
 
-    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` where the layer has no factors.
+    fn traffic_at_sites(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
+        let Encoding { gradient, parameter, .. } = self.encoding;
+        let numbers = layer.parameters() as f64;
+        let worker = Direction { sent: numbers * gradient, received: numbers * parameter };
+        (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
+    }
+
+    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` where [`Self::traffic`] is.
     pub fn cost(&self, layer: &Layer, scheme: Scheme) -> Option<f64> {
-        let Traffic { worker, hub, both } = self.traffic(layer, scheme)?;
+        self.traffic(layer, scheme).map(|traffic| self.busiest(&traffic))
+    }
+
+    /// How long the busiest link is busy, in bytes of a worker's link.
+    pub fn busiest(&self, traffic: &Traffic) -> f64 {
         let width = match self.place {
-            HubPlace::BesideWorkers => 1.0,
+            HubPlace::BesideWorkers | HubPlace::Sites => 1.0,
             HubPlace::Dedicated { width } => width,
         };
         let busier = |direction: Option<Direction>| direction.map_or(0.0, Direction::busier);
-        Some(busier(worker).max(busier(hub) / width).max(busier(both)))
+        busier(traffic.worker).max(busier(traffic.hub) / width).max(busier(traffic.both))
     }
 
     /// BestScheme, extended: what costs least, of the hub and factors between workers, and the hub where both cost the same.
@@ -160,8 +185,6 @@ mod tests {
     use super::super::published::Problem;
     use super::*;
 
-    const NUMBERS: Encoding = Encoding { gradient: 1.0, parameter: 1.0, factor: 1.0 };
-
     fn both_ways(direction: Option<Direction>) -> Option<f64> {
         direction.map(|direction| direction.sent + direction.received)
     }
@@ -173,7 +196,7 @@ mod tests {
             [(4096, 4096, 32, 8), (1000, 1024, 128, 16), (21841, 4096, 32, 32), (10, 64, 100, 2)]
         {
             let layer = Layer::fully_connected("fc", m, n, k);
-            let cluster = Cluster { encoding: NUMBERS, ..Cluster::beside_workers(workers) };
+            let cluster = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(workers) };
             let problem = Problem {
                 m: m as f64,
                 n: n as f64,
@@ -192,8 +215,12 @@ mod tests {
     #[test]
     fn dedicated_hubs_are_table_1_as_well() {
         let layer = Layer::fully_connected("fc", 300, 200, 8);
-        let cluster =
-            Cluster { workers: 6, hubs: 3, place: HubPlace::Dedicated { width: 1.0 }, encoding: NUMBERS };
+        let cluster = Cluster {
+            workers: 6,
+            hubs: 3,
+            place: HubPlace::Dedicated { width: 1.0 },
+            encoding: Encoding::NUMBERS,
+        };
         let problem = Problem { m: 300.0, n: 200.0, k: 8.0, workers: 6.0, servers: 3.0 };
         for (scheme, published) in
             [(Scheme::Hub, problem.parameter_server()), (Scheme::FactorsToHub, problem.adam())]
