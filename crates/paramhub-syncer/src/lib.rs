@@ -49,8 +49,10 @@ mod layer;
 mod meeting;
 mod message;
 mod parameters;
+mod plan;
 
 pub use error::SyncError;
 pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
 pub use layer::{FactorLayer, LayerFactors, Outputs};
 pub use meeting::{Meeting, Peers, Ports, address_towards};
+pub use plan::{PlannedFactors, planned_factors};
