@@ -48,6 +48,7 @@ mod exchange;
 mod layer;
 mod meeting;
 mod message;
+mod open;
 mod parameters;
 mod plan;
 
@@ -55,4 +56,5 @@ pub use error::SyncError;
 pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
 pub use layer::{FactorLayer, LayerFactors, Outputs};
 pub use meeting::{Meeting, Peers, Ports, address_towards};
+pub use open::open_factors;
 pub use plan::{PlannedFactors, planned_factors};

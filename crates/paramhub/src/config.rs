@@ -12,6 +12,7 @@ use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::cost::Rate;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
+use paramhub_core::scheme::SchemeChoice;
 use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown};
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
@@ -153,6 +154,8 @@ pub(crate) struct TrainSection {
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(with = "text")]
+    pub(crate) scheme: SchemeChoice,
+    #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
     pub(crate) cores: usize,
@@ -277,6 +280,7 @@ impl Default for TrainSection {
             on_interface_down: OnInterfaceDown::Fail,
             deployment: None,
             hubs: None,
+            scheme: SchemeChoice::default(),
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use paramhub_core::composition::Reduction;
+use paramhub_core::scheme::SchemeChoice;
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
@@ -80,6 +81,10 @@ pub(crate) struct TrainFlags {
     /// How many hubs must have joined the connection manager at --hub before training begins [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_HUBS")]
     hubs: Option<u32>,
+    /// How fully connected layers are exchanged: hub, by factors between the workers, or auto, whichever moves less
+    /// [default: hub]
+    #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
+    scheme: Option<SchemeChoice>,
     /// How gradients travel: f32, f16 or bf16 [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
     codec: Option<Codec>,
@@ -102,7 +107,7 @@ impl TrainFlags {
         self.url.apply(config);
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
-            reduction, on_interface_down, codec, chunk_bytes, cores;
+            reduction, on_interface_down, scheme, codec, chunk_bytes, cores;
             lr, weight_decay, deployment, hubs, json, save);
     }
 }
