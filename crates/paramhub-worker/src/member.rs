@@ -125,6 +125,7 @@ impl Member {
             settings: request.settings,
             job_options: self.connected.options,
             placement_hash: Some(initialised.placement_hash),
+            roster: initialised.roster,
         };
         admission.open(self.options.clone())
     }
