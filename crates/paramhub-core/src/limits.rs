@@ -20,6 +20,8 @@ pub const KEY_ELEMENTS_MAX: u64 = 1 << 40;
 pub const GROUPS_MAX: usize = 1024;
 /// Layers that a job's settings may name: every node keeps the plan of each, about 200 bytes.
 pub const LAYERS_MAX: usize = 1 << 16;
+/// Properties of the information book in one query.
+pub const PROPERTIES_MAX: usize = 64;
 /// Bytes of a job's name.
 pub const JOB_NAME_BYTES_MAX: usize = 128;
 /// Smallest chunk: below it headers and system calls outweigh the data.

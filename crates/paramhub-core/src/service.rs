@@ -16,6 +16,7 @@ use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
+use crate::scheme::{Cluster, Roster};
 use crate::settings::Settings;
 
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
@@ -211,6 +212,8 @@ pub struct ServiceInitialised {
     pub placement_hash: String,
     /// How uneven the placement is at each level.
     pub imbalance: Imbalance,
+    /// Who takes part: with the settings it makes the job's [information book](crate::scheme::Book).
+    pub roster: Roster,
 }
 
 /// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
@@ -360,6 +363,10 @@ pub struct RegisterHub {
     /// Whom it serves: with a host, the workers there; else with a rack, those of the rack; else everybody.
     #[serde(default)]
     pub place: Place,
+    /// What tells the machine it runs on from all others, as a worker's [`Place::host`] does; empty where nobody knows. It says
+    /// only whether workers are on the same machine.
+    #[serde(default)]
+    pub machine: String,
 }
 
 /// Answer to [`RegisterHub`].
@@ -443,6 +450,8 @@ pub struct JobPlan {
     pub site: SiteId,
     /// Which of the site's hubs it is.
     pub hub: u32,
+    /// For which the [plan](crate::scheme::Plan) of schemes is made.
+    pub cluster: Cluster,
     /// What the ranks agreed on.
     pub settings: Settings,
 }
@@ -520,6 +529,23 @@ pub struct StopService {
     /// characters. Left out, it was an operator who wished so.
     #[serde(default)]
     pub reason: Option<String>,
+}
+
+/// The query of `GET /v1/jobs/{job}/book`: Query.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AskBook {
+    /// Names of properties, separated by commas; the whole book where they are left out.
+    #[serde(default)]
+    pub properties: Option<String>,
+}
+
+/// The query of `GET /v1/jobs/{job}/best-scheme`: BestScheme.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AskBestScheme {
+    /// The layer's name.
+    pub layer: String,
 }
 
 /// The body of every answer that is not a success.

@@ -264,6 +264,16 @@ impl Settings {
         Ok(())
     }
 
+    /// Who asks for a scheme other than the hub by name, for messages; none where nobody does.
+    pub fn forced_scheme(&self) -> Option<String> {
+        let by_job = self.scheme.forced().map(|scheme| format!("it asks for {scheme}"));
+        let forced = |layer: &LayerSettings| {
+            let scheme = layer.scheme?.forced()?;
+            Some(format!("its layer `{}` asks for {scheme}", layer.name))
+        };
+        by_job.or_else(|| self.layers.iter().find_map(forced))
+    }
+
     /// Groups of keys, at least one; some may have no key.
     pub fn groups(&self) -> usize {
         1 + self.optimizer.groups.len()

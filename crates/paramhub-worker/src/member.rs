@@ -132,6 +132,7 @@ impl Member {
             settings: request.settings,
             job_options: self.connected.options,
             placement_hash: Some(initialised.placement_hash),
+            roster: initialised.roster,
         };
         admission.open(self.options.clone())
     }

@@ -15,7 +15,6 @@ use crate::settings::Settings;
 
 /// How a layer is asked to be exchanged: `auto`, or a scheme by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String, example = "auto"))]
 #[serde(try_from = "String", into = "String")]
 pub enum SchemeChoice {
     /// By what [`Cluster::best_scheme`](super::Cluster::best_scheme) finds cheapest.

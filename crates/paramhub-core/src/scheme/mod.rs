@@ -18,6 +18,7 @@
 //! assert_eq!(cluster.best_scheme(&layer.with_samples(32 * 2048)), Scheme::Hub);
 //! ```
 
+mod book;
 mod layers;
 mod plan;
 pub mod published;
@@ -28,6 +29,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+pub use book::{BestScheme, Book, BookError, Found, HubEntry, Roster, WorkerEntry, addresses};
 pub use layers::{LayerError, LayerKind, LayerSettings, SchemeChoice};
 pub(crate) use layers::{check, read_layers};
 pub use plan::{Plan, PlannedLayer, Why};
