@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use paramhub_core::scheme::{LayerSettings, SchemeChoice};
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};

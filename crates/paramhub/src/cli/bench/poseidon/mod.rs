@@ -18,14 +18,14 @@ use super::report::{megabytes, write_json};
 use super::spec::{Optimizer, Spec, Transport};
 use crate::cli::models::Model;
 use crate::cli::{ExitCode, Usage};
-use crate::config::{Bytes, Deployment};
+use crate::config::Deployment;
 use crate::launch::Signals;
 use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX};
 
 use super::ablate::Variant;
 use conduct::{Program, conduct};
-pub(super) use part::{Part, Played, play};
 use part::PartLayer;
+pub(super) use part::{Part, Played, play};
 use profile::Profile;
 use report::{Expected, Setting, Summary};
 use system::System;
@@ -144,12 +144,14 @@ impl PoseidonCommand {
         let mut parts = Vec::new();
         let mut expected = Vec::new();
         for &system in &self.systems {
-            let part = Part { spec: spec.clone(), system, layers: played.clone(), samples, steps: self.steps };
+            let part =
+                Part { spec: spec.clone(), system, layers: played.clone(), samples, steps: self.steps };
             let settings = part.settings()?;
             settings.check().map_err(|error| Usage(error.to_string()))?;
             let plan = Plan::new(&settings, &cluster);
             let total = plan.total();
-            let by_factors = plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
+            let by_factors =
+                plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
             expected.push(Expected {
                 system,
                 // What a host with a worker sends, with a hub beside it or without.
@@ -181,7 +183,9 @@ impl PoseidonCommand {
     fn cluster(&self, hosts: &Hosts) -> Cluster {
         let hubs = hosts.hubs().len() as u32;
         let place = match hosts.deployment() {
-            Some(Deployment::Ncc | Deployment::Ncs) => HubPlace::Dedicated { width: hosts.interfaces() as f64 },
+            Some(Deployment::Ncc | Deployment::Ncs) => {
+                HubPlace::Dedicated { width: hosts.interfaces() as f64 }
+            }
             Some(Deployment::Cc | Deployment::Cs) | None => HubPlace::BesideWorkers,
         };
         Cluster { workers: self.workers, hubs, place, encoding: Encoding::F32 }

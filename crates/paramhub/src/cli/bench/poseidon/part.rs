@@ -60,9 +60,9 @@ impl Part {
         let layers = self.layers.iter().map(|layer| match layer.fully_connected {
             Some([outputs, inputs]) => {
                 let shape = [outputs, inputs, self.samples];
-                LayerSettings::fully_connected(&layer.name, layer.keys.iter().copied(), shape)
+                LayerSettings::fully_connected(&layer.name, layer.keys.clone(), shape)
             }
-            None => LayerSettings::other(&layer.name, layer.keys.iter().copied()),
+            None => LayerSettings::other(&layer.name, layer.keys.clone()),
         });
         Ok(Settings { scheme, layers: layers.collect(), ..self.spec.settings()? })
     }
@@ -101,7 +101,10 @@ enum Layer {
 
 /// A key that goes through the hub.
 enum HubKey {
-    Idle { gradient: Vec<f32>, parameters: Vec<f32> },
+    Idle {
+        gradient: Vec<f32>,
+        parameters: Vec<f32>,
+    },
     Underway(Handle<Vec<f32>, Vec<f32>>),
     /// Only while it changes from one to the other.
     Moving,
@@ -129,7 +132,8 @@ impl Player {
             Some(meeting) => open_factors(&job, meeting, &peers, &Registry::with_builtins(), 1)?,
             None => None,
         };
-        let (factors, planned) = opened.map_or((None, Vec::new()), |(factors, planned)| (Some(factors), planned));
+        let (factors, planned) =
+            opened.map_or((None, Vec::new()), |(factors, planned)| (Some(factors), planned));
         let mut layers = Vec::with_capacity(part.layers.len());
         for layer in &part.layers {
             let number = planned.iter().position(|planned| layer.keys[0] == planned.weight);
@@ -154,8 +158,13 @@ impl Player {
             });
         }
         if job.settings().has_parameters() {
-            let mut zeros: Vec<Vec<f32>> =
-                part.spec.keys.keys().iter().map(|key| vec![0.0; key.elements().unwrap_or(0) as usize]).collect();
+            let mut zeros: Vec<Vec<f32>> = part
+                .spec
+                .keys
+                .keys()
+                .iter()
+                .map(|key| vec![0.0; key.elements().unwrap_or(0) as usize])
+                .collect();
             job.broadcast(&mut zeros, 0)?;
         }
         Ok(Player { part, job, factors, layers })
@@ -230,10 +239,8 @@ impl Player {
                 let FactorState::Idle(weight, bias) = std::mem::replace(state, FactorState::Moving) else {
                     bail!("layer {layer} is pushed twice")
                 };
-                let outputs = Outputs {
-                    weight: ReceiveRegion::owned(weight),
-                    bias: bias.map(ReceiveRegion::owned),
-                };
+                let outputs =
+                    Outputs { weight: ReceiveRegion::owned(weight), bias: bias.map(ReceiveRegion::owned) };
                 let (tell, told) = sync_channel(1);
                 let exchange = self.factors.as_ref().context("a layer without its exchange")?;
                 let factors = LayerFactors::of_f32(inputs, output_gradients);

@@ -52,7 +52,9 @@ impl Profile {
     pub(super) fn built_in(model: &str, layers: &[ModelLayer], samples: u64) -> Result<Profile, Usage> {
         let operations: u64 = layers.iter().map(|layer| layer.operations).sum();
         if operations == 0 {
-            let problem = format!("model {model} does not say what its layers compute: give their times with --profile");
+            let problem = format!(
+                "model {model} does not say what its layers compute: give their times with --profile"
+            );
             return Err(Usage(problem));
         }
         let published = PUBLISHED.iter().find(|(name, _)| *name == model);
@@ -103,10 +105,8 @@ impl Profile {
 
     /// Everything so many times as long.
     pub(super) fn stretched(self, factor: f64) -> Profile {
-        let stretch = |passes: Passes| Passes {
-            forward: passes.forward * factor,
-            backward: passes.backward * factor,
-        };
+        let stretch =
+            |passes: Passes| Passes { forward: passes.forward * factor, backward: passes.backward * factor };
         Profile { passes: self.passes.into_iter().map(stretch).collect(), ..self }
     }
 }

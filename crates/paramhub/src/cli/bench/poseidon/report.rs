@@ -109,7 +109,15 @@ impl Summary {
         let mut table = Table::new();
         table.load_style(presets::UTF8_BORDERS_ONLY);
         table.set_header([
-            "", "step", "lowest", "highest", "speed-up", "stalled", "sent by a host", "planned", "by factors",
+            "",
+            "step",
+            "lowest",
+            "highest",
+            "speed-up",
+            "stalled",
+            "sent by a host",
+            "planned",
+            "by factors",
         ]);
         for (row, expected) in self.systems.iter().zip(&self.setting.expected) {
             table.add_row([
