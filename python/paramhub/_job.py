@@ -100,6 +100,8 @@ class Job:
         codecs: Mapping[str, str] | None = None,
         reproducible: bool = False,
         reject_non_finite: bool = False,
+        layers: Mapping[str, Mapping[str, Any]] | None = None,
+        scheme: str = "hub",
     ) -> Job:
         """Agrees with the other ranks on the tensors and on what the hub does with them, and returns this job.
 
@@ -114,6 +116,13 @@ class Job:
         they are. ``codecs`` names codecs of single tensors, whatever their shape. ``chunk_bytes`` is the size of an f32 chunk,
         32 KiB by default. With ``reproducible`` sums are made in rank order and are bit-equal from run to run. With
         ``reject_non_finite`` a NaN or an infinity in a gradient fails the job, naming rank and tensor.
+
+        ``layers`` say which tensors make up a layer: of a fully connected one
+        ``{"fc6": {"tensors": ["fc6.weight", "fc6.bias"], "samples": 32}}``, where ``samples`` are the vectors that the weight
+        (outputs by inputs) is multiplied by in a step, the batch or in a model of sequences the batch times their length; of any
+        other only its tensors. ``"tied": True`` says that something else uses the weight, too. ``scheme`` is how they are
+        exchanged: ``hub``, ``factors``, ``factors-to-hub``, or ``auto`` for what moves least, and a layer's own ``"scheme"``
+        goes before it. See `query` and `best_scheme`.
 
         Raises MisuseError if the ranks disagree on any of it, naming what differs.
         """
@@ -143,6 +152,11 @@ class Job:
             "codec": codec,
             "reproducible": reproducible,
             "reject_non_finite": reject_non_finite,
+            "scheme": scheme,
+            "layers": [
+                _layer(name, layer, [tensor for tensor, _ in pairs], [view.shape for view in views])
+                for name, layer in (layers or {}).items()
+            ],
         }
         if chunk_bytes is not None:
             settings["chunk_bytes"] = chunk_bytes
@@ -223,6 +237,18 @@ class Job:
         ``streams_moved``."""
         return self._running().statistics()
 
+    def query(self, *properties: str) -> dict[str, Any]:
+        """Looks into the information book, which every node of the job has alike: an object of these names and their values.
+
+        Properties are ``workers``, ``hubs``, ``place``, ``layers``, ``layers.NAME``, and ``layers.NAME.FIELD`` with the FIELD
+        type, outputs, inputs, samples, parameters, keys, scheme or why. Without any it is the whole book.
+        """
+        return json.loads(self._running().query(list(properties)))
+
+    def best_scheme(self, layer: str) -> str:
+        """How a layer is exchanged: ``hub``, ``factors`` or ``factors-to-hub``. `query` says why."""
+        return json.loads(self._running().best_scheme(layer))["scheme"]
+
     def leave(self) -> None:
         """Waits for the requests under way and leaves the job. Left before, it does nothing."""
         if self._native is not None:
@@ -266,6 +292,37 @@ class Job:
                 f"{memory.nbytes} bytes of {memory.dtype} was passed"
             )
         return key, memory
+
+
+def _layer(
+    name: str, layer: Mapping[str, Any], tensors: list[str], shapes: list[tuple[int, ...]]
+) -> dict[str, Any]:
+    """A layer as the job's settings have it, with its tensors by number."""
+    known = {"tensors", "samples", "scheme", "tied"}
+    if "tensors" not in layer or not known.issuperset(layer):
+        raise MisuseError(
+            f"layer {name!r} has {', '.join(layer) or 'nothing'}: give it its tensors, and perhaps samples, scheme and tied"
+        )
+    try:
+        keys = [tensors.index(tensor) for tensor in layer["tensors"]]
+    except ValueError:
+        missing = next(tensor for tensor in layer["tensors"] if tensor not in tensors)
+        raise MisuseError(
+            f"layer {name!r} names the tensor {missing!r}, which the job does not have"
+        ) from None
+    settings: dict[str, Any] = {"name": name, "keys": keys, "tied": bool(layer.get("tied", False))}
+    if "scheme" in layer:
+        settings["scheme"] = layer["scheme"]
+    if "samples" in layer:
+        shape = shapes[keys[0]] if keys else ()
+        if len(shape) != 2:
+            raise MisuseError(
+                f"layer {name!r} has samples, but its first tensor has the shape {tuple(shape)}: a fully connected layer's is "
+                "its weight, of outputs by inputs"
+            )
+        size = {"outputs": shape[0], "inputs": shape[1], "samples": layer["samples"]}
+        settings["type"] = {"fully-connected": size}
+    return settings
 
 
 class _Key:

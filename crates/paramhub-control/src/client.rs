@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::scheme::{BestScheme, Book};
 use paramhub_core::service::{
     Commands, ConnectService, CreateService, HubRegistered, HubReport, HubStatus, InitService, JobStatus,
     LeaveService, LinkStatus, PollCommands, ProbeLinks, RegisterHub, ServiceConnected, ServiceCreated,
@@ -124,6 +125,17 @@ impl ManagerClient {
     pub fn stop_job_because(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
         let path = format!("{}?reason={}", job_path(job), percent_encoded(reason));
         self.answer(self.admin("DELETE", &path))
+    }
+
+    /// The information book of a running job.
+    pub fn book(&self, job: &str) -> Result<Book, ControlError> {
+        self.answer(self.admin("GET", &format!("{}/book", job_path(job))))
+    }
+
+    /// How a layer of a running job is exchanged.
+    pub fn best_scheme(&self, job: &str, layer: &str) -> Result<BestScheme, ControlError> {
+        let path = format!("{}/best-scheme?layer={}", job_path(job), percent_encoded(layer));
+        self.answer(self.admin("GET", &path))
     }
 
     /// Every hub that has joined.

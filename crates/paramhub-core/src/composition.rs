@@ -25,7 +25,7 @@ use thiserror::Error;
 use crate::chunk::ChunkMap;
 use crate::key::KeyTable;
 use crate::limits::{HUBS_MAX, WORKERS_MAX};
-use crate::placement::{HubShape, Placement, ShapeError, deal};
+use crate::placement::{HubShape, Placement, ShapeError, Spread, deal};
 
 pub use arrange::{ArrangeError, Arranged, arrange};
 pub use choose::{Choice, ServedRack, choose, served_racks};
@@ -339,12 +339,25 @@ impl Composed {
     /// # Errors
     /// If a site's hubs cannot be placed on, or the sites make no tree.
     pub fn new(table: &KeyTable, map: &ChunkMap, composition: Composition) -> Result<Self, CompositionError> {
+        Composed::planned(table, map, composition, &[])
+    }
+
+    /// The same where keys are dealt to the hubs of a site as [`Placement::planned`] does it.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn planned(
+        table: &KeyTable,
+        map: &ChunkMap,
+        composition: Composition,
+        spreads: &[Spread],
+    ) -> Result<Self, CompositionError> {
         composition.check()?;
         let placements = composition
             .sites
             .iter()
             .map(|site| {
-                Placement::new(table, map, &site.hubs)
+                Placement::planned(table, map, &site.hubs, spreads)
                     .map_err(|cause| CompositionError::Shape { site: site.name.clone(), cause })
             })
             .collect::<Result<Vec<_>, _>>()?;

@@ -26,6 +26,7 @@ pub mod pairs;
 pub mod placement;
 pub mod ready_set;
 pub mod requests;
+pub mod scheme;
 pub mod service;
 pub mod settings;
 pub mod stragglers;

@@ -18,6 +18,10 @@ pub const KEY_DIMENSIONS_MAX: usize = 16;
 pub const KEY_ELEMENTS_MAX: u64 = 1 << 40;
 /// Groups of keys with hyperparameters of their own: a hub keeps a schedule of 21 KiB for each.
 pub const GROUPS_MAX: usize = 1024;
+/// Layers that a job's settings may name: every node keeps the plan of each, about 200 bytes.
+pub const LAYERS_MAX: usize = 1 << 16;
+/// Properties of the information book in one query.
+pub const PROPERTIES_MAX: usize = 64;
 /// Bytes of a job's name.
 pub const JOB_NAME_BYTES_MAX: usize = 128;
 /// Smallest chunk: below it headers and system calls outweigh the data.

@@ -3,12 +3,16 @@
 //! At each level, hubs, then interfaces, then cores, chunks go longest first to the bin that is least loaded for its
 //! weight: longest processing time first, the 4/3 approximation of the best partition.
 
+mod spread;
+
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::chunk::{ChunkId, ChunkMap};
 use crate::key::KeyTable;
 use crate::limits::{CORES_MAX, HUBS_MAX, INTERFACES_MAX, ROUTES_MAX};
+
+pub use spread::Spread;
 
 /// What a hub offers: its interfaces, and which cores serve each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,12 +113,24 @@ pub struct Placement {
 impl Placement {
     /// Places every chunk of `map`, which must have been cut from `table`.
     pub fn new(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape]) -> Result<Self, ShapeError> {
+        Placement::planned(table, map, hubs, &[])
+    }
+
+    /// The same where keys are dealt as a [`Plan`](crate::scheme::Plan) says: `spreads` has one entry a key, or none at all
+    /// where every chunk is dealt by itself.
+    pub fn planned(
+        table: &KeyTable,
+        map: &ChunkMap,
+        hubs: &[HubShape],
+        spreads: &[Spread],
+    ) -> Result<Self, ShapeError> {
+        debug_assert!(spreads.is_empty() || spreads.len() == table.len(), "one entry a key");
         check_shapes(hubs)?;
         let routes: Vec<Route> = routes_of(hubs).collect();
         if routes.len() > ROUTES_MAX {
             return Err(ShapeError::Routes(routes.len()));
         }
-        let route_of = assign_routes(table, map, hubs, &routes);
+        let route_of = assign_routes(table, map, hubs, &routes, spreads);
 
         let mut chunks_of = vec![Vec::new(); routes.len()];
         let mut slot_of = vec![0; map.len() as usize];
@@ -125,8 +141,8 @@ impl Placement {
                 chunks.push(chunk);
             }
         }
-        let imbalance = measure_imbalance(map, hubs, &routes, &chunks_of);
-        let hash = digest(table, map, hubs, &route_of);
+        let imbalance = measure_imbalance(&spread::exchanged_sizes(map, spreads), hubs, &routes, &chunks_of);
+        let hash = digest(table, map, hubs, &route_of, spreads);
         Ok(Placement { routes, route_of, slot_of, chunks_of, imbalance, hash })
     }
 
@@ -205,7 +221,7 @@ fn routes_of(hubs: &[HubShape]) -> impl Iterator<Item = Route> + '_ {
 }
 
 /// All chunks, longest first.
-fn by_length(table: &KeyTable, map: &ChunkMap, sizes: &[u32]) -> Vec<ChunkId> {
+fn sorted(table: &KeyTable, map: &ChunkMap, sizes: &[u32]) -> Vec<ChunkId> {
     let mut chunks: Vec<ChunkId> =
         table.by_urgency().into_iter().flat_map(|key| map.chunks_of(key as u32)).collect();
     // Stable, so that chunks of one size, nearly all of them, are dealt in order of urgency and every route gets its
@@ -217,28 +233,37 @@ fn by_length(table: &KeyTable, map: &ChunkMap, sizes: &[u32]) -> Vec<ChunkId> {
 /// Deals all chunks, longest first, to bins of the given weights.
 pub(crate) fn deal(table: &KeyTable, map: &ChunkMap, weights: &[u64]) -> Vec<Vec<ChunkId>> {
     let sizes = sizes_of(map);
-    longest_first(&by_length(table, map, &sizes), &sizes, weights)
+    longest_first(&sorted(table, map, &sizes), &sizes, weights)
 }
 
-fn assign_routes(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], routes: &[Route]) -> Vec<RouteId> {
+fn assign_routes(
+    table: &KeyTable,
+    map: &ChunkMap,
+    hubs: &[HubShape],
+    routes: &[Route],
+    spreads: &[Spread],
+) -> Vec<RouteId> {
     let sizes = sizes_of(map);
-    let chunks = by_length(table, map, &sizes);
-
-    let mut route_of = vec![0; sizes.len()];
-    let mut next_route = 0;
     let hub_weights: Vec<u64> = hubs.iter().map(HubShape::weight).collect();
-    for (hub, chunks) in hubs.iter().zip(longest_first(&chunks, &sizes, &hub_weights)) {
-        let weights: Vec<u64> = hub.interfaces.iter().map(|interface| u64::from(interface.weight)).collect();
-        for (interface, chunks) in hub.interfaces.iter().zip(longest_first(&chunks, &sizes, &weights)) {
-            for chunks in longest_first(&chunks, &sizes, &vec![1; interface.cores.len()]) {
-                for chunk in chunks {
-                    route_of[chunk as usize] = next_route as RouteId;
+    let order = spread::Order::new(table, map, &sizes, spreads);
+    let mut route_of = vec![0; sizes.len()];
+    for chunks in [order.exchanged, order.aside] {
+        let of_hubs = spread::to_hubs(&chunks, map, &sizes, spreads, &hub_weights);
+        let mut next_route = 0;
+        for (hub, chunks) in hubs.iter().zip(of_hubs) {
+            let weights: Vec<u64> =
+                hub.interfaces.iter().map(|interface| u64::from(interface.weight)).collect();
+            for (interface, chunks) in hub.interfaces.iter().zip(longest_first(&chunks, &sizes, &weights)) {
+                for chunks in longest_first(&chunks, &sizes, &vec![1; interface.cores.len()]) {
+                    for chunk in chunks {
+                        route_of[chunk as usize] = next_route as RouteId;
+                    }
+                    next_route += 1;
                 }
-                next_route += 1;
             }
         }
+        debug_assert_eq!(next_route, routes.len());
     }
-    debug_assert_eq!(next_route, routes.len());
     route_of
 }
 
@@ -251,31 +276,37 @@ fn sizes_of(map: &ChunkMap) -> Vec<u32> {
     sizes
 }
 
-/// Deals `chunks`, which come longest first, to bins of the given weights, each to the one that will be least loaded for
-/// its weight; ties go to the first.
+/// Deals `chunks`, which come longest first, to bins of the given weights.
 fn longest_first(chunks: &[ChunkId], sizes: &[u32], weights: &[u64]) -> Vec<Vec<ChunkId>> {
-    let mut bins = vec![Vec::with_capacity(chunks.len() / weights.len() + 1); weights.len()];
+    let mut dealt = vec![Vec::with_capacity(chunks.len() / weights.len() + 1); weights.len()];
+    let lengths = chunks.iter().map(|&chunk| u64::from(sizes[chunk as usize]));
+    for (bin, &chunk) in bins(lengths, weights).into_iter().zip(chunks) {
+        dealt[bin].push(chunk);
+    }
+    dealt
+}
+
+/// The bin of each of these lengths, which descend: the one that will be least loaded for its weight; ties go to the first.
+fn bins(lengths: impl Iterator<Item = u64>, weights: &[u64]) -> Vec<usize> {
     let mut loads = vec![0u64; weights.len()];
-    for &chunk in chunks {
-        let size = u64::from(sizes[chunk as usize]);
+    let bin_of = |length: u64| {
         let lighter = |a: usize, b: usize| {
-            u128::from(loads[a] + size) * u128::from(weights[b])
-                < u128::from(loads[b] + size) * u128::from(weights[a])
+            u128::from(loads[a] + length) * u128::from(weights[b])
+                < u128::from(loads[b] + length) * u128::from(weights[a])
         };
         let bin = (1..weights.len()).fold(0, |best, bin| if lighter(bin, best) { bin } else { best });
-        loads[bin] += size;
-        bins[bin].push(chunk);
-    }
-    bins
+        loads[bin] += length;
+        bin
+    };
+    lengths.map(bin_of).collect()
 }
 
 fn measure_imbalance(
-    map: &ChunkMap,
+    sizes: &[u32],
     hubs: &[HubShape],
     routes: &[Route],
     chunks_of: &[Vec<ChunkId>],
 ) -> Imbalance {
-    let sizes = sizes_of(map);
     let load = |wanted: &dyn Fn(&Route) -> bool| -> u64 {
         let of_wanted = routes.iter().zip(chunks_of).filter(|(route, _)| wanted(route));
         of_wanted.flat_map(|(_, chunks)| chunks).map(|&chunk| u64::from(sizes[chunk as usize])).sum()
@@ -313,7 +344,13 @@ fn peak_over_mean(bins: &[(u64, u64)]) -> f64 {
     peak / (load as f64 / weight as f64)
 }
 
-fn digest(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], route_of: &[RouteId]) -> blake3::Hash {
+fn digest(
+    table: &KeyTable,
+    map: &ChunkMap,
+    hubs: &[HubShape],
+    route_of: &[RouteId],
+    spreads: &[Spread],
+) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_derive_key("paramhub placement v1");
     hasher.update(table.digest().as_bytes()).update(&map.chunk_elements().to_le_bytes());
     for hub in hubs {
@@ -328,6 +365,7 @@ fn digest(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape], route_of: &[Route
     for route in route_of {
         hasher.update(&route.to_le_bytes());
     }
+    spread::digest(&mut hasher, spreads);
     hasher.finalize()
 }
 

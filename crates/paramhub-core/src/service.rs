@@ -6,6 +6,7 @@
 mod probe;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,7 @@ use crate::consistency::Consistency;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
+use crate::scheme::{Cluster, Roster};
 use crate::settings::Settings;
 use crate::stragglers::Stragglers;
 
@@ -175,6 +177,10 @@ pub struct ConnectService {
     /// Where it is.
     #[serde(default)]
     pub place: Place,
+    /// Where it listens for the job's other workers, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub peer_address: Option<SocketAddr>,
 }
 
 /// Answer to [`ConnectService`].
@@ -189,6 +195,10 @@ pub struct ServiceConnected {
     pub hubs: Vec<HubShape>,
     /// The job's waits and lifetimes.
     pub options: JobOptions,
+    /// Where each rank listens for the others, in rank order; none of one that does not.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<Option<String>>))]
+    pub peer_addresses: Vec<Option<SocketAddr>>,
 }
 
 /// `POST /v1/jobs/{namespace}/init`: InitService. Returns when every rank has called it with the same settings and
@@ -215,6 +225,8 @@ pub struct ServiceInitialised {
     pub placement_hash: String,
     /// How uneven the placement is at each level.
     pub imbalance: Imbalance,
+    /// Who takes part: with the settings it makes the job's [information book](crate::scheme::Book).
+    pub roster: Roster,
 }
 
 /// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
@@ -368,6 +380,10 @@ pub struct RegisterHub {
     /// Whom it serves: with a host, the workers there; else with a rack, those of the rack; else everybody.
     #[serde(default)]
     pub place: Place,
+    /// What tells the machine it runs on from all others, as a worker's [`Place::host`] does; empty where nobody knows. It says
+    /// only whether workers are on the same machine.
+    #[serde(default)]
+    pub machine: String,
 }
 
 /// Answer to [`RegisterHub`].
@@ -451,6 +467,8 @@ pub struct JobPlan {
     pub site: SiteId,
     /// Which of the site's hubs it is.
     pub hub: u32,
+    /// For which the [plan](crate::scheme::Plan) of schemes is made.
+    pub cluster: Cluster,
     /// What the ranks agreed on.
     pub settings: Settings,
 }
@@ -542,6 +560,23 @@ pub struct StopService {
     /// characters. Left out, it was an operator who wished so.
     #[serde(default)]
     pub reason: Option<String>,
+}
+
+/// The query of `GET /v1/jobs/{job}/book`: Query.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AskBook {
+    /// Names of properties, separated by commas; the whole book where they are left out.
+    #[serde(default)]
+    pub properties: Option<String>,
+}
+
+/// The query of `GET /v1/jobs/{job}/best-scheme`: BestScheme.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AskBestScheme {
+    /// The layer's name.
+    pub layer: String,
 }
 
 /// The body of every answer that is not a success.

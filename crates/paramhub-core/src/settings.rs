@@ -10,6 +10,7 @@ use crate::consistency::Consistency;
 use crate::hyperparameters::Hyperparameters;
 use crate::key::{Key, KeyTable};
 use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, GROUPS_MAX};
+use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
 
 /// The optimizer a hub runs on each chunk, fused with the sum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -89,6 +90,13 @@ pub struct Settings {
     /// rank 0's worker releases them by itself.
     #[serde(default)]
     pub clip_norm: Option<f64>,
+    /// How layers are exchanged that do not say so themselves. Those without factors go through the hubs all the same.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(value_type = String))]
+    pub scheme: SchemeChoice,
+    /// Which keys make up a layer. A key that is in none is a layer of its own, without factors.
+    #[serde(default, deserialize_with = "scheme::read_layers", skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerSettings>,
 }
 
 /// Reads no more groups than a job may have: a group takes a hundred times the bytes of its shortest text.
@@ -121,6 +129,11 @@ fn read_groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Hyperpa
 /// gradients alone.
 pub fn has_parameters(optimizer: &str) -> bool {
     !matches!(optimizer, "mean" | "sum")
+}
+
+/// Whether workers have the optimizer of this name, too; others are registered at hubs.
+pub fn is_built_in(optimizer: &str) -> bool {
+    matches!(optimizer, "mean" | "sum" | "sgd" | "adam" | "adamw")
 }
 
 fn default_aggregator() -> String {
@@ -186,6 +199,9 @@ pub enum SettingsError {
         /// Why not, and what to do.
         reason: String,
     },
+    /// Layers that cannot be used.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     /// A norm that nothing can be clipped to.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
@@ -222,6 +238,8 @@ impl Settings {
             packed: false,
             two_phase: false,
             clip_norm: None,
+            scheme: SchemeChoice::default(),
+            layers: Vec::new(),
         }
     }
 
@@ -250,6 +268,7 @@ impl Settings {
             return Err(SettingsError::TwoPhase(asked_for));
         }
         self.check_quantised()?;
+        scheme::check(self)?;
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
     }
@@ -337,6 +356,16 @@ impl Settings {
         Ok(())
     }
 
+    /// Who asks for a scheme other than the hub by name, for messages; none where nobody does.
+    pub fn forced_scheme(&self) -> Option<String> {
+        let by_job = self.scheme.forced().map(|scheme| format!("it asks for {scheme}"));
+        let forced = |layer: &LayerSettings| {
+            let scheme = layer.scheme?.forced()?;
+            Some(format!("its layer `{}` asks for {scheme}", layer.name))
+        };
+        by_job.or_else(|| self.layers.iter().find_map(forced))
+    }
+
     /// Groups of keys, at least one; some may have no key.
     pub fn groups(&self) -> usize {
         1 + self.optimizer.groups.len()
@@ -393,6 +422,7 @@ impl Settings {
             ("packed", self.packed.to_string(), other.packed.to_string()),
             ("two_phase", self.two_phase.to_string(), other.two_phase.to_string()),
             ("clip_norm", format!("{:?}", self.clip_norm), format!("{:?}", other.clip_norm)),
+            ("the scheme", self.scheme.to_string(), other.scheme.to_string()),
         ];
         for (what, mine_has, theirs_has) in pairs {
             if mine_has != theirs_has {
@@ -403,6 +433,15 @@ impl Settings {
             let (left, right) = (format!("{left:?}"), format!("{right:?}"));
             if left != right {
                 return disagree(format!("the hyperparameters of group {group}"), left, right);
+            }
+        }
+        for index in 0..self.layers.len().max(other.layers.len()) {
+            let (left, right) = (self.layers.get(index), other.layers.get(index));
+            if left != right {
+                let side = |layer: Option<&LayerSettings>| {
+                    layer.map_or("no such layer".to_string(), ToString::to_string)
+                };
+                return disagree(format!("layer {index}"), side(left), side(right));
             }
         }
         Ok(())

@@ -13,6 +13,7 @@ use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::host_identity;
 use paramhub_transport::interface::{self, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
@@ -86,7 +87,8 @@ impl RunningHub {
             rack: config.rack.clone().unwrap_or_default(),
             host: config.host.clone().unwrap_or_default(),
         };
-        let offer = RegisterHub { shape: shape.clone(), place };
+        let machine = config.host.clone().unwrap_or_else(host_identity);
+        let offer = RegisterHub { shape: shape.clone(), place, machine };
         let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
         for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {

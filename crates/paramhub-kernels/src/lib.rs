@@ -8,8 +8,9 @@
 //!
 //! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to
 //! even. There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element ever
-//! meets another, except in [`squares`](squares::squares) and [`quantise`], which add them up in an order of their own. So the same inputs give the same bits on every CPU, with every instruction set, in
-//! the vector body as in its tail, and however a tensor is cut into chunks. The one freedom IEEE leaves
+//! meets another. So the same inputs give the same bits on every CPU, with every instruction set, in
+//! the vector body as in its tail, and however a tensor is cut into chunks. Three modules have rules of their own:
+//! [`squares`](squares::squares) and [`quantise`] add elements up, and [`factors`] multiplies matrices. The one freedom IEEE leaves
 //! open stays open: which payload a NaN carries when two NaNs meet.
 //!
 //! # Wire bytes
@@ -45,6 +46,7 @@
 mod aggregate;
 pub mod convert;
 mod dispatch;
+pub mod factors;
 pub mod finite;
 mod half_precision;
 pub mod nontemporal;

@@ -7,12 +7,13 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::Composed;
 use paramhub_core::consistency::Consistency;
-use paramhub_core::service::{ErrorCode, HubCommand, JobPlan, ServiceError, ServiceInitialised};
+use paramhub_core::scheme::{Book, Plan, Roster, Scheme};
+use paramhub_core::service::{ErrorCode, HubCommand, JobOptions, JobPlan, ServiceError};
 use paramhub_core::settings::Settings;
 
 use crate::clock::Now;
 use crate::error::refusal;
-use crate::job::{Job, Outline};
+use crate::job::{Job, Outline, Placed};
 use crate::registry::{Registry, blocking};
 
 /// Chunks of a job. Placing one takes about 40 bytes, here and on every worker, so that this many take about 3 GB; at
@@ -22,7 +23,8 @@ const CHUNKS_MAX: u32 = 1 << 26;
 struct Allocation {
     outline: Outline,
     /// Of every site.
-    placed: Vec<ServiceInitialised>,
+    placed: Vec<Placed>,
+    book: Arc<Book>,
     /// One for each hub, site by site in placement order.
     commands: Vec<Bytes>,
 }
@@ -30,12 +32,18 @@ struct Allocation {
 /// Places a job and asks its hubs to allocate.
 pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, settings: Arc<Settings>) {
     let Ok(turn) = registry.placing.acquire().await else { return };
-    let Ok(plan) = registry.with(|world| world.job(namespace).map(plan_of)) else { return };
+    let Ok(plan) = registry
+        .with(|world| Ok::<_, ServiceError>(plan_of(world.job(namespace)?, world.roster(namespace)?)))
+    else {
+        return;
+    };
     // Every rank has been compared by now, so this takes the table and copies nothing.
     let made = blocking(move || place(plan(Arc::unwrap_or_clone(settings)))).await.and_then(|made| made);
     drop(turn);
     registry.with(|world| match made {
-        Ok(Allocation { outline, placed, commands }) => world.place(namespace, outline, placed, commands),
+        Ok(Allocation { outline, placed, book, commands }) => {
+            world.place(namespace, outline, placed, book, commands);
+        }
         Err(refused) => {
             let failed =
                 world.change(namespace, |job| ((), job.fail(refused.code, refused.message, Now::read())));
@@ -46,17 +54,38 @@ pub(crate) async fn allocate(registry: Arc<Registry>, namespace: Namespace, sett
 }
 
 /// What a job's hubs must know but its settings.
-fn plan_of(job: &Job) -> impl FnOnce(Settings) -> JobPlan + Send + use<> {
+fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Roster) + Send + use<> {
     let (name, namespace, nonce) = (job.name.clone(), job.namespace, job.nonce);
     let (options, composition) = (job.options, job.composition());
     move |settings| {
         let composition = composition.expect("a job has sites before its ranks hand in settings");
         let composition = Arc::unwrap_or_clone(composition);
-        JobPlan { name, namespace, nonce, options, composition, site: 0, hub: 0, settings }
+        let cluster = roster.cluster();
+        (JobPlan { name, namespace, nonce, options, composition, site: 0, hub: 0, cluster, settings }, roster)
     }
 }
 
-fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
+/// Refuses layers that go another way than through the hubs where that does not fit the job's other wishes.
+fn check_schemes(schemes: &Plan, options: &JobOptions) -> Result<(), String> {
+    let Some(planned) = schemes.layers.iter().find(|planned| planned.scheme != Scheme::Hub) else {
+        return Ok(());
+    };
+    let (layer, scheme) = (&planned.layer.name, planned.scheme);
+    if scheme == Scheme::FactorsToHub {
+        return Err(format!(
+            "its layer `{layer}` asks for {scheme}, which is planned only: no hub multiplies factors yet. Use hub, factors or auto"
+        ));
+    }
+    if options.stragglers.leaves_out() {
+        return Err(format!(
+            "its layer `{layer}` goes by {scheme}, for which every worker waits for all others, but late workers are to be left \
+             out: use the scheme hub, or stragglers = wait"
+        ));
+    }
+    Ok(())
+}
+
+fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceError> {
     let does_not_fit = |what: String| {
         refusal(ErrorCode::DoesNotFit, format!("job `{}` cannot be placed: {what}", plan.name))
     };
@@ -87,14 +116,23 @@ fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
     if !is_flat {
         settings.may_span_sites().map_err(|wrong| does_not_fit(wrong.to_string()))?;
     }
-    let composed = Composed::new(&settings.keys, &map, plan.composition.clone())
+    if !is_flat && let Some(asking) = settings.forced_scheme() {
+        return Err(does_not_fit(format!(
+            "{asking} by name, for which all hubs must serve everybody: use --reduction flat, or the scheme auto"
+        )));
+    }
+    let schemes = Plan::new(settings, &plan.cluster);
+    check_schemes(&schemes, &plan.options).map_err(does_not_fit)?;
+    let spreads = schemes.spreads(settings.keys.len());
+    let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
         .map_err(|wrong| does_not_fit(wrong.to_string()))?;
-    let placed = composed.placements.iter().map(|placement| ServiceInitialised {
-        placement_hash: placement.hash().to_hex().to_string(),
+    let placed = composed.placements.iter().map(|placement| Placed {
+        hash: placement.hash().to_hex().to_string(),
         imbalance: placement.imbalance(),
     });
     let placed = placed.collect();
-    drop((composed, map));
+    drop((composed, map, spreads));
+    let book = Arc::new(Book { job: plan.name.clone(), roster, plan: schemes });
     let outline = Outline {
         keys: settings.keys.len() as u64,
         bytes: settings.keys.bytes(),
@@ -112,5 +150,5 @@ fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
             plan = *returned;
         }
     }
-    Ok(Allocation { outline, placed, commands })
+    Ok(Allocation { outline, placed, book, commands })
 }

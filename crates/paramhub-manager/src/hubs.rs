@@ -6,7 +6,7 @@ use axum::body::Bytes;
 use paramhub_core::composition::Place;
 use paramhub_core::limits::HUBS_MAX;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{CoreCounters, ErrorCode, HubStatus, ServiceError};
+use paramhub_core::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError};
 use subtle::ConstantTimeEq;
 use tokio::sync::watch;
 
@@ -36,6 +36,8 @@ pub(crate) struct Hubs {
 pub(crate) struct Hub {
     shape: HubShape,
     place: Place,
+    /// The machine it runs on; empty where nobody knows.
+    machine: String,
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
@@ -49,22 +51,31 @@ impl Hubs {
     /// Lets a hub join under a token.
     pub(crate) fn register(
         &mut self,
-        shape: HubShape,
-        place: Place,
+        offer: RegisterHub,
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
+        let RegisterHub { shape, place, machine } = offer;
         let hub = self.next;
         check_shape(hub, &shape)?;
         check_place(&place)?;
+        check_place(&Place { host: machine.clone(), ..Place::default() })?;
         if self.hubs.len() >= HUBS_MAX {
             let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
             return Err(refusal(ErrorCode::DoesNotFit, message));
         }
         self.next += 1;
         let newest = watch::channel(0).0;
-        let joined =
-            Hub { shape, place, token, cores: Vec::new(), heard: now, commands: VecDeque::new(), newest };
+        let joined = Hub {
+            shape,
+            place,
+            machine,
+            token,
+            cores: Vec::new(),
+            heard: now,
+            commands: VecDeque::new(),
+            newest,
+        };
         self.hubs.insert(hub, joined);
         Ok(hub)
     }
@@ -140,6 +151,11 @@ impl Hubs {
     /// All hubs in order of arrival, and whom they serve.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
         self.hubs.iter().map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
+    }
+
+    /// The machine a hub runs on; empty where nobody knows.
+    pub(crate) fn machine(&self, hub: u32) -> &str {
+        self.hubs.get(&hub).map_or("", |hub| &hub.machine)
     }
 
     /// What listings show.
@@ -244,6 +260,10 @@ mod tests {
         HubShape { interfaces: vec![interface], local: None }
     }
 
+    fn offer(shape: HubShape) -> RegisterHub {
+        RegisterHub { shape, place: Place::default(), machine: String::new() }
+    }
+
     fn stop() -> Bytes {
         Bytes::from(format!("{{\"stop\":{{\"namespace\":\"{}\",\"reason\":\"r\"}}}}", "0".repeat(32)))
     }
@@ -251,7 +271,7 @@ mod tests {
     #[test]
     fn commands_are_repeated_until_they_are_acknowledged() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
+        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret".into(), now).unwrap();
         (0..3).for_each(|_| hubs.command(number, stop()));
         let hub = hubs.admit(number, Some("secret"), now).unwrap();
         let sequences = |hub: &Hub| hub.waiting().iter().map(|(sequence, _)| *sequence).collect::<Vec<_>>();
@@ -271,7 +291,7 @@ mod tests {
     #[test]
     fn an_answer_is_bounded_but_never_empty_while_commands_wait() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
+        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret".into(), now).unwrap();
         for bytes in [ANSWER_BYTES + 1, 10, 10, ANSWER_BYTES] {
             hubs.command(number, Bytes::from(vec![b' '; bytes]));
         }
@@ -284,7 +304,7 @@ mod tests {
     #[test]
     fn only_the_hub_itself_is_admitted() {
         let (mut hubs, now) = (Hubs::default(), Now::read());
-        let number = hubs.register(shape("127.0.0.1:1"), Place::default(), "secret".into(), now).unwrap();
+        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret".into(), now).unwrap();
         for wrong in [None, Some(""), Some("secre"), Some("Secret")] {
             assert_eq!(hubs.admit(number, wrong, now).err().unwrap().code, ErrorCode::Unauthorized);
         }
@@ -295,11 +315,10 @@ mod tests {
     fn addresses_must_be_dialable() {
         let mut hubs = Hubs::default();
         for address in ["", "host", ":1", "host:0", "host:port", "ho st:1", "host:1\n"] {
-            let refused =
-                hubs.register(shape(address), Place::default(), String::new(), Now::read()).unwrap_err();
+            let refused = hubs.register(offer(shape(address)), String::new(), Now::read()).unwrap_err();
             assert!(refused.message.contains("host:port"), "{}", refused.message);
         }
-        hubs.register(shape("[::1]:80"), Place::default(), String::new(), Now::read()).unwrap();
+        hubs.register(offer(shape("[::1]:80")), String::new(), Now::read()).unwrap();
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:80")), [0]);
         assert_eq!(hubs.at_addresses_of(&shape("[::1]:81")), [] as [u32; 0]);
     }

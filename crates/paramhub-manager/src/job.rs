@@ -3,16 +3,20 @@
 //! What happens to a job comes in as a method call; what follows from it for the rest of the manager goes out as a
 //! [`Transition`]. Callers that wait for the job subscribe to its [`Stage`].
 
+mod book;
 mod convene;
 pub(crate) mod members;
 mod seats;
 #[cfg(test)]
 mod tests;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::composition::{Composition, Place};
+use paramhub_core::placement::Imbalance;
+use paramhub_core::scheme::Book;
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
     ServiceError, ServiceInitialised,
@@ -81,6 +85,7 @@ pub(crate) struct Job {
     seats: Seats,
     /// Where each rank is.
     places: Vec<Place>,
+    peer_addresses: Vec<Option<SocketAddr>>,
     /// The hubs that serve it; empty while it is connecting.
     members: Vec<Member>,
     /// Their sites; none while it is connecting.
@@ -96,7 +101,9 @@ pub(crate) struct Job {
     agreed: bool,
     outline: Outline,
     /// Of every site; empty until the placement is made.
-    placed: Vec<ServiceInitialised>,
+    placed: Vec<Placed>,
+    /// The information book; none until the placement is made.
+    book: Option<Arc<Book>>,
     /// What ranks are told that still wait or come late.
     failure: Option<ServiceError>,
     /// Calls that wait for the other ranks.
@@ -104,6 +111,13 @@ pub(crate) struct Job {
     /// When the last sign of a worker was seen.
     last_sign: Now,
     stage: watch::Sender<Stage>,
+}
+
+/// A site's placement, as its ranks and hubs compare it.
+#[derive(Clone, Debug)]
+pub(crate) struct Placed {
+    pub(crate) hash: String,
+    pub(crate) imbalance: Imbalance,
 }
 
 /// What listings show of a job's settings.
@@ -137,6 +151,7 @@ impl Job {
             created_at: now.unix_s,
             ended_at: None,
             places: vec![Place::default(); request.workers as usize],
+            peer_addresses: vec![None; request.workers as usize],
             members: Vec::new(),
             composition: None,
             reduction: String::new(),
@@ -146,6 +161,7 @@ impl Job {
             agreed: false,
             outline: Outline::default(),
             placed: Vec::new(),
+            book: None,
             failure: None,
             waiting: 0,
             last_sign: now,
@@ -224,6 +240,7 @@ impl Job {
             )),
             _ => {
                 self.places[call.rank as usize] = call.place.clone();
+                self.peer_addresses[call.rank as usize] = call.peer_address;
                 Ok(self.seats.take(call))
             }
         }
@@ -246,6 +263,7 @@ impl Job {
             workers: self.workers,
             hubs: composition.sites[usize::from(site)].hubs.clone(),
             options: self.options,
+            peer_addresses: self.peer_addresses.clone(),
         })
     }
 
@@ -377,12 +395,13 @@ impl Job {
     }
 
     /// The manager's own placement stands, and the hubs are being asked to allocate. False where the job ended meanwhile.
-    pub(crate) fn place(&mut self, outline: Outline, placed: Vec<ServiceInitialised>) -> bool {
+    pub(crate) fn place(&mut self, outline: Outline, placed: Vec<Placed>, book: Arc<Book>) -> bool {
         if self.state != JobState::Initialising {
             return false;
         }
         self.outline = outline;
         self.placed = placed;
+        self.book = Some(book);
         self.members.iter_mut().for_each(|member| member.asked = true);
         true
     }
@@ -390,8 +409,13 @@ impl Job {
     /// The answer to a rank whose InitService has waited long enough.
     pub(crate) fn initialised(&self, rank: u32) -> Result<ServiceInitialised, ServiceError> {
         let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
-        match (site.and_then(|site| self.placed.get(usize::from(site))), self.state) {
-            (Some(placed), JobState::Running) => Ok(placed.clone()),
+        let placed = site.and_then(|site| self.placed.get(usize::from(site)));
+        match (placed, &self.book, self.state) {
+            (Some(placed), Some(book), JobState::Running) => Ok(ServiceInitialised {
+                placement_hash: placed.hash.clone(),
+                imbalance: placed.imbalance,
+                roster: book.roster.clone(),
+            }),
             _ => Err(self.failure_refusal()),
         }
     }
@@ -509,6 +533,7 @@ impl Job {
         }
         self.ended_at = Some(now.unix_s);
         self.proposed = None;
+        self.book = None;
         self.seats.forget_processes();
         let stop: Vec<u32> =
             self.members.iter().filter(|member| member.asked && !member.ended).map(|m| m.hub).collect();

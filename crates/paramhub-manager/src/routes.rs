@@ -1,5 +1,6 @@
 //! The HTTP routes: what each takes, who may call it, and what it answers.
 
+pub(crate) mod book;
 pub(crate) mod hubs;
 pub(crate) mod jobs;
 pub(crate) mod pages;

@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 use crate::host::guard;
 use crate::metrics::count;
 use crate::registry::Registry;
-use crate::routes::{hubs, jobs, pages, unknown_method, unknown_route};
+use crate::routes::{book, hubs, jobs, pages, unknown_method, unknown_route};
 
 /// How long the head of a request may take.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,6 +40,8 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
         .route("/v1/jobs", get(jobs::list).post(jobs::create))
         .route("/v1/jobs/{job}", get(jobs::show).delete(jobs::stop))
         .route("/v1/jobs/{job}/membership", get(jobs::membership))
+        .route("/v1/jobs/{job}/book", get(book::query))
+        .route("/v1/jobs/{job}/best-scheme", get(book::best_scheme))
         .route("/v1/jobs/{job}/connect", post(jobs::connect))
         .route("/v1/jobs/{job}/init", post(jobs::init))
         .route("/v1/jobs/{job}/leave", post(jobs::leave))

@@ -10,13 +10,12 @@ use std::sync::Arc;
 
 use axum::body::Bytes;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
-use paramhub_core::composition::Place;
 use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
-use paramhub_core::placement::HubShape;
+use paramhub_core::scheme::{Book, Roster};
 use paramhub_core::service::{
     CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
-    LeaveService, STOP_REASON_CHARS_MAX, ServiceError, ServiceInitialised,
+    LeaveService, RegisterHub, STOP_REASON_CHARS_MAX, ServiceError,
 };
 use paramhub_core::settings::Settings;
 use tokio::sync::watch;
@@ -24,7 +23,7 @@ use tokio::sync::watch;
 use crate::clock::Now;
 use crate::error::refusal;
 use crate::hubs::Hubs;
-use crate::job::{Job, Outline, Stage, Transition};
+use crate::job::{Job, Outline, Placed, Stage, Transition};
 use crate::probes::Probes;
 use crate::store::Record;
 
@@ -160,16 +159,24 @@ impl World {
         self.change(namespace, |job| (job.agree(rank), Transition::None))
     }
 
+    /// Who takes part in a job whose ranks have all connected.
+    pub(crate) fn roster(&self, namespace: Namespace) -> Result<Roster, ServiceError> {
+        let job = self.job(namespace)?;
+        let on_machine = |hub| (hub, self.hubs.machine(hub));
+        Ok(job.roster(job.hubs().map(on_machine)))
+    }
+
     /// The placement is made: asks each hub of the job, in placement order, to allocate.
     pub(crate) fn place(
         &mut self,
         namespace: Namespace,
         outline: Outline,
-        placed: Vec<ServiceInitialised>,
+        placed: Vec<Placed>,
+        book: Arc<Book>,
         commands: Vec<Bytes>,
     ) {
         let Some(job) = self.jobs.get_mut(&namespace) else { return };
-        if job.place(outline, placed) {
+        if job.place(outline, placed, book) {
             for (hub, command) in job.hubs().zip(commands) {
                 self.hubs.command(hub, command);
             }
@@ -194,13 +201,12 @@ impl World {
     /// Lets a hub join, in place of any that had one of its addresses, and the jobs that waited for it get on.
     pub(crate) fn register_hub(
         &mut self,
-        shape: HubShape,
-        place: Place,
+        offer: RegisterHub,
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
-        let replaced = self.hubs.at_addresses_of(&shape);
-        let hub = self.hubs.register(shape, place, token, now)?;
+        let replaced = self.hubs.at_addresses_of(&offer.shape);
+        let hub = self.hubs.register(offer, token, now)?;
         for lost in replaced {
             self.lose_hub(lost, "was lost: another hub has joined at its address", now);
         }

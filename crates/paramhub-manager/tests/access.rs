@@ -24,7 +24,11 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
         assert_eq!(code(&client.stop_job("guarded")), ErrorCode::Unauthorized);
         assert_eq!(code(&client.hubs()), ErrorCode::Unauthorized);
         assert_eq!(
-            code(&client.register_hub(&RegisterHub { shape: shape(), place: Default::default() })),
+            code(&client.register_hub(&RegisterHub {
+                shape: shape(),
+                place: Default::default(),
+                machine: String::new()
+            })),
             ErrorCode::Unauthorized
         );
     }

@@ -228,6 +228,8 @@ fn the_openapi_document_lists_every_route_with_bodies_and_errors() {
         "GET /v1/hubs",
         "GET /v1/jobs",
         "GET /v1/jobs/{job}",
+        "GET /v1/jobs/{job}/best-scheme",
+        "GET /v1/jobs/{job}/book",
         "GET /v1/jobs/{job}/membership",
         "GET /v1/links",
         "POST /v1/hubs",

@@ -167,7 +167,9 @@ fn stopping_a_job_names_a_hub_that_does_not_confirm() {
 #[test]
 fn a_poll_waits_and_a_command_is_repeated_until_it_is_acknowledged() {
     let (_manager, client) = start(config());
-    let registered = client.register_hub(&RegisterHub { shape: shape(), place: Default::default() }).unwrap();
+    let registered = client
+        .register_hub(&RegisterHub { shape: shape(), place: Default::default(), machine: String::new() })
+        .unwrap();
     let poll =
         |acknowledged, wait_s| client.poll_commands(&registered, &PollCommands { acknowledged, wait_s });
     assert!(poll(0, 0.05).unwrap().commands.is_empty());
@@ -197,8 +199,13 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
     let (_manager, client) = start(config());
     let hub = Hub::join(&client, Manner::Serve);
     run(&client, "orphan", 1);
-    let again =
-        client.register_hub(&RegisterHub { shape: hub.shape.clone(), place: Default::default() }).unwrap();
+    let again = client
+        .register_hub(&RegisterHub {
+            shape: hub.shape.clone(),
+            place: Default::default(),
+            machine: String::new(),
+        })
+        .unwrap();
     assert_eq!(again.hub, 1);
     let status = client.job("orphan").unwrap();
     assert_eq!(status.state, JobState::Failed);
@@ -209,7 +216,9 @@ fn a_hub_that_comes_back_takes_the_place_of_its_former_self() {
 #[test]
 fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
     let (_manager, client) = start(config());
-    let registered = client.register_hub(&RegisterHub { shape: shape(), place: Default::default() }).unwrap();
+    let registered = client
+        .register_hub(&RegisterHub { shape: shape(), place: Default::default(), machine: String::new() })
+        .unwrap();
     let namespace = Namespace([3; 16]);
     let jobs = vec![HubJobCounters { namespace, counters: JobCounters::default(), left_out: Vec::new() }];
     let report = HubReport { jobs, ..HubReport::default() };
@@ -223,8 +232,9 @@ fn a_hub_that_serves_a_job_nobody_knows_is_told_to_stop_it() {
 #[test]
 fn only_the_hub_itself_polls_and_reports() {
     let (_manager, client) = start(config());
-    let mut stranger =
-        client.register_hub(&RegisterHub { shape: shape(), place: Default::default() }).unwrap();
+    let mut stranger = client
+        .register_hub(&RegisterHub { shape: shape(), place: Default::default(), machine: String::new() })
+        .unwrap();
     stranger.token = "0".repeat(64);
     let poll = PollCommands { acknowledged: 0, wait_s: 0.0 };
     assert_eq!(code(&client.poll_commands(&stranger, &poll)), ErrorCode::Unauthorized);
@@ -234,7 +244,9 @@ fn only_the_hub_itself_polls_and_reports() {
 #[test]
 fn stopping_the_manager_answers_everyone_who_waits() {
     let (manager, client) = start(config());
-    let registered = client.register_hub(&RegisterHub { shape: shape(), place: Default::default() }).unwrap();
+    let registered = client
+        .register_hub(&RegisterHub { shape: shape(), place: Default::default(), machine: String::new() })
+        .unwrap();
     let job = Job::create(&client, "interrupted", 2);
     let rank = std::thread::spawn({
         let job = job.clone();

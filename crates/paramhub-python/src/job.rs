@@ -305,6 +305,28 @@ impl Job {
         Ok(dict)
     }
 
+    /// Properties of the information book, as a JSON object of names and values; without any the whole book.
+    fn query(&self, py: Python<'_>, properties: Vec<String>) -> PyResult<String> {
+        let job = self.job(py)?;
+        let names: Vec<&str> = properties.iter().map(String::as_str).collect();
+        let found = match names.is_empty() {
+            true => serde_json::to_string(job.book()),
+            false => {
+                let found =
+                    job.book().query(&names).map_err(|error| errors::misuse(py, &error.to_string()))?;
+                serde_json::to_string(&found)
+            }
+        };
+        Ok(found.expect("a book is plain data"))
+    }
+
+    /// How a layer is exchanged, as JSON.
+    fn best_scheme(&self, py: Python<'_>, layer: &str) -> PyResult<String> {
+        let best = self.job(py)?.book().best_scheme(layer);
+        let best = best.map_err(|error| errors::misuse(py, &error.to_string()))?;
+        Ok(serde_json::to_string(&best).expect("an answer is plain data"))
+    }
+
     /// The exception the job has failed with, or None.
     fn failure(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         Ok(self.job(py)?.failure().map(|error| errors::worker(py, &error)))

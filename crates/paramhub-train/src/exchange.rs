@@ -28,6 +28,27 @@ pub trait Exchange {
     /// Whatever makes the exchange fail, now or before.
     fn push(&mut self, key: usize, gradient: Vec<f32>) -> Result<(), ExchangeError>;
 
+    /// Whether the gradient of this weight, and of the bias that follows it, is to come as its factors.
+    fn takes_factors(&self, weight: usize) -> bool {
+        let _ = weight;
+        false
+    }
+
+    /// Takes the factors of a fully connected layer in place of the gradients of its weight and bias. Must not wait for the
+    /// network.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    fn push_factors(
+        &mut self,
+        weight: usize,
+        inputs: &[f32],
+        output_gradients: &[f32],
+    ) -> Result<(), ExchangeError> {
+        let _ = (inputs, output_gradients);
+        Err(ExchangeError::Sequence { key: weight, reason: "factors of a key that takes none" })
+    }
+
     /// Waits for the newest parameters of one key and puts them into `parameters`, which holds those of the last step; or
     /// the network's initial ones on the first call for a key, when nothing has been pushed yet and the initial
     /// parameters of the job are put there. Memory of the same length may be exchanged instead of copied.

@@ -4,17 +4,21 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use paramhub_worker::{Handle, Job, WorkerError};
+use paramhub_syncer::LayerFactors;
+use paramhub_worker::{Handle, Job, Options, WorkerError};
 
 use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
+use crate::factors::FactorLayers;
 
 /// An [`Exchange`] with the other ranks of a job, whose keys are the network's in the network's order.
 ///
 /// Each gradient leaves as a fused PushPull. Parameters arrive in memory that is exchanged for the network's, so that
-/// nothing is copied and nothing is allocated per step.
+/// nothing is copied and nothing is allocated per step. Layers may go [by factors](Self::with_factors) instead; their initial
+/// parameters come through the hub, too.
 pub struct HubExchange {
     job: Job,
     keys: Vec<HubKey>,
+    factors: Option<FactorLayers>,
     under_way: Arc<UnderWay>,
 }
 
@@ -32,7 +36,12 @@ impl HubExchange {
     pub fn new(job: Job) -> Self {
         let keys: Vec<HubKey> = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
         let under_way = Arc::<UnderWay>::default();
-        HubExchange { job, keys, under_way }
+        HubExchange { job, keys, factors: None, under_way }
+    }
+
+    /// The same, with some layers exchanged by their factors.
+    pub fn with_factors(self, factors: FactorLayers) -> Self {
+        HubExchange { factors: Some(factors), ..self }
     }
 
     /// The job, for instance to change its hyperparameters.
@@ -44,8 +53,11 @@ impl HubExchange {
     ///
     /// # Errors
     /// If the job failed before.
-    pub fn leave(self) -> Result<(), WorkerError> {
-        self.job.leave()
+    pub fn leave(self) -> Result<(), ExchangeError> {
+        if let Some(factors) = &self.factors {
+            factors.exchange().leave(Options::default().leave_timeout).map_err(remote)?;
+        }
+        self.job.leave().map_err(remote)
     }
 
     /// Rank 0's initial parameters become everybody's. Returns the memory that is left over.
@@ -56,6 +68,26 @@ impl HubExchange {
         }
         let ((), arrived) = self.job.pull(key, memory)?.wait()?;
         Ok(std::mem::replace(parameters, arrived))
+    }
+
+    fn parameters_by_factors(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
+        let factors = self.factors.as_mut().expect("such keys are its own");
+        if !factors.has_begun(key) {
+            self.under_way.begin();
+            self.under_way.wait();
+            self.begin(key as u32, parameters).map_err(remote)?;
+            self.under_way.end();
+            self.under_way.go_on();
+            let factors = self.factors.as_mut().expect("such keys are its own");
+            return factors.begin(key, parameters).map_err(remote);
+        }
+        if factors.is_under_way(key) {
+            self.under_way.wait();
+            factors.wait(key).map_err(remote)?;
+            self.under_way.go_on();
+        }
+        factors.swap(key, parameters);
+        Ok(())
     }
 }
 
@@ -83,7 +115,31 @@ impl Exchange for HubExchange {
         Ok(())
     }
 
+    fn takes_factors(&self, weight: usize) -> bool {
+        self.factors.as_ref().is_some_and(|factors| factors.has(weight))
+    }
+
+    fn push_factors(
+        &mut self,
+        weight: usize,
+        inputs: &[f32],
+        output_gradients: &[f32],
+    ) -> Result<(), ExchangeError> {
+        let Some(factors) = self.factors.as_mut().filter(|factors| factors.has(weight)) else {
+            let reason = "factors of a key that takes none";
+            return Err(ExchangeError::Sequence { key: weight, reason });
+        };
+        self.under_way.begin();
+        let under_way = self.under_way.clone();
+        let pushed =
+            factors.push(weight, LayerFactors::of_f32(inputs, output_gradients), move || under_way.end());
+        pushed.map_err(remote)
+    }
+
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
+        if self.takes_factors(key) {
+            return self.parameters_by_factors(key, parameters);
+        }
         let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
             HubKey::Fresh => {
                 self.under_way.begin();
@@ -113,12 +169,14 @@ impl Exchange for HubExchange {
 
     fn statistics(&self) -> ExchangeStatistics {
         let statistics = self.job.statistics();
+        let factors =
+            self.factors.as_ref().map(|factors| factors.exchange().statistics()).unwrap_or_default();
         let (in_flight, exposed) = self.under_way.totals();
         ExchangeStatistics {
             in_flight,
             exposed,
-            bytes_sent: statistics.bytes_sent,
-            bytes_received: statistics.bytes_received,
+            bytes_sent: statistics.bytes_sent + factors.bytes_sent,
+            bytes_received: statistics.bytes_received + factors.bytes_received,
         }
     }
 }
@@ -190,7 +248,7 @@ fn find(keys: &mut [HubKey], key: usize) -> Result<&mut HubKey, ExchangeError> {
     keys.get_mut(key).ok_or(ExchangeError::Sequence { key, reason: "the network has no such key" })
 }
 
-fn remote(error: WorkerError) -> ExchangeError {
+fn remote(error: impl std::error::Error + Send + Sync + 'static) -> ExchangeError {
     ExchangeError::Remote(Box::new(error))
 }
 

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::data::{Data, DataError, EpochOrder};
 use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
-use crate::net::{NetError, Network};
+use crate::net::{LayerGradient, NetError, Network};
 
 /// What one training run does. Network, data, optimizer and number of workers come with the other arguments of [`train`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,9 +219,26 @@ impl Run<'_> {
             Ok(())
         })?;
         let (loss, gradient) = network.loss(logits, labels)?;
-        network.backward(gradient, |key, gradient| -> Result<(), TrainError> {
-            Ok(timed(waited, || exchange.push(key, gradient))?)
-        })?;
+        // What is asked does not change during a run, and the exchange is borrowed below.
+        let by_factors: Vec<usize> = network.fully_connected().map(|(weight, _)| weight).collect();
+        let by_factors: Vec<usize> =
+            by_factors.into_iter().filter(|&weight| exchange.takes_factors(weight)).collect();
+        network.backward(
+            gradient,
+            |weight| by_factors.contains(&weight),
+            |weight, gradient| {
+                timed(waited, || match gradient {
+                    LayerGradient::Dense([of_weight, of_bias]) => {
+                        exchange.push(weight, of_weight)?;
+                        exchange.push(weight + 1, of_bias)
+                    }
+                    LayerGradient::Factors { inputs, output_gradients } => {
+                        exchange.push_factors(weight, &inputs, &output_gradients)
+                    }
+                })
+                .map_err(TrainError::from)
+            },
+        )?;
         Ok(loss)
     }
 

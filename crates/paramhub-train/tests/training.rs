@@ -4,7 +4,7 @@ use paramhub_kernels::{Hyperparameters, Registry};
 use paramhub_train::data::{Data, DataSource, EpochOrder};
 use paramhub_train::exchange::{Exchange, ExchangeError};
 use paramhub_train::local::LocalExchange;
-use paramhub_train::net::{NetError, NetKind, Network};
+use paramhub_train::net::{LayerGradient, NetError, NetKind, Network};
 use paramhub_train::trainer::{Progress, Report, TrainConfig, TrainError, train};
 
 const SEED: u64 = 1;
@@ -125,7 +125,17 @@ fn first_gradients(data: &Data, rank: usize, workers: usize, batch: usize) -> Ve
     let (_, gradient) = network.loss(logits, &labels).unwrap();
     let mut recorder = Recorder { rank, workers, pushed: vec![Vec::new(); network.keys().len()] };
     network
-        .backward(gradient, |key, gradient| recorder.push(key, gradient).map_err(TrainError::from))
+        .backward(
+            gradient,
+            |_| false,
+            |weight, gradient| {
+                let LayerGradient::Dense([of_weight, of_bias]) = gradient else {
+                    panic!("nobody takes factors")
+                };
+                recorder.push(weight, of_weight)?;
+                recorder.push(weight + 1, of_bias).map_err(TrainError::from)
+            },
+        )
         .unwrap();
     recorder.pushed
 }

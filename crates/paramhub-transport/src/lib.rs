@@ -25,7 +25,7 @@ mod tcp;
 
 pub use connection::Connection;
 pub use host::host_identity;
-pub use memory::{Lending, ReceiveRegion, SendRegion, StableBytes, lend};
+pub use memory::{Home, Lending, ReceiveRegion, Returning, SendRegion, StableBytes, lend};
 pub use poll::{Event, Events, Interest, Poller, Waker};
 pub use shm::ShmStream;
 pub use socket::SAME_HOST_SEND_BYTES;

@@ -2,7 +2,7 @@
 //!
 //! A region owns its memory, exclusively if it receives. Whoever holds the region may touch the bytes and nobody else can,
 //! so handing a region to an I/O thread and back is an ordinary move. Three ways lead to one: give a buffer away
-//! ([`SendRegion::owned`]), lend a slice inside a scope that outwaits the region ([`lend`]), or promise by hand
+//! ([`SendRegion::owned`]), which may come [`Home`] by itself, lend a slice inside a scope that outwaits the region ([`lend`]), or promise by hand
 //! ([`SendRegion::from_raw`]).
 
 use std::any::Any;
@@ -48,6 +48,65 @@ unsafe impl<T: Pod + Send> StableBytes for Box<[T]> {
 
     fn as_bytes_mut(&mut self) -> &mut [u8] {
         bytemuck::cast_slice_mut(self)
+    }
+}
+
+/// A buffer that comes back when the region made of it is dropped, for operations that keep their regions to themselves:
+/// [`Home::lend`] gives it away, [`Home::take`] has it back.
+pub struct Home<B>(Arc<Mutex<Option<B>>>);
+
+impl<B: StableBytes> Home<B> {
+    /// With a buffer in it.
+    pub fn new(buffer: B) -> Self {
+        Home(Arc::new(Mutex::new(Some(buffer))))
+    }
+
+    /// The buffer, unless it is away.
+    pub fn take(&self) -> Option<B> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Puts a buffer in; one that was there is dropped.
+    pub fn put(&self, buffer: B) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+    }
+
+    /// The buffer as one that a region may own. None if it is away.
+    pub fn lend(&self) -> Option<Returning<B>> {
+        Some(Returning { buffer: Some(self.take()?), home: Home(Arc::clone(&self.0)) })
+    }
+}
+
+impl<B> fmt::Debug for Home<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Home").finish_non_exhaustive()
+    }
+}
+
+/// A buffer away from its [`Home`], until it is dropped.
+pub struct Returning<B: StableBytes> {
+    /// None only while it is dropped.
+    buffer: Option<B>,
+    home: Home<B>,
+}
+
+impl<B: StableBytes> Drop for Returning<B> {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.home.put(buffer);
+        }
+    }
+}
+
+// SAFETY: all of it is the buffer's own promise: nothing but the two methods below reaches the buffer before this value is
+// dropped, and a move of this value moves the buffer, as its promise allows.
+unsafe impl<B: StableBytes> StableBytes for Returning<B> {
+    fn as_bytes(&self) -> &[u8] {
+        self.buffer.as_ref().expect("it goes home when it is dropped").as_bytes()
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.buffer.as_mut().expect("it goes home when it is dropped").as_bytes_mut()
     }
 }
 

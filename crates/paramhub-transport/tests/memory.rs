@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes, lend};
+use paramhub_transport::{Home, ReceiveRegion, SendRegion, StableBytes, lend};
 
 #[test]
 fn owned_buffers_come_back_with_what_was_received() {
@@ -21,6 +21,21 @@ fn owned_buffers_come_back_with_what_was_received() {
     .unwrap();
     assert_eq!(region.bytes().as_ptr(), address);
     assert_eq!(region.into_owned::<Vec<f32>>(), Some(vec![5.0, 7.0]));
+}
+
+#[test]
+fn a_lent_buffer_comes_home_when_its_region_is_dropped() {
+    let home = Home::new(vec![1_u16, 2]);
+    let mut region = ReceiveRegion::owned(home.lend().unwrap());
+    assert!(home.lend().is_none() && home.take().is_none(), "it is away");
+    region.bytes_mut()[0] = 7;
+    std::thread::spawn(move || drop(region)).join().unwrap();
+    assert_eq!(home.take(), Some(vec![7, 2]));
+    // A home that is gone before its buffer.
+    let home = Home::new(vec![0_u8]);
+    let region = SendRegion::owned(home.lend().unwrap());
+    drop(home);
+    assert_eq!(region.bytes(), [0]);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
+use paramhub_core::scheme::{Book, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Caller, Direction, Hello, State};
@@ -86,6 +87,8 @@ pub struct Admission {
     pub job_options: JobOptions,
     /// The digest the hubs computed of their placement, in hexadecimal; compared if it is given.
     pub placement_hash: Option<String>,
+    /// Who takes part.
+    pub roster: Roster,
 }
 
 impl Admission {
@@ -101,7 +104,8 @@ impl Admission {
         options.check(&who, &self.settings, self.job_options.stands_still(&self.settings))?;
         let map = ChunkMap::new(&self.settings.keys, self.settings.chunk_bytes)
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause.into()) })?;
-        let placement = self.place(&who, &map)?;
+        let plan = Plan::new(&self.settings, &self.roster.cluster());
+        let placement = self.place(&who, &map, &plan)?;
         let chunk_bytes = self.chunk_bytes_max(&map);
         let Streams { streams, leave_by, arena, state_slots } =
             self.open_streams(&who, &placement, &options, chunk_bytes)?;
@@ -132,6 +136,7 @@ impl Admission {
             index: index.collect::<HashMap<_, _>>(),
             steps: Steps::new(keys.len()),
             imbalance: placement.imbalance(),
+            book: Book { job: self.name, roster: self.roster, plan },
             settings: self.settings,
             state_slots,
             arena: arena.clone(),
@@ -176,9 +181,10 @@ impl Admission {
         Ok(Job::new(shared, thread, options.leave_timeout))
     }
 
-    fn place(&self, who: &Who, map: &ChunkMap) -> Result<Placement, WorkerError> {
+    fn place(&self, who: &Who, map: &ChunkMap, plan: &Plan) -> Result<Placement, WorkerError> {
         let fail = |reason: String| WorkerError::Placement { who: who.clone(), reason: reason.into() };
-        let placement = Placement::new(&self.settings.keys, map, &self.hubs)
+        let spreads = plan.spreads(self.settings.keys.len());
+        let placement = Placement::planned(&self.settings.keys, map, &self.hubs, &spreads)
             .map_err(|error| fail(format!("the hubs cannot be placed on: {error}")))?;
         let mine = placement.hash().to_hex();
         match &self.placement_hash {

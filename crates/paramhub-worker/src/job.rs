@@ -12,6 +12,7 @@ use std::time::Duration;
 use bytemuck::Pod;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::Imbalance;
+use paramhub_core::scheme::Book;
 use paramhub_core::settings::Settings;
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
@@ -48,6 +49,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) state_slots: u8,
     pub(crate) imbalance: Imbalance,
+    pub(crate) book: Book,
     pub(crate) index: HashMap<String, u32>,
     pub(crate) arena: Option<WorkerArena>,
     pub(crate) steps: Steps,
@@ -89,6 +91,11 @@ impl Job {
     /// How uneven the placement is at each level.
     pub fn imbalance(&self) -> Imbalance {
         self.shared.imbalance
+    }
+
+    /// The information book: who takes part, the model's layers, and the scheme of each. Every node of the job has the same.
+    pub fn book(&self) -> &Book {
+        &self.shared.book
     }
 
     /// The number of the key with this name.

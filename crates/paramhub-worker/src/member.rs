@@ -1,5 +1,6 @@
 //! Joining: ConnectService, then InitService.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -62,6 +63,7 @@ impl Member {
                 rack: options.rack.clone().unwrap_or_default(),
                 host: options.host.clone().unwrap_or_else(host_identity),
             },
+            peer_address: options.peer_address,
         };
         let connected =
             manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
@@ -77,6 +79,11 @@ impl Member {
     /// Ranks in the job.
     pub fn workers(&self) -> u32 {
         self.connected.workers
+    }
+
+    /// Where each rank listens for the others, in rank order: its [`Options::peer_address`].
+    pub fn peer_addresses(&self) -> &[Option<SocketAddr>] {
+        &self.connected.peer_addresses
     }
 
     /// The job's name.
@@ -125,6 +132,7 @@ impl Member {
             settings: request.settings,
             job_options: self.connected.options,
             placement_hash: Some(initialised.placement_hash),
+            roster: initialised.roster,
         };
         admission.open(self.options.clone())
     }

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,6 +74,8 @@ pub struct Options {
     pub rack: Option<String>,
     /// What hubs that serve a single host know this one by; by default what tells it and its network namespace from all others.
     pub host: Option<String>,
+    /// Where this worker listens for the job's other workers, if they are to reach it: the connection manager tells them.
+    pub peer_address: Option<SocketAddr>,
     /// From which of this host's interfaces streams over TCP leave. A stream to a hub's interface number i leaves from number i
     /// modulo n of those n that lead there: of those in its subnet, else of those whose route does. By default the kernel chooses
     /// where only one does.
@@ -203,6 +206,7 @@ impl Default for Options {
             transport: Transport::Auto,
             rack: None,
             host: None,
+            peer_address: None,
             interfaces: Selector::Auto,
             shared_parameters: Sharing::Never,
             dial_timeout: Duration::from_secs(10),

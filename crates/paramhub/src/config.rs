@@ -12,6 +12,7 @@ use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::cost::Rate;
 use paramhub_core::limits::CHUNK_BYTES_DEFAULT;
+use paramhub_core::scheme::SchemeChoice;
 use paramhub_core::service::{HUB_PORT, JobOptions, MANAGER_PORT, OnInterfaceDown};
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
@@ -155,6 +156,8 @@ pub(crate) struct TrainSection {
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
     #[serde(with = "text")]
+    pub(crate) scheme: SchemeChoice,
+    #[serde(with = "text")]
     pub(crate) codec: Codec,
     pub(crate) chunk_bytes: Bytes,
     pub(crate) cores: usize,
@@ -287,6 +290,7 @@ impl Default for TrainSection {
             deployment: None,
             hubs: None,
             stragglers: Stragglers::Wait,
+            scheme: SchemeChoice::default(),
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,

@@ -59,7 +59,7 @@ pub use paramhub_core::consistency::Consistency;
 pub use paramhub_core::hyperparameters::Hyperparameters;
 pub use paramhub_core::key::{Key, KeyTable};
 pub use paramhub_core::stragglers::Stragglers;
-pub use paramhub_core::{auth, composition, cost, limits, placement, service, settings};
+pub use paramhub_core::{auth, composition, cost, limits, placement, scheme, service, settings};
 pub use paramhub_hub::{HubConfig, HubError, JobLimits, Rate, RunningHub, Selector};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};

@@ -139,7 +139,11 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
         // The other hub, which takes the address whenever this one has got it.
         if hubs.iter().any(|hub| hub.hub >= newest) {
             newest = client
-                .register_hub(&RegisterHub { shape: shape.clone(), place: Default::default() })
+                .register_hub(&RegisterHub {
+                    shape: shape.clone(),
+                    place: Default::default(),
+                    machine: String::new(),
+                })
                 .unwrap()
                 .hub
                 + 1;

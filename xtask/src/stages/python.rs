@@ -15,7 +15,7 @@ use environment::Environment;
 /// wheel is built without an environment of its own, whose changing path would make cargo build everything again.
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
-const OUR_PYTHON: [&str; 4] = ["python", "examples/pytorch", "bench/pytorch", "xtask"];
+const OUR_PYTHON: [&str; 5] = ["python", "examples/pytorch", "bench/pytorch", "bench/models", "xtask"];
 /// One of the examples is written for it.
 const ACCELERATE: &str = "accelerate==1.15.0";
 

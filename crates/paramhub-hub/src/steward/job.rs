@@ -8,6 +8,7 @@ use paramhub_core::composition::{Composed, SiteId};
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
+use paramhub_core::scheme::Plan;
 use paramhub_core::service::{JobCounters, JobPlan};
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
@@ -131,7 +132,8 @@ impl Job {
         })?;
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
-        let composed = Composed::new(&settings.keys, &map, plan.composition.clone())
+        let spreads = Plan::new(settings, &plan.cluster).spreads(settings.keys.len());
+        let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
             .map_err(|error| error.to_string())?;
         let (composed, site) = (Arc::new(composed), plan.site);
         let placement = &composed.placements[usize::from(site)];

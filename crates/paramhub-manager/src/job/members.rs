@@ -45,13 +45,13 @@ impl Job {
         if self.state != JobState::Initialising {
             return Transition::None;
         }
-        if placed.placement_hash != placement_hash {
+        if placed.hash != placement_hash {
             let message = format!(
                 "{} placed job `{}` otherwise than the manager ({placement_hash}, not {}): run one version of \
                  paramhub everywhere",
                 self.members[index].describe(),
                 self.name,
-                placed.placement_hash
+                placed.hash
             );
             return self.fail(ErrorCode::Internal, message, now);
         }

@@ -59,6 +59,11 @@ impl Seats {
         }
     }
 
+    /// The host of a seated rank's process, as it told it.
+    pub(super) fn host(&self, rank: u32) -> &str {
+        self.holder(rank).map_or("", |holder| &holder.host)
+    }
+
     /// Seats a rank, or renews its ticket where the same process calls again.
     pub(super) fn take(&mut self, call: &ConnectService) -> u64 {
         if self.holder(call.rank).is_some() {

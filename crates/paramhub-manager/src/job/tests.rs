@@ -5,6 +5,7 @@ use std::time::Duration;
 use paramhub_core::auth::Proof;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
+use paramhub_core::scheme::{HubPlace, Plan};
 
 fn now() -> Now {
     Now::read()
@@ -33,6 +34,7 @@ fn call(rank: u32, number: u8) -> ConnectService {
         host: format!("node-{number}"),
         process: u32::from(number),
         place: Default::default(),
+        peer_address: None,
     }
 }
 
@@ -48,9 +50,16 @@ fn settings() -> Arc<Settings> {
     Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
 }
 
-fn placed() -> ServiceInitialised {
+fn placed() -> Placed {
     let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
-    ServiceInitialised { placement_hash: "hash".into(), imbalance }
+    Placed { hash: "hash".into(), imbalance }
+}
+
+/// What the manager writes down for those settings, of a job whose hubs tell no machine.
+fn book(job: &Job) -> Arc<Book> {
+    let roster = job.roster(job.hubs().map(|hub| (hub, "")));
+    let plan = Plan::new(&settings(), &roster.cluster());
+    Arc::new(Book { job: job.name.clone(), roster, plan })
 }
 
 fn stage(job: &Job) -> Stage {
@@ -74,7 +83,7 @@ fn placing(workers: u32, hub_count: u32) -> Job {
         job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
         assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
     }
-    assert!(job.place(Outline::default(), vec![placed()]));
+    assert!(job.place(Outline::default(), vec![placed()], book(&job)));
     job
 }
 
@@ -361,4 +370,40 @@ fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
     assert_eq!(again.status().message, "the manager restarted while it ran");
     assert_eq!(again.status().ended_at, status.ended_at);
     assert_eq!((again.status().counters, again.status().left_out), (counters, vec![0, 3]));
+}
+
+#[test]
+fn the_book_tells_where_hubs_run() {
+    let mut job = job(2);
+    let mut places = ["blue", "green"].into_iter();
+    for rank in 0..2 {
+        let place = Place { host: places.next().unwrap().into(), ..Place::default() };
+        job.connect(&ConnectService { place, ..call(rank, rank as u8) }, now()).unwrap();
+    }
+    assert_eq!(job.convene(hubs(2), &Core::Unneeded), Transition::Advanced);
+    let roster = |machines: [&str; 2]| job.roster(job.hubs().zip(machines));
+    let dedicated = roster(["red", ""]);
+    assert_eq!(dedicated.place, HubPlace::Dedicated { width: 1.0 });
+    assert_eq!(dedicated.workers[1].host, "node-1");
+    let mixed = roster(["red", "green"]);
+    assert_eq!(mixed.place, HubPlace::BesideWorkers, "the busiest machine has both");
+    assert_eq!([mixed.hubs[0].is_beside_worker, mixed.hubs[1].is_beside_worker], [false, true]);
+    assert_eq!(mixed.hubs[0].addresses, ["10.0.0.0:7771"]);
+    let cluster = mixed.cluster();
+    assert_eq!((cluster.workers, cluster.hubs), (2, 2));
+}
+
+#[test]
+fn a_job_has_its_book_while_it_is_placed_and_lives() {
+    let mut job = job(1);
+    assert_eq!(job.book().unwrap_err().code, ErrorCode::Missing);
+    job.connect(&call(0, 0), now()).unwrap();
+    assert_eq!(job.convene(hubs(1), &Core::Unneeded), Transition::Advanced);
+    job.submit(0, process(0), &settings(), now()).unwrap();
+    assert!(job.agree(0).is_some());
+    assert!(job.place(Outline::default(), vec![placed()], book(&job)));
+    assert_eq!(job.book().unwrap().plan.rows().count(), 1);
+    let _ = job.fail(ErrorCode::JobEnded, "enough".into(), now());
+    let refused = job.book().unwrap_err();
+    assert!(refused.code == ErrorCode::JobEnded && refused.message.contains("enough"), "{refused}");
 }

@@ -46,8 +46,7 @@ pub(crate) async fn register(
     JsonBody(request): JsonBody<RegisterHub, SHAPE>,
 ) -> Result<Json<HubRegistered>, Refusal> {
     let token: String = paramhub_core::auth::Nonce(random()?).into();
-    let hub = registry
-        .with(|world| world.register_hub(request.shape, request.place, token.clone(), Now::read()))?;
+    let hub = registry.with(|world| world.register_hub(request, token.clone(), Now::read()))?;
     Ok(Json(HubRegistered { hub, token }))
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 use paramhub_core::auth::Proof;
-use paramhub_core::composition::Reduction;
-use paramhub_core::placement::InterfaceShape;
+use paramhub_core::composition::{Place, Reduction};
+use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_core::service::{ConnectService, JobOptions};
 use std::sync::Mutex;
 use std::time::Duration;
@@ -33,7 +33,7 @@ fn hub_at(world: &mut World, address: &str, rack: &str, now: Now) -> u32 {
     let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place { rack: rack.into(), host: String::new() };
-    world.register_hub(shape, place, "token".into(), now).unwrap()
+    world.register_hub(RegisterHub { shape, place, machine: String::new() }, "token".into(), now).unwrap()
 }
 
 /// A job with a rank in each of these racks, all of which have connected.
@@ -50,6 +50,7 @@ fn job_in(world: &mut World, name: &str, racks: &[&str], reduction: Reduction, n
             host: String::new(),
             process: 1,
             place: Place { rack: rack.to_string(), host: String::new() },
+            peer_address: None,
         };
         world.change(namespace, |job| (job.connect(&call, now).unwrap(), Transition::None)).unwrap();
     }

@@ -12,6 +12,7 @@ use paramhub_core::auth::{Incarnation, Namespace, Nonce, Purpose};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
+use paramhub_core::scheme::Plan;
 use paramhub_core::service::{
     ConnectService, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubJobCounters,
     HubRegistered, HubReport, InitService, JobCounters, JobOptions, JobPlan, LeaveService, PollCommands,
@@ -98,6 +99,7 @@ impl Job {
             host: "testhost".into(),
             process: 1000 + rank,
             place: Default::default(),
+            peer_address: None,
         }
     }
 
@@ -176,8 +178,13 @@ pub(crate) struct Hub {
 impl Hub {
     pub(crate) fn join(client: &ManagerClient, manner: Manner) -> Hub {
         let shape = shape();
-        let registered =
-            client.register_hub(&RegisterHub { shape: shape.clone(), place: Default::default() }).unwrap();
+        let registered = client
+            .register_hub(&RegisterHub {
+                shape: shape.clone(),
+                place: Default::default(),
+                machine: String::new(),
+            })
+            .unwrap();
         let quit = Arc::new(AtomicBool::new(false));
         let thread = {
             let (client, registered, quit) = (client.clone(), registered.clone(), quit.clone());
@@ -256,12 +263,10 @@ fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
     let placement_hash = match manner {
         Manner::Serve => {
             let map = ChunkMap::new(&plan.settings.keys, plan.settings.chunk_bytes).unwrap();
-            let placement = Placement::new(
-                &plan.settings.keys,
-                &map,
-                &plan.composition.sites[usize::from(plan.site)].hubs,
-            )
-            .unwrap();
+            let settings = &plan.settings;
+            let spreads = Plan::new(settings, &plan.cluster).spreads(settings.keys.len());
+            let hubs = &plan.composition.sites[usize::from(plan.site)].hubs;
+            let placement = Placement::planned(&settings.keys, &map, hubs, &spreads).unwrap();
             placement.hash().to_hex().to_string()
         }
         Manner::PlaceOtherwise => "0".repeat(64),

@@ -19,6 +19,16 @@ pub(super) trait Layer: Send {
         None
     }
 
+    /// Outputs and inputs of a fully connected layer, whose gradient has factors.
+    fn fully_connected(&self) -> Option<[usize; 2]> {
+        None
+    }
+
+    /// The factors of a fully connected layer's gradient: what came in and the gradient of the output, a row for each example.
+    fn factors(&mut self, _output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
+        unreachable!("only a fully connected layer is asked for its factors")
+    }
+
     /// The gradients of weight and bias, from that of the output. Only for layers with parameters.
     fn parameter_gradients(&mut self, _output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
         unreachable!("only a layer with parameters is asked for their gradients")

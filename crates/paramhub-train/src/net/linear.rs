@@ -1,6 +1,7 @@
 use candle_core::{Result, Tensor};
 
 use super::layer::{Layer, Parameters};
+use super::storage;
 
 /// A fully connected layer: y = x Wᵀ + b.
 pub(super) struct Linear {
@@ -27,6 +28,15 @@ impl Layer for Linear {
 
     fn parameters(&self) -> Option<&Parameters> {
         Some(&self.parameters)
+    }
+
+    fn fully_connected(&self) -> Option<[usize; 2]> {
+        self.parameters.weight.dims2().ok().map(<[usize; 2]>::from)
+    }
+
+    fn factors(&mut self, output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
+        let input = self.input.take().expect("forward comes before backward");
+        Ok([storage::read(&input, <[f32]>::to_vec)?, storage::read(output_gradient, <[f32]>::to_vec)?])
     }
 
     fn parameter_gradients(&mut self, output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {

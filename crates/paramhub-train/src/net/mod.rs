@@ -66,6 +66,21 @@ pub struct Network {
     keys: Vec<Key>,
 }
 
+/// What the backward pass makes for the parameters of one layer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LayerGradient {
+    /// The gradients of weight and bias.
+    Dense([Vec<f32>; 2]),
+    /// Of a fully connected layer, a row for each example: the gradient of the weight is the sum of their outer products, that of
+    /// the bias the sum of the rows of output gradients.
+    Factors {
+        /// What came in.
+        inputs: Vec<f32>,
+        /// The gradient of what came out.
+        output_gradients: Vec<f32>,
+    },
+}
+
 struct Stage {
     layer: Box<dyn Layer>,
     /// The key of the layer's weight; its bias has the next one.
@@ -150,26 +165,40 @@ impl Network {
         Ok((loss, logits))
     }
 
+    /// The fully connected layers: the key of the weight, which that of the bias follows, and how many outputs and inputs they
+    /// have.
+    pub fn fully_connected(&self) -> impl Iterator<Item = (usize, [usize; 2])> + '_ {
+        self.stages.iter().filter_map(|stage| Some((stage.first_key?, stage.layer.fully_connected()?)))
+    }
+
     /// The backward pass of the last forward pass, from the gradient of the logits.
     ///
-    /// `emit` gets each key's gradient, averaged over the batch, as soon as it exists: last layer first, and before the layer
-    /// computes its input's gradient, let alone the layers below it (Poseidon, section 3.1).
+    /// `emit` gets the key of each layer's weight with the layer's gradient, averaged over the batch, as soon as it exists: last
+    /// layer first, and before the layer computes its input's gradient, let alone the layers below it (Poseidon, section 3.1).
+    /// Those of which `takes_factors` says so, by the same key, are not multiplied out.
     ///
     /// # Errors
     /// The first error of `emit`, or candle's.
     pub fn backward<E: From<NetError>>(
         &mut self,
         logits_gradient: Tensor,
-        mut emit: impl FnMut(usize, Vec<f32>) -> Result<(), E>,
+        takes_factors: impl Fn(usize) -> bool,
+        mut emit: impl FnMut(usize, LayerGradient) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut gradient = logits_gradient;
         let lowest =
             self.stages.iter().position(|stage| stage.first_key.is_some()).unwrap_or(self.stages.len());
         for (position, stage) in self.stages.iter_mut().enumerate().skip(lowest).rev() {
             if let Some(first) = stage.first_key {
-                let [weight, bias] = stage.layer.parameter_gradients(&gradient).map_err(NetError::from)?;
-                emit(first, weight)?;
-                emit(first + 1, bias)?;
+                let layer = &mut stage.layer;
+                let made = if takes_factors(first) && layer.fully_connected().is_some() {
+                    layer
+                        .factors(&gradient)
+                        .map(|[inputs, output_gradients]| LayerGradient::Factors { inputs, output_gradients })
+                } else {
+                    layer.parameter_gradients(&gradient).map(LayerGradient::Dense)
+                };
+                emit(first, made.map_err(NetError::from)?)?;
             }
             if position > lowest {
                 gradient = stage.layer.input_gradient(gradient).map_err(NetError::from)?;

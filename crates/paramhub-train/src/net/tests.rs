@@ -6,7 +6,7 @@ use super::convolution::Convolution;
 use super::layer::{Layer, Parameters};
 use super::pool::{AveragePool, MaxPool};
 use super::window::Window;
-use super::{NetError, NetKind, Network, storage};
+use super::{LayerGradient, NetError, NetKind, Network, storage};
 use crate::data::Geometry;
 use crate::random::Random;
 
@@ -139,10 +139,15 @@ fn gradients_equal_finite_differences() {
         let (_, gradient) = network.loss(logits, &labels).unwrap();
         let mut gradients = vec![Vec::new(); network.keys().len()];
         network
-            .backward(gradient, |key, values| -> Result<(), NetError> {
-                gradients[key] = values;
-                Ok(())
-            })
+            .backward(
+                gradient,
+                |_| false,
+                |weight, made| -> Result<(), NetError> {
+                    let LayerGradient::Dense(both) = made else { panic!("nobody takes factors") };
+                    gradients[weight..weight + 2].clone_from_slice(&both);
+                    Ok(())
+                },
+            )
             .unwrap();
         for (key, gradient) in gradients.iter().enumerate() {
             // Along the gradient itself, where the slope is its norm, and along a random direction with a part of it.
@@ -195,13 +200,63 @@ fn gradients_leave_from_the_last_layer_and_layers_fetch_from_the_first() {
         .unwrap();
     let (_, gradient) = network.loss(logits, &[1, 2]).unwrap();
     network
-        .backward(gradient, |key, _| -> Result<(), NetError> {
-            emitted.push(key);
-            Ok(())
-        })
+        .backward(
+            gradient,
+            |_| false,
+            |weight, _| -> Result<(), NetError> {
+                emitted.push(weight);
+                Ok(())
+            },
+        )
         .unwrap();
     assert_eq!(fetched, [0, 1, 2, 3, 4, 5, 6, 7]);
-    assert_eq!(emitted, [6, 7, 4, 5, 2, 3, 0, 1]);
+    assert_eq!(emitted, [6, 4, 2, 0]);
+}
+
+#[test]
+fn factors_multiply_out_to_the_gradient() {
+    let geometry = Geometry { channels: 1, height: 8, width: 8, classes: 10 };
+    let images = random_values(3 * 64, 6);
+    // Convolutions have none, whoever asks.
+    let backward = |takes_factors: bool| {
+        let mut network = Network::new(NetKind::Lenet, geometry, SEED).unwrap();
+        let logits = network.forward(images.clone(), |_, _| Ok::<(), NetError>(())).unwrap();
+        let (_, gradient) = network.loss(logits, &[1, 2, 3]).unwrap();
+        let mut made = std::collections::BTreeMap::new();
+        network
+            .backward(
+                gradient,
+                |_| takes_factors,
+                |weight, gradient| -> Result<(), NetError> {
+                    made.insert(weight, gradient);
+                    Ok(())
+                },
+            )
+            .unwrap();
+        (network.fully_connected().collect::<Vec<_>>(), made)
+    };
+    let (layers, dense) = backward(false);
+    let (_, factored) = backward(true);
+    assert_eq!(layers, [(4, [500, 200]), (6, [10, 500])]);
+    for (&weight, gradient) in &dense {
+        let Some(&(_, [outputs, inputs])) = layers.iter().find(|layer| layer.0 == weight) else {
+            assert_eq!(factored[&weight], *gradient);
+            continue;
+        };
+        let LayerGradient::Dense([of_weight, of_bias]) = gradient else { panic!("nobody takes factors") };
+        let LayerGradient::Factors { inputs: rows, output_gradients } = &factored[&weight] else {
+            panic!("layer {weight} has factors")
+        };
+        let (mut product, mut sum) = (vec![0.0; outputs * inputs], vec![0.0; outputs]);
+        for (row, gradients) in rows.chunks_exact(inputs).zip(output_gradients.chunks_exact(outputs)) {
+            for (r, g) in gradients.iter().enumerate() {
+                sum[r] += g;
+                row.iter().enumerate().for_each(|(c, x)| product[r * inputs + c] += g * x);
+            }
+        }
+        assert_close(of_weight, &product, 1e-5);
+        assert_close(of_bias, &sum, 1e-5);
+    }
 }
 
 #[test]

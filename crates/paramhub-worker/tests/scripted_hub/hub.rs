@@ -9,6 +9,7 @@ use paramhub_core::chunk::ChunkId;
 use paramhub_core::codec::Codec;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::scheme::Roster;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{
@@ -42,6 +43,8 @@ impl Hub {
 
     pub(crate) fn admission(&self, rank: u32, settings: Settings) -> Admission {
         let cores = (0..self.cores).collect();
+        let interface = InterfaceShape { address: self.address.clone(), cores, weight: 1 };
+        let hubs = vec![HubShape { local: None, interfaces: vec![interface] }];
         Admission {
             name: "digits".into(),
             namespace: Namespace([1; 16]),
@@ -49,10 +52,8 @@ impl Hub {
             rank,
             workers: 2,
             incarnation: Incarnation([2; 16]),
-            hubs: vec![HubShape {
-                local: None,
-                interfaces: vec![InterfaceShape { address: self.address.clone(), cores, weight: 1 }],
-            }],
+            roster: Roster::beside_workers(2, &hubs),
+            hubs,
             settings,
             job_options: JobOptions::default(),
             placement_hash: None,

@@ -37,6 +37,21 @@ pub(super) struct Model {
 struct Tensor {
     name: String,
     shape: Vec<u64>,
+    /// Of a weight: at how many places of one sample it is applied, 1 in a fully connected layer.
+    #[serde(default)]
+    positions: Option<u64>,
+}
+
+/// The tensors of one layer, a weight and its bias, or a single tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ModelLayer {
+    pub(super) name: String,
+    /// Their positions in the table of keys.
+    pub(super) keys: Vec<u32>,
+    /// Outputs and inputs of a fully connected one.
+    pub(super) fully_connected: Option<[u64; 2]>,
+    /// Multiplications and additions of a sample's forward pass.
+    pub(super) operations: u64,
 }
 
 #[derive(Deserialize)]
@@ -70,6 +85,61 @@ impl Model {
         let list = parse(&text).map_err(|error| refuse(format!("{error:#}")))?;
         let stem = || path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok(Model { name: list.model.unwrap_or_else(stem), tensors: list.tensors })
+    }
+
+    /// The layers, front layers first. Where the list does not say how often weights are applied nothing is known to be fully
+    /// connected, and nothing takes operations.
+    pub(super) fn layers(&self) -> Vec<ModelLayer> {
+        let mut layers: Vec<ModelLayer> = Vec::new();
+        for (key, tensor) in (0..).zip(&self.tensors) {
+            let name = tensor.name.rsplit_once('.').map_or(tensor.name.as_str(), |(name, _)| name);
+            let positions = tensor.positions.unwrap_or(0);
+            let operations = tensor.shape.iter().product::<u64>() * positions;
+            match layers.last_mut() {
+                Some(layer) if layer.name == name => {
+                    layer.keys.push(key);
+                    layer.operations += operations;
+                }
+                _ => {
+                    let fully_connected = match (positions, tensor.shape.as_slice()) {
+                        (1, &[outputs, inputs]) => Some([outputs, inputs]),
+                        _ => None,
+                    };
+                    layers.push(ModelLayer {
+                        name: name.to_owned(),
+                        keys: vec![key],
+                        fully_connected,
+                        operations,
+                    });
+                }
+            }
+        }
+        layers
+    }
+
+    /// The keys of a job whose layers keep their form: of fully connected layers each side is divided by `side`, rounding up, and
+    /// every other tensor's elements by its square. With them the layers so scaled.
+    pub(super) fn scaled(self, side: u64) -> anyhow::Result<(KeyTable, Vec<ModelLayer>)> {
+        let mut layers = self.layers();
+        let mut keys: Vec<Key> =
+            self.tensors.into_iter().map(|tensor| Key::new(tensor.name, tensor.shape)).collect();
+        for layer in &mut layers {
+            if let Some(shape) = &mut layer.fully_connected {
+                *shape = shape.map(|length| length.div_ceil(side));
+                for &key in &layer.keys {
+                    keys[key as usize].shape.iter_mut().for_each(|length| *length = length.div_ceil(side));
+                }
+                continue;
+            }
+            for &key in &layer.keys {
+                let key = &mut keys[key as usize];
+                if let Some(elements) = key.elements().filter(|_| side > 1) {
+                    key.shape = vec![elements.div_ceil(side * side)];
+                }
+            }
+        }
+        let keys = KeyTable::new(keys).map_err(|error| Usage(format!("model {}: {error}", self.name)))?;
+        Ok((keys, layers))
     }
 
     /// The keys of a job. A `scale` above 1 divides every tensor's elements by it, rounding up, and flattens its shape. A
@@ -131,7 +201,7 @@ fn transformer() -> Vec<Tensor> {
     const KEY_VALUE_WIDTH: u64 = 256;
     const FEED_FORWARD_WIDTH: u64 = 5632;
     const VOCABULARY: u64 = 32_000;
-    let tensor = |name: String, shape: &[u64]| Tensor { name, shape: shape.into() };
+    let tensor = |name: String, shape: &[u64]| Tensor { name, shape: shape.into(), positions: None };
     let mut tensors = vec![tensor("embedding.weight".into(), &[VOCABULARY, WIDTH])];
     for layer in 0..22 {
         for (name, shape) in [
@@ -190,6 +260,27 @@ mod tests {
         assert_eq!(scaled.len(), 62);
         assert_eq!(scaled.keys()[0].shape, [10], "64 * 3 * 7 * 7 elements by 1000, rounded up");
         assert!(scaled.keys().iter().all(|key| key.elements() >= Some(1) && key.dtype == Dtype::BF16));
+    }
+
+    #[test]
+    fn layers_are_weights_with_their_biases() {
+        let vgg = Model::named("vgg19").unwrap().layers();
+        assert_eq!(vgg.len(), 19);
+        let fully_connected: Vec<_> = vgg.iter().filter_map(|layer| layer.fully_connected).collect();
+        assert_eq!(fully_connected, [[4096, 25_088], [4096, 4096], [1000, 4096]]);
+        assert_eq!(vgg[16].keys, [32, 33]);
+        // As published: 19.6 billion of VGG19, 11.5 of ResNet-152, 5.7 of Inception-V3.
+        for (name, billions) in
+            [("vgg19", 19.6), ("resnet152", 11.5), ("inception_v3", 5.7), ("googlenet", 1.5)]
+        {
+            let layers = Model::named(name).unwrap().layers();
+            let operations: u64 = layers.iter().map(|layer| layer.operations).sum();
+            assert!((operations as f64 / 1e9 - billions).abs() < 0.05, "{name}: {operations}");
+            let keys: Vec<u32> = layers.iter().flat_map(|layer| layer.keys.clone()).collect();
+            assert!(keys.iter().copied().eq(0..keys.len() as u32), "{name}: every key once, in order");
+        }
+        let last = Model::named(VGG19_22K).unwrap().layers().pop().unwrap();
+        assert_eq!(last.fully_connected, Some([21_841, 4096]));
     }
 
     #[test]

@@ -184,6 +184,7 @@ fn a_rank_that_stops_between_init_and_its_streams_is_named() {
             host: String::new(),
             process: 0,
             place: Default::default(),
+            peer_address: None,
         };
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings() };

@@ -81,6 +81,7 @@ impl Raw {
             host: "by hand".into(),
             process: 0,
             place: Default::default(),
+            peer_address: None,
         };
         cluster.client.connect_service(ticket.namespace, &connect, PATIENCE).unwrap();
         let init = InitService { rank, incarnation, proof: prove(Purpose::Init), settings: settings.clone() };

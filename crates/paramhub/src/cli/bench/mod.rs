@@ -10,6 +10,7 @@ mod kernels;
 mod numbers;
 mod peer;
 mod plot;
+mod poseidon;
 mod processes;
 mod raw;
 mod redraw;
@@ -43,6 +44,7 @@ enum What {
     Ablate(ablate::AblateFlags),
     Breakdown(breakdown::BreakdownFlags),
     Tenants(tenants::TenantsCommand),
+    Poseidon(poseidon::PoseidonCommand),
     Plot(redraw::PlotFlags),
     Kernels(kernels::KernelsFlags),
 }
@@ -54,6 +56,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Ablate(flags) => ablate::ablate(&flags),
         What::Breakdown(flags) => breakdown::breakdown(&flags),
         What::Tenants(flags) => tenants::tenants(&flags),
+        What::Poseidon(flags) => poseidon::poseidon(&flags),
         What::Plot(flags) => redraw::redraw(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
     }

@@ -12,7 +12,7 @@ use super::numbers::{self, START, Verdict};
 use super::raw::Raw;
 use super::spec::{self, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
-use super::{breakdown, hub};
+use super::{breakdown, hub, poseidon};
 use crate::cli::ExitCode;
 use crate::{Job, Member, Membership, Options, SharedTensor, Sharing, Tensor, Transport, WorkerError};
 
@@ -35,6 +35,7 @@ pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
         Some(Order::Host { spec, seat }) => hub::host(&spec, seat, &mut line)?,
         Some(Order::Teach { lesson }) => breakdown::teach(&lesson, &mut line)?,
         Some(Order::Attend { lesson, rank, at }) => breakdown::learn(&lesson, rank, at, &mut line)?,
+        Some(Order::Play { part, rank, at }) => poseidon::play(part, rank, at, &mut line)?,
         Some(Order::Join { spec, rank, rack, at }) => Worker::join(spec, rank, rack, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}

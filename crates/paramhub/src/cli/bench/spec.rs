@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::ablate::Variant;
 use super::breakdown::{Learnt, Lesson};
 use super::numbers::Verdict;
+use super::poseidon::{Part, Played};
 use super::raw;
 use crate::service::{JobOptions, ServiceCreated};
 use crate::settings::{OptimizerChoice, Settings};
@@ -163,6 +164,8 @@ pub(super) enum Order {
     Attend { lesson: Lesson, rank: u32, at: Option<Meeting> },
     /// Train, from this instant of the monotonic clock on. Answered by [`Report::Learnt`].
     Learn { start: Duration },
+    /// Play this rank of a training. Answered by [`Report::Joined`].
+    Play { part: Part, rank: u32, at: Meeting },
     /// Say what the hub has used. Answered by [`Report::Used`].
     Tell,
     /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
@@ -195,6 +198,7 @@ pub(super) enum Report {
     Used(HubUse),
     Checked(Verdict),
     Learnt(Learnt),
+    Played(Played),
 }
 
 /// What the hub's process has used since its start.

@@ -53,6 +53,30 @@ pub(super) fn core_seconds() -> Vec<f64> {
     cores.into_iter().map(|(_, seconds)| seconds).collect()
 }
 
+/// Bytes that went over a network's interfaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct NetworkBytes {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+/// Of all interfaces of this process's host but loopback, since they are there; nothing where the kernel does not tell. On a
+/// testbed a host is a namespace, whose interfaces are its own.
+pub(super) fn network_bytes() -> NetworkBytes {
+    let table = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
+    let rows = table.lines().filter_map(|line| line.split_once(':'));
+    let counted = rows.filter(|(name, _)| name.trim() != "lo").filter_map(|(_, counters)| {
+        let mut counters = counters.split_whitespace().map(|counter| counter.parse::<u64>().ok());
+        let received = counters.next()??;
+        let sent = counters.nth(7)??;
+        Some(NetworkBytes { sent, received })
+    });
+    counted.fold(NetworkBytes::default(), |sum, one| NetworkBytes {
+        sent: sum.sent + one.sent,
+        received: sum.received + one.received,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,11 +1,9 @@
 //! How ranks learn where the others are: through the job's hub, which sums what each says in its own part of one tensor.
 
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-
-use anyhow::{Context, ensure};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::settings::Settings;
-use crate::{Job, Key, KeyTable, ManagerClient, Member};
+use crate::{Job, Key, KeyTable, Member};
 
 /// A rank's part of the tensor: each value is one byte of address, port, and the length and bytes of the host's name.
 const VALUES: usize = 64;
@@ -84,21 +82,6 @@ fn check(places: &[Place]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The address of this machine's interface towards the manager.
-pub(in crate::cli) fn address_towards(url: &str) -> anyhow::Result<IpAddr> {
-    let url = ManagerClient::new(url, None)?.url().to_owned();
-    let authority = url.strip_prefix("http://").unwrap_or(&url);
-    let cannot = || format!("cannot tell which interface leads to {url}: name its address with --address");
-    let manager = authority.to_socket_addrs().with_context(cannot)?.next().with_context(cannot)?;
-    let any: IpAddr = if manager.is_ipv4() { [0, 0, 0, 0].into() } else { [0_u16; 8].into() };
-    // Connecting a datagram socket sends nothing: it only picks the route.
-    let socket = UdpSocket::bind((any, 0)).with_context(cannot)?;
-    socket.connect(manager).with_context(cannot)?;
-    let address = socket.local_addr().with_context(cannot)?.ip();
-    ensure!(!address.is_unspecified(), cannot());
-    Ok(address)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -133,11 +116,5 @@ mod tests {
             refused.contains("rank 1 listens on 127.0.0.1") && refused.contains("--address"),
             "{refused}"
         );
-    }
-
-    #[test]
-    fn the_way_to_a_manager_on_loopback_is_loopback() {
-        assert!(address_towards("http://127.0.0.1:7770").unwrap().is_loopback());
-        assert!(address_towards("https://127.0.0.1").is_err());
     }
 }

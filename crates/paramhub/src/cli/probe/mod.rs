@@ -3,18 +3,16 @@
 mod meeting;
 mod report;
 
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr};
-use std::str::FromStr;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
-use paramhub_collective::{MeshConfig, MeshListener, Pairs, Probe};
+use paramhub_collective::{MeshConfig, Pairs, Probe};
+use paramhub_syncer::{Ports, address_towards};
 
 use super::Usage;
 use crate::cli::ExitCode;
 use crate::{Member, Membership};
-pub(super) use meeting::address_towards;
 use meeting::{Place, meet};
 
 /// How long the ranks may take to say goodbye.
@@ -46,50 +44,6 @@ pub(super) struct ProbeFlags {
     json: bool,
 }
 
-/// Ports to choose from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ports {
-    first: u16,
-    last: u16,
-}
-
-impl Ports {
-    const ANY: Ports = Ports { first: 0, last: 0 };
-
-    fn listen(self, address: IpAddr) -> Result<MeshListener, Usage> {
-        for port in self.first..=self.last {
-            match MeshListener::bind_to(SocketAddr::new(address, port)) {
-                Err(error) if error.kind() == ErrorKind::AddrInUse && port < self.last => {}
-                Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                    return Err(Usage(format!(
-                        "no port from {} to {} of {address} is free: give more with --port, one for each rank of this machine",
-                        self.first, self.last
-                    )));
-                }
-                Err(error) => {
-                    let problem = format!("cannot listen on {address}: {error}: name another with --address");
-                    return Err(Usage(problem));
-                }
-                Ok(listener) => return Ok(listener),
-            }
-        }
-        unreachable!("a range of ports is not empty")
-    }
-}
-
-impl FromStr for Ports {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Ports, String> {
-        let (first, last) = text.split_once('-').unwrap_or((text, text));
-        let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
-        match (port(first), port(last)) {
-            (Some(first), Some(last)) if first <= last => Ok(Ports { first, last }),
-            _ => Err(format!("`{text}` is no port and no range of them, such as 7800 or 7800-7815")),
-        }
-    }
-}
-
 pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
     let seconds = flags.seconds;
     let budget = Duration::try_from_secs_f64(seconds)
@@ -101,9 +55,12 @@ pub(super) fn probe(flags: &ProbeFlags) -> anyhow::Result<ExitCode> {
     let (rank, secret) = (membership.rank, membership.nonce.derive("probe"));
     let address = match flags.address {
         Some(address) => address,
-        None => address_towards(&membership.url)?,
+        None => address_towards(&membership.url)
+            .map_err(|problem| Usage(format!("{problem}: name this machine's address with --address")))?,
     };
-    let listener = flags.port.unwrap_or(Ports::ANY).listen(address)?;
+    let listener = flags.port.unwrap_or(Ports::ANY).listen(address);
+    let listener = listener
+        .map_err(|problem| Usage(format!("{problem}: say with --address and --port where to listen")))?;
 
     let member = Member::connect(membership)?;
     if member.workers() < 2 {

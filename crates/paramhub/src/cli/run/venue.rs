@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paramhub_core::composition::Reduction;
+use paramhub_syncer::address_towards;
 
 use super::end_job;
-use crate::cli::probe::address_towards;
 use crate::cli::{Usage, client, deployment};
 use crate::config::{Config, Deployment, RunSection};
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
@@ -302,7 +302,9 @@ fn run_manager(config: &Config) -> anyhow::Result<Option<RunningManager>> {
 fn start_hub(config: &Config, venue: &Venue) -> anyhow::Result<RunningHub> {
     let (listen, interfaces) = match &config.hub.listen {
         Some(listen) => (listen.clone(), config.hub.interfaces.clone()),
-        None => (vec![SocketAddr::new(address_towards(venue.client.url())?, 0)], None),
+        None => {
+            (vec![SocketAddr::new(address_towards(venue.client.url()).map_err(anyhow::Error::msg)?, 0)], None)
+        }
     };
     let hub = HubConfig {
         listen,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use paramhub_core::composition::Reduction;
+use paramhub_core::scheme::SchemeChoice;
 use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 
@@ -84,6 +85,10 @@ pub(crate) struct TrainFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
+    /// How fully connected layers are exchanged: hub, by factors between the workers, or auto, whichever moves less
+    /// [default: hub]
+    #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
+    scheme: Option<SchemeChoice>,
     /// How gradients travel: f32, f16, bf16, or one-bit or two-bit for the weights of fully connected layers, whose changes
     /// come back so as well [default: f32]
     #[arg(long, env = "PARAMHUB_TRAIN_CODEC")]
@@ -107,7 +112,7 @@ impl TrainFlags {
         self.url.apply(config);
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
-            reduction, on_interface_down, stragglers, codec, chunk_bytes, cores;
+            reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
             lr, weight_decay, deployment, hubs, json, save);
     }
 }

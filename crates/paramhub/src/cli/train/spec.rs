@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use paramhub_core::scheme::{LayerSettings, SchemeChoice};
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -103,7 +104,15 @@ impl TrainSection {
     pub(in crate::cli) fn settings(&self, network: &Network) -> anyhow::Result<Settings> {
         let hyperparameters = self.hyperparameters(&Registry::with_builtins())?;
         let chunk_bytes = u32::try_from(self.chunk_bytes.0).unwrap_or(u32::MAX);
+        let layers = network.fully_connected().map(|(weight, [outputs, inputs])| {
+            let name = network.keys()[weight].name.trim_end_matches(".weight");
+            let weight = weight as u32;
+            let shape = [outputs as u64, inputs as u64, self.batch as u64];
+            LayerSettings::fully_connected(name, [weight, weight + 1], shape)
+        });
         let settings = Settings {
+            scheme: self.scheme,
+            layers: layers.collect(),
             optimizer: OptimizerChoice {
                 hyperparameters: Some(hyperparameters),
                 ..OptimizerChoice::named(self.optimizer.kernel())
@@ -133,6 +142,9 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
     if section.exchange == ExchangeKind::Local {
         if section.consistency != Consistency::Synchronous {
             return Err(format!("--consistency {} needs --exchange hub", section.consistency));
+        }
+        if section.scheme != SchemeChoice::default() {
+            return Err(format!("--scheme {} needs --exchange hub: locally nothing travels", section.scheme));
         }
         if section.codec != Codec::F32 {
             return Err(format!("--codec {} needs --exchange hub: locally nothing travels", section.codec));

@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
+use paramhub_core::scheme::SchemeChoice;
+use paramhub_syncer::{Meeting, Peers, Ports, open_factors};
 use paramhub_train::data::Data;
+use paramhub_train::factors::FactorLayers;
 use paramhub_train::hub::HubExchange;
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::Network;
@@ -42,15 +45,32 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
 
 /// The rank, what it did, and whether it shared memory with a hub.
 fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report, bool)> {
-    let options = Options { transport: spec.train.transport, ..Options::from_env()? };
-    let member = Member::connect_with(Membership::from_env()?, options)?;
-    let rank = member.rank() as usize;
+    let membership = Membership::from_env()?;
+    let may_meet = spec.train.scheme != SchemeChoice::default();
+    let meeting = may_meet.then(|| Meeting::listen(&membership, Ports::ANY)).transpose()?;
+    let peer_address = meeting.as_ref().map(Meeting::address);
+    let options = Options { transport: spec.train.transport, peer_address, ..Options::from_env()? };
+    let member = Member::connect_with(membership, options)?;
+    let (rank, peers) = (member.rank() as usize, Peers::of(&member));
     let job = member.init(spec.train.settings(network)?)?;
     if rank == 0 {
         job.on_notice(|notice| eprintln!("{notice}"));
     }
     let shares_memory = job.shares_memory();
+    if rank == 0 && may_meet {
+        for planned in &job.book().plan.layers {
+            eprintln!("layer {} goes by {}: {}", planned.layer.name, planned.scheme, planned.why);
+        }
+    }
+    let factors = match meeting {
+        // A worker computes in one thread.
+        Some(meeting) => open_factors(&job, meeting, &peers, &Registry::with_builtins(), 1)?,
+        None => None,
+    };
     let mut exchange = HubExchange::new(job);
+    if let Some((factors, planned)) = factors {
+        exchange = exchange.with_factors(FactorLayers::new(factors, &planned));
+    }
     let config = spec.train.trainer(rank == 0);
     let mut progress = progress_of(rank);
     let report = train(&config, data, network, &mut exchange, &mut progress)?;

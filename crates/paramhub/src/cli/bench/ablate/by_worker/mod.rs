@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use chunks::Chunks;
 use paramhub_core::auth::{Incarnation, Proof};
+use paramhub_core::scheme::Roster;
 use paramhub_core::wire::{CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, stream_proofs};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_worker::{Admission, Options, Transport};
@@ -73,6 +74,7 @@ pub(in crate::cli::bench) fn join(
 ) -> anyhow::Result<Job> {
     let address = addresses.get(rank as usize % spec.cores).context("the server named too few addresses")?;
     let interface = InterfaceShape { address: address.to_string(), cores: vec![0], weight: 1 };
+    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
     let admission = Admission {
         name: "bench".into(),
         namespace: job.namespace,
@@ -80,7 +82,8 @@ pub(in crate::cli::bench) fn join(
         rank,
         workers: spec.workers,
         incarnation: Incarnation([0; 16]),
-        hubs: vec![HubShape { interfaces: vec![interface], local: None }],
+        roster: Roster::beside_workers(spec.workers, &hubs),
+        hubs,
         settings: spec.settings()?,
         job_options: JobOptions { dead_after_s: DEAD_AFTER_S, ..JobOptions::default() },
         placement_hash: None,

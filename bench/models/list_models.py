@@ -1,0 +1,68 @@
+"""Writes models/*.json: a model's tensors, front layers first, as torchvision has them.
+
+    pip install torch torchvision
+    python bench/models/list_models.py models
+
+Of a weight, ``positions`` says at how many places of one sample it is applied, so that a forward pass takes its elements times
+its positions multiplications and additions: 1 for a fully connected layer, the area of the output for a convolution. Tensors
+without it take next to nothing. Shapes and positions come from a pass without data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torchvision
+
+# Of the images, which Inception has larger.
+SIDES = {"inception_v3": 299}
+NAMES = ["alexnet", "vgg11", "vgg19", "googlenet", "inception_v3", "resnet18", "resnet50", "resnet152"]
+
+
+def tensors(name: str) -> list[dict[str, object]]:
+    """The tensors of one model; the auxiliary classifiers of GoogLeNet and Inception are left out, as in the papers' sizes."""
+    more = {"aux_logits": False, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, weights=None, **more).eval()
+        positions: dict[str, int] = {}
+
+        def note(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
+            # Batch, channels, and an area if there is one.
+            area = output.shape[2:].numel() if output.dim() > 2 else 1
+            key = f"{names[module]}.weight"
+            positions[key] = positions.get(key, 0) + area
+
+        names = {module: path for path, module in model.named_modules()}
+        for module in names:
+            if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+                module.register_forward_hook(note)
+        side = SIDES.get(name, 224)
+        model(torch.empty(1, 3, side, side))
+    return [
+        {
+            "name": key,
+            "shape": list(parameter.shape),
+            **({"positions": positions[key]} if key in positions else {}),
+        }
+        for key, parameter in model.named_parameters()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    source = f"torchvision {torchvision.__version__.partition('+')[0]}"
+    for name in NAMES:
+        lines = ",\n".join(map(json.dumps, tensors(name)))
+        text = f'{{"model": "{name}", "source": "{source}", "tensors": [\n{lines}\n]}}\n'
+        (folder / f"{name}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+//! How the chunks of a key are dealt, by what is exchanged of it in a step.
+
+use super::{sizes_of, sorted};
+use crate::chunk::{ChunkId, ChunkMap};
+use crate::key::KeyTable;
+
+/// How a key's chunks are dealt to hubs, interfaces and cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Spread {
+    /// Each by itself.
+    #[default]
+    Chunks,
+    /// With those of all keys of the same number at one hub, there over its interfaces and cores: whoever makes a gradient of
+    /// factors needs the layer whole.
+    Together(u32),
+    /// After and apart from all others, as if these were not there: no step moves any of it through a hub, only what rank 0
+    /// starts from and what somebody pulls, so that it must not take the place of what is exchanged.
+    Aside,
+}
+
+/// Of chunks to deal, those that are exchanged and those aside, each longest first.
+pub(super) struct Order {
+    pub(super) exchanged: Vec<ChunkId>,
+    pub(super) aside: Vec<ChunkId>,
+}
+
+impl Order {
+    pub(super) fn new(table: &KeyTable, map: &ChunkMap, sizes: &[u32], spreads: &[Spread]) -> Order {
+        let is_aside = |chunk: &ChunkId| of_chunk(map, spreads, *chunk) == Spread::Aside;
+        let (aside, exchanged) = sorted(table, map, sizes).into_iter().partition(is_aside);
+        Order { exchanged, aside }
+    }
+}
+
+/// Deals chunks, which come longest first, to hubs of these weights; layers that stay together by their whole length.
+pub(super) fn to_hubs(
+    chunks: &[ChunkId],
+    map: &ChunkMap,
+    sizes: &[u32],
+    spreads: &[Spread],
+    weights: &[u64],
+) -> Vec<Vec<ChunkId>> {
+    if !spreads.iter().any(|spread| matches!(spread, Spread::Together(_))) {
+        return super::longest_first(chunks, sizes, weights);
+    }
+    // An item is a chunk or a whole layer, and has the place of its first chunk among those of its length.
+    let mut items: Vec<(u64, Vec<ChunkId>)> = Vec::new();
+    let mut item_of_layer = std::collections::HashMap::new();
+    for &chunk in chunks {
+        let size = u64::from(sizes[chunk as usize]);
+        let known = match of_chunk(map, spreads, chunk) {
+            Spread::Together(layer) => Some(item_of_layer.entry(layer).or_insert(items.len())),
+            Spread::Chunks | Spread::Aside => None,
+        };
+        match known.and_then(|item| items.get_mut(*item)) {
+            Some((length, together)) => {
+                *length += size;
+                together.push(chunk);
+            }
+            None => items.push((size, vec![chunk])),
+        }
+    }
+    items.sort_by_key(|(length, _)| std::cmp::Reverse(*length));
+    let mut hub_of = vec![0; sizes.len()];
+    let lengths = items.iter().map(|(length, _)| *length);
+    for (hub, (_, together)) in super::bins(lengths, weights).into_iter().zip(&items) {
+        together.iter().for_each(|&chunk| hub_of[chunk as usize] = hub);
+    }
+    let mut dealt = vec![Vec::new(); weights.len()];
+    chunks.iter().for_each(|&chunk| dealt[hub_of[chunk as usize]].push(chunk));
+    dealt
+}
+
+/// Sizes for measuring how even a placement is: what is aside weighs nothing.
+pub(super) fn exchanged_sizes(map: &ChunkMap, spreads: &[Spread]) -> Vec<u32> {
+    let mut sizes = sizes_of(map);
+    let aside = (0..).zip(spreads).filter(|(_, spread)| **spread == Spread::Aside);
+    for (key, _) in aside {
+        map.chunks_of(key).for_each(|chunk| sizes[chunk as usize] = 0);
+    }
+    sizes
+}
+
+/// Adds to a digest what is not dealt chunk by chunk; nothing where all is.
+pub(super) fn digest(hasher: &mut blake3::Hasher, spreads: &[Spread]) {
+    for (key, spread) in (0u32..).zip(spreads) {
+        let (tag, layer) = match *spread {
+            Spread::Chunks => continue,
+            Spread::Together(layer) => (1, layer),
+            Spread::Aside => (2, 0),
+        };
+        hasher.update(&key.to_le_bytes()).update(&[tag]).update(&layer.to_le_bytes());
+    }
+}
+
+fn of_chunk(map: &ChunkMap, spreads: &[Spread], chunk: ChunkId) -> Spread {
+    if spreads.is_empty() {
+        return Spread::Chunks;
+    }
+    let extent = map.extent(chunk).expect("every chunk is in the map");
+    spreads[extent.key as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+    use crate::placement::{HubShape, InterfaceShape, Placement};
+
+    fn hubs(count: usize) -> Vec<HubShape> {
+        let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0, 1], weight: 1 };
+        vec![HubShape { interfaces: vec![interface], local: None }; count]
+    }
+
+    fn place(sizes: &[u64], hub_count: usize, spreads: &[Spread]) -> (ChunkMap, Placement) {
+        let keys = sizes.iter().enumerate().map(|(index, &size)| Key::new(format!("k{index}"), [size]));
+        let table = KeyTable::new(keys.collect()).unwrap();
+        let map = ChunkMap::new(&table, 4096).unwrap();
+        let placement = Placement::planned(&table, &map, &hubs(hub_count), spreads).unwrap();
+        (map, placement)
+    }
+
+    fn hubs_of(map: &ChunkMap, placement: &Placement, key: u32) -> Vec<u16> {
+        let hub = |chunk| placement.routes()[usize::from(placement.locate(chunk).unwrap().0)].hub;
+        map.chunks_of(key).map(hub).collect()
+    }
+
+    #[test]
+    fn what_is_aside_does_not_unbalance_the_others() {
+        let sizes = [3000, 90_000, 5000, 7000];
+        let spreads = [Spread::Chunks, Spread::Aside, Spread::Chunks, Spread::Chunks];
+        let (map, placement) = place(&sizes, 3, &spreads);
+        let (others, alone) = place(&[3000, 5000, 7000], 3, &[]);
+        for (key, same) in [(0, 0), (2, 1), (3, 2)] {
+            assert_eq!(hubs_of(&map, &placement, key), hubs_of(&others, &alone, same), "key {key}");
+        }
+        assert_eq!(placement.imbalance(), alone.imbalance(), "it is measured without them");
+        let counts = |hub| hubs_of(&map, &placement, 1).iter().filter(|&&other| other == hub).count();
+        assert_eq!([0, 1, 2].map(counts), [30, 29, 29], "and it is spread evenly itself");
+    }
+
+    #[test]
+    fn what_stays_together_is_at_one_hub_and_over_all_its_cores() {
+        let spreads = [Spread::Chunks, Spread::Together(4), Spread::Together(4), Spread::Together(9)];
+        let (map, placement) = place(&[60_000, 40_000, 100, 30_000], 2, &spreads);
+        let one = hubs_of(&map, &placement, 1);
+        assert!(one.iter().all(|&hub| hub == one[0]));
+        assert_eq!(hubs_of(&map, &placement, 2), [one[0]], "the bias is where its weight is");
+        let other = hubs_of(&map, &placement, 3);
+        assert!(other.iter().all(|&hub| hub == other[0]));
+        assert!(placement.imbalance().hubs < 1.05, "{:?}", placement.imbalance());
+        let routes: std::collections::BTreeSet<u16> =
+            map.chunks_of(1).map(|chunk| placement.locate(chunk).unwrap().0).collect();
+        assert_eq!(routes.len(), 2);
+    }
+
+    #[test]
+    fn the_hash_covers_how_keys_are_spread() {
+        let hash = |spreads: &[Spread]| place(&[1000, 1000], 1, spreads).1.hash();
+        let chunks = hash(&[Spread::Chunks; 2]);
+        assert_eq!(chunks, hash(&[]));
+        let aside = hash(&[Spread::Chunks, Spread::Aside]);
+        assert_ne!(chunks, aside);
+        assert_ne!(chunks, hash(&[Spread::Chunks, Spread::Together(0)]));
+        assert_ne!(aside, hash(&[Spread::Aside, Spread::Chunks]));
+    }
+}

@@ -1,0 +1,457 @@
+//! The layers of a job's model: which keys belong together, and how each layer is asked to be exchanged.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use thiserror::Error;
+
+use super::{Layer, LayerType, Scheme, Why};
+use crate::key::{Key, elements_of};
+use crate::limits::{KEY_NAME_BYTES_MAX, LAYERS_MAX};
+use crate::settings::Settings;
+
+/// How a layer is asked to be exchanged: `auto`, or a scheme by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum SchemeChoice {
+    /// By what [`Cluster::best_scheme`](super::Cluster::best_scheme) finds cheapest.
+    Auto,
+    /// By this one.
+    Only(Scheme),
+}
+
+/// Everything through the hubs.
+impl Default for SchemeChoice {
+    fn default() -> Self {
+        SchemeChoice::Only(Scheme::Hub)
+    }
+}
+
+impl SchemeChoice {
+    /// The scheme that is asked for by name and is not the hub.
+    pub fn forced(self) -> Option<Scheme> {
+        match self {
+            SchemeChoice::Auto | SchemeChoice::Only(Scheme::Hub) => None,
+            SchemeChoice::Only(scheme) => Some(scheme),
+        }
+    }
+}
+
+impl fmt::Display for SchemeChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SchemeChoice::Auto => f.write_str("auto"),
+            SchemeChoice::Only(scheme) => scheme.fmt(f),
+        }
+    }
+}
+
+impl FromStr for SchemeChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(SchemeChoice::Auto),
+            _ => text
+                .parse()
+                .map(SchemeChoice::Only)
+                .map_err(|_| format!("unknown scheme `{text}`: expected auto, {}", names())),
+        }
+    }
+}
+
+fn names() -> String {
+    let names = Scheme::ALL.map(Scheme::name);
+    let (last, others) = names.split_last().expect("there are schemes");
+    format!("{} or {last}", others.join(", "))
+}
+
+impl TryFrom<String> for SchemeChoice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<SchemeChoice> for String {
+    fn from(choice: SchemeChoice) -> String {
+        choice.to_string()
+    }
+}
+
+/// A layer of a job's model. A key that is in none is a layer of its own, without factors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct LayerSettings {
+    /// Unique among the job's layers; by it the information book is asked.
+    pub name: String,
+    /// What it computes.
+    #[serde(rename = "type", default)]
+    pub kind: LayerKind,
+    /// Its keys, by their positions in the table: of a fully connected layer the weight, then the bias if it has one.
+    pub keys: Vec<u32>,
+    /// How it is to be exchanged; by default as the job says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub scheme: Option<SchemeChoice>,
+    /// Whether something else uses the weight, too, so that its gradient is more than this layer's factors make.
+    #[serde(default)]
+    pub tied: bool,
+}
+
+/// For messages: a layer's keys are counted only.
+impl fmt::Display for LayerSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`", self.name)?;
+        match self.kind {
+            LayerKind::FullyConnected { outputs, inputs, samples } => {
+                write!(f, ", fully connected, {outputs} x {inputs}, {samples} samples")?;
+            }
+            LayerKind::Other => f.write_str(", other")?,
+        }
+        write!(f, ", keys {:?}", &self.keys[..self.keys.len().min(4)])?;
+        if self.keys.len() > 4 {
+            write!(f, " and {} more", self.keys.len() - 4)?;
+        }
+        if let Some(scheme) = self.scheme {
+            write!(f, ", by {scheme}")?;
+        }
+        f.write_str(if self.tied { ", tied" } else { "" })
+    }
+}
+
+/// What a layer computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum LayerKind {
+    /// A weight of `outputs` times `inputs` numbers, by which `samples` vectors are multiplied in a step.
+    FullyConnected {
+        /// M.
+        outputs: u64,
+        /// N.
+        inputs: u64,
+        /// K, of one worker: the batch, or in a model of sequences the batch times their length.
+        samples: u64,
+    },
+    /// Anything else, whose gradient has no factors.
+    #[default]
+    Other,
+}
+
+/// Why layers cannot be used.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum LayerError {
+    /// More than a job may have.
+    #[error("the job has {0} layers or more, but may have {LAYERS_MAX}: leave out those without factors")]
+    TooMany(usize),
+    /// A name that is empty, too long, or another layer's.
+    #[error("layer {index} is called `{name}`: names are unique and have 1 to {KEY_NAME_BYTES_MAX} bytes")]
+    Name {
+        /// Position among the layers.
+        index: usize,
+        /// The name, shortened.
+        name: String,
+    },
+    /// A key that is not there, or that another layer has, or that the layer has twice.
+    #[error(
+        "layer `{layer}` cannot have key {key}: a key is in the table of {keys}, and in one layer at most"
+    )]
+    Key {
+        /// The layer.
+        layer: String,
+        /// Position in the table.
+        key: u32,
+        /// Keys of the table.
+        keys: usize,
+    },
+    /// A layer without keys.
+    #[error("layer `{0}` has no keys: name those that it is made of")]
+    Keyless(String),
+    /// The keys do not have the form that the layer's type says.
+    #[error(
+        "layer `{layer}` is fully connected with {outputs} outputs and {inputs} inputs, so its keys are a weight of \
+         [{outputs}, {inputs}] and perhaps a bias of [{outputs}], of one type, and it has 1 sample or more; it has {found}"
+    )]
+    Shape {
+        /// The layer.
+        layer: String,
+        /// M.
+        outputs: u64,
+        /// N.
+        inputs: u64,
+        /// The keys and samples found.
+        found: String,
+    },
+    /// A scheme by which the layer cannot be exchanged.
+    #[error("layer `{layer}` cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
+    Forced {
+        /// The layer.
+        layer: String,
+        /// The scheme asked for.
+        scheme: Scheme,
+        /// Why not.
+        why: Why,
+    },
+    /// A scheme by which no layer of the job can be exchanged.
+    #[error("the job's layers cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
+    ForcedForAll {
+        /// The scheme asked for.
+        scheme: Scheme,
+        /// Why not.
+        why: Why,
+    },
+}
+
+/// Checks the layers of a job against its keys and its other settings.
+///
+/// # Errors
+/// What is wrong first.
+pub(crate) fn check(settings: &Settings) -> Result<(), LayerError> {
+    if settings.layers.len() > LAYERS_MAX {
+        return Err(LayerError::TooMany(settings.layers.len()));
+    }
+    if let Some(scheme) = settings.scheme.forced()
+        && let Some(why) = Why::not_in_job(settings, scheme)
+    {
+        return Err(LayerError::ForcedForAll { scheme, why });
+    }
+    let keys = settings.keys.keys();
+    let mut taken = vec![false; if settings.layers.is_empty() { 0 } else { keys.len() }];
+    let mut names = HashMap::with_capacity(settings.layers.len());
+    for (index, layer) in settings.layers.iter().enumerate() {
+        let is_long = layer.name.len() > KEY_NAME_BYTES_MAX;
+        if layer.name.is_empty() || is_long || names.insert(layer.name.as_str(), index).is_some() {
+            let name = layer.name.chars().take(64).collect();
+            return Err(LayerError::Name { index, name });
+        }
+        for &key in &layer.keys {
+            match taken.get_mut(key as usize) {
+                Some(taken) if !*taken => *taken = true,
+                _ => return Err(LayerError::Key { layer: layer.name.clone(), key, keys: keys.len() }),
+            }
+        }
+        layer.check(keys)?;
+        if let Some(scheme) = layer.scheme.and_then(SchemeChoice::forced)
+            && let Some(why) = Why::not_for_layer(layer).or_else(|| Why::not_in_job(settings, scheme))
+        {
+            return Err(LayerError::Forced { layer: layer.name.clone(), scheme, why });
+        }
+    }
+    Ok(())
+}
+
+impl LayerSettings {
+    /// A fully connected layer whose keys are a weight and perhaps a bias.
+    pub fn fully_connected(name: impl Into<String>, keys: impl Into<Vec<u32>>, size: [u64; 3]) -> Self {
+        let [outputs, inputs, samples] = size;
+        let kind = LayerKind::FullyConnected { outputs, inputs, samples };
+        LayerSettings { name: name.into(), kind, keys: keys.into(), scheme: None, tied: false }
+    }
+
+    /// A layer whose gradient has no factors.
+    pub fn other(name: impl Into<String>, keys: impl Into<Vec<u32>>) -> Self {
+        LayerSettings {
+            name: name.into(),
+            kind: LayerKind::Other,
+            keys: keys.into(),
+            scheme: None,
+            tied: false,
+        }
+    }
+
+    /// The same, to be exchanged by this.
+    #[must_use]
+    pub fn by(self, scheme: SchemeChoice) -> Self {
+        LayerSettings { scheme: Some(scheme), ..self }
+    }
+
+    fn check(&self, keys: &[Key]) -> Result<(), LayerError> {
+        if self.keys.is_empty() {
+            return Err(LayerError::Keyless(self.name.clone()));
+        }
+        let LayerKind::FullyConnected { outputs, inputs, samples } = self.kind else { return Ok(()) };
+        let mut own = self.keys.iter().map(|&key| &keys[key as usize]);
+        let weight = own.next().expect("it has keys");
+        let bias = own.next();
+        let fits = weight.shape == [outputs, inputs]
+            && bias.is_none_or(|bias| bias.shape == [outputs] && bias.dtype == weight.dtype)
+            && own.next().is_none()
+            && samples > 0;
+        if fits {
+            return Ok(());
+        }
+        // A message names a few of them.
+        let listed: Vec<String> =
+            self.keys.iter().take(4).map(|&key| keys[key as usize].to_string()).collect();
+        let found = format!("{} keys ({}) and {samples} samples", self.keys.len(), listed.join(", "));
+        Err(LayerError::Shape { layer: self.name.clone(), outputs, inputs, found })
+    }
+
+    /// As costs see it; the settings have been checked.
+    pub(super) fn layer(&self, keys: &[Key]) -> Layer {
+        let kind = match self.kind {
+            LayerKind::FullyConnected { outputs, inputs, samples } => {
+                LayerType::FullyConnected { outputs, inputs, samples, has_bias: self.keys.len() == 2 }
+            }
+            LayerKind::Other => {
+                let parameters = self.keys.iter().map(|&key| elements_of(&keys[key as usize])).sum();
+                LayerType::Other { parameters }
+            }
+        };
+        Layer { name: self.name.clone(), kind }
+    }
+}
+
+/// Reads no more layers than a job may have: a layer takes several times the bytes of its shortest text.
+pub(crate) fn read_layers<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<LayerSettings>, D::Error> {
+    struct Layers;
+
+    impl<'de> Visitor<'de> for Layers {
+        type Value = Vec<LayerSettings>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "up to {LAYERS_MAX} layers")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+            let mut layers = Vec::new();
+            while let Some(layer) = list.next_element()? {
+                layers.push(layer);
+                if layers.len() > LAYERS_MAX {
+                    return Err(A::Error::custom(LayerError::TooMany(layers.len())));
+                }
+            }
+            Ok(layers)
+        }
+    }
+
+    deserializer.deserialize_seq(Layers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::consistency::Consistency;
+    use crate::key::KeyTable;
+    use crate::settings::{OptimizerChoice, SettingsError};
+
+    fn settings(layers: Vec<LayerSettings>) -> Settings {
+        let keys =
+            vec![Key::new("conv", [8, 3, 3]), Key::new("fc.weight", [10, 20]), Key::new("fc.bias", [10])];
+        Settings { layers, ..Settings::new(KeyTable::new(keys).unwrap()) }
+    }
+
+    fn fc() -> LayerSettings {
+        LayerSettings::fully_connected("fc", [1, 2], [10, 20, 4])
+    }
+
+    fn refused(layers: Vec<LayerSettings>) -> String {
+        settings(layers).check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn choices_survive_text() {
+        for text in ["auto", "hub", "factors", "factors-to-hub"] {
+            let choice: SchemeChoice = text.parse().unwrap();
+            assert_eq!(choice.to_string(), text);
+            assert_eq!(serde_json::from_value::<SchemeChoice>(serde_json::json!(text)).unwrap(), choice);
+        }
+        let refused = "ps".parse::<SchemeChoice>().unwrap_err();
+        assert_eq!(refused, "unknown scheme `ps`: expected auto, hub, factors or factors-to-hub");
+        assert_eq!(SchemeChoice::default().to_string(), "hub");
+    }
+
+    #[test]
+    fn layers_are_made_of_keys_of_the_table_once_each() {
+        assert_eq!(settings(vec![LayerSettings::other("conv", [0]), fc()]).check(), Ok(()));
+        assert!(
+            refused(vec![fc(), LayerSettings::other("again", [2])]).contains("`again` cannot have key 2")
+        );
+        assert!(refused(vec![LayerSettings::other("far", [3])]).contains("cannot have key 3"));
+        assert!(refused(vec![LayerSettings::other("none", [])]).contains("`none` has no keys"));
+        let double = vec![LayerSettings::other("a", [0]), LayerSettings::other("a", [1])];
+        assert!(refused(double).starts_with("layer 1 is called `a`: names are unique"));
+    }
+
+    #[test]
+    fn a_fully_connected_layer_is_a_weight_and_perhaps_a_bias() {
+        let with =
+            |keys: &[u32], size| settings(vec![LayerSettings::fully_connected("fc", keys, size)]).check();
+        assert_eq!(with(&[1], [10, 20, 1]), Ok(()));
+        for (keys, size) in [
+            (&[1][..], [20, 10, 1]),
+            (&[2, 1], [10, 20, 1]),
+            (&[1, 2, 0], [10, 20, 1]),
+            (&[1, 0], [10, 20, 1]),
+            (&[1], [10, 20, 0]),
+        ] {
+            let told = with(keys, size).unwrap_err().to_string();
+            assert!(told.contains("layer `fc` is fully connected with") && told.contains("it has"), "{told}");
+        }
+        let mut mixed = settings(vec![fc()]);
+        let mut keys = mixed.keys.keys().to_vec();
+        keys[2].dtype = crate::codec::Dtype::BF16;
+        mixed.keys = KeyTable::new(keys).unwrap();
+        assert!(matches!(mixed.check(), Err(SettingsError::Layer(LayerError::Shape { .. }))));
+    }
+
+    #[test]
+    fn a_scheme_can_be_forced_only_where_it_works() {
+        let factors = SchemeChoice::Only(Scheme::Factors);
+        assert_eq!(settings(vec![fc().by(factors)]).check(), Ok(()));
+        let told = refused(vec![LayerSettings::other("conv", [0]).by(factors)]);
+        assert!(told.starts_with("layer `conv` cannot be exchanged by factors: "), "{told}");
+        assert!(refused(vec![LayerSettings { tied: true, ..fc() }.by(factors)]).contains("tied"));
+        let asynchronous =
+            Settings { consistency: Consistency::Asynchronous, ..settings(vec![fc().by(factors)]) };
+        assert!(asynchronous.check().unwrap_err().to_string().contains("synchronous"));
+        let by_all = Settings { scheme: factors, ..settings(vec![fc()]) };
+        assert_eq!(by_all.check(), Ok(()), "layers without factors go to the hub all the same");
+        let clipped =
+            Settings { optimizer: OptimizerChoice::named("sgd"), clip_norm: Some(1.0), ..by_all.clone() };
+        assert!(clipped.check().unwrap_err().to_string().contains("the job's layers cannot be exchanged by"));
+        let custom = Settings { aggregator: "largest".into(), ..by_all.clone() };
+        assert!(custom.check().unwrap_err().to_string().contains("aggregator"));
+        let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..by_all };
+        assert!(custom.check().unwrap_err().to_string().contains("optimizer"));
+        let auto = Settings { scheme: SchemeChoice::Auto, ..asynchronous };
+        let auto = Settings { layers: vec![fc()], ..auto };
+        assert_eq!(auto.check(), Ok(()), "auto takes what works");
+    }
+
+    #[test]
+    fn layers_are_read_strictly_and_not_without_end() {
+        let text = r#"{"keys":[{"name":"w","shape":[3,2]}],"scheme":"auto","layers":[{"name":"fc","keys":[0],
+            "type":{"fully-connected":{"outputs":3,"inputs":2,"samples":5}}},{"name":"x","keys":[]}]}"#;
+        let read: Settings = serde_json::from_str(text).unwrap();
+        assert_eq!(read.scheme, SchemeChoice::Auto);
+        assert_eq!(read.layers[0], LayerSettings::fully_connected("fc", [0], [3, 2, 5]));
+        assert_eq!(read.layers[1], LayerSettings::other("x", []));
+        assert_eq!(serde_json::from_str::<Settings>(&serde_json::to_string(&read).unwrap()).unwrap(), read);
+        assert!(serde_json::from_str::<Settings>(&text.replace("samples", "batch")).is_err());
+        assert!(serde_json::from_str::<Settings>(&text.replace("\"auto\"", "\"best\"")).is_err());
+        let many = vec![r#"{"name":"","keys":[]}"#; LAYERS_MAX + 1].join(",");
+        let text = format!(r#"{{"keys":[{{"name":"w","shape":[3]}}],"layers":[{many}]}}"#);
+        assert!(serde_json::from_str::<Settings>(&text).unwrap_err().to_string().contains("may have 65536"));
+    }
+
+    #[test]
+    fn disagreement_names_the_layer() {
+        let mine = settings(vec![fc()]);
+        let told = mine.agree(1, 0, &settings(vec![fc().by(SchemeChoice::Auto)])).unwrap_err().to_string();
+        assert!(told.contains("disagree on layer 0") && told.contains("`fc`"), "{told}");
+        let told = mine.agree(1, 0, &settings(vec![])).unwrap_err().to_string();
+        assert!(told.contains("rank 0 has no such layer"), "{told}");
+        let other = Settings { scheme: SchemeChoice::Auto, ..mine.clone() };
+        let told = other.agree(1, 0, &mine).unwrap_err().to_string();
+        assert!(told.contains("the scheme: rank 1 has auto, rank 0 has hub"), "{told}");
+    }
+}

@@ -1,0 +1,403 @@
+//! How each layer of a job is exchanged, why, and what that moves: computed alike on every node.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Cluster, Direction, Encoding, HubPlace, Layer, LayerKind, LayerSettings, Scheme, SchemeChoice, Traffic,
+};
+use crate::codec::Codec;
+use crate::consistency::Consistency;
+use crate::key::{Key, elements_of};
+use crate::placement::Spread;
+use crate::settings::{Settings, is_built_in};
+
+/// The schemes of all layers of a job on its cluster.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Plan {
+    /// Whom it was made for; of the encoding, each layer has its own.
+    pub cluster: Cluster,
+    /// In the order of [`Settings::layers`].
+    pub layers: Vec<PlannedLayer>,
+    /// The keys that are in none of these, together; none where every key is in a layer.
+    pub rest: Option<PlannedLayer>,
+}
+
+/// One layer of a plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct PlannedLayer {
+    /// Its name and form.
+    pub layer: Layer,
+    /// Its keys, by their positions in the table: of a fully connected layer the weight, then the bias if it has one. Empty
+    /// for the keys that are in no layer.
+    pub keys: Vec<u32>,
+    /// How it is exchanged.
+    pub scheme: Scheme,
+    /// Why so.
+    pub why: Why,
+    /// How its numbers travel.
+    pub encoding: Encoding,
+}
+
+/// Why a layer is exchanged as it is, or cannot be as it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Why {
+    /// The settings ask for it.
+    Asked,
+    /// It costs least.
+    Cheapest,
+    /// The layer's gradient has no factors.
+    NoFactors,
+    /// Something else uses the weight, too.
+    Tied,
+    /// Steps do not end for all workers at once.
+    NotSynchronous,
+    /// The step waits for the norm of the whole gradient.
+    TwoPhase,
+    /// Contributions are combined by something that only hubs have.
+    Aggregator,
+    /// The optimizer is one that only hubs have.
+    Optimizer,
+    /// Hubs serve racks or hosts.
+    SeveralSites,
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Why::Asked => "as asked",
+            Why::Cheapest => "it moves least over the busiest link",
+            Why::NoFactors => "its gradient has no factors, as only fully connected layers have them",
+            Why::Tied => "its weight is tied, so that its factors make only a part of the gradient",
+            Why::NotSynchronous => {
+                "workers send one another factors step by step, which takes synchronous consistency"
+            }
+            Why::TwoPhase => {
+                "the steps have two phases, and the norm of the whole gradient would need this layer's sum at the hubs"
+            }
+            Why::Aggregator => "workers can only sum, and the job's aggregator is another, registered at hubs",
+            Why::Optimizer => "workers have the built-in optimizers only, and the job's optimizer is registered at hubs",
+            Why::SeveralSites => "the job's hubs serve racks or hosts, and only the sums of these cross between them",
+        })
+    }
+}
+
+impl Why {
+    /// What keeps all layers of a job from being exchanged by `scheme`, if something does.
+    pub(super) fn not_in_job(settings: &Settings, scheme: Scheme) -> Option<Why> {
+        // Where the gradient is made at a hub, the hub goes on with it as with any other.
+        if scheme != Scheme::Factors {
+            return None;
+        }
+        if settings.consistency != Consistency::Synchronous {
+            return Some(Why::NotSynchronous);
+        }
+        if settings.is_two_phase() {
+            return Some(Why::TwoPhase);
+        }
+        if settings.aggregator != "sum" {
+            return Some(Why::Aggregator);
+        }
+        (!is_built_in(&settings.optimizer.name)).then_some(Why::Optimizer)
+    }
+
+    /// What keeps a layer from being exchanged by its factors, if something does.
+    pub(super) fn not_for_layer(layer: &LayerSettings) -> Option<Why> {
+        match layer.kind {
+            LayerKind::Other => Some(Why::NoFactors),
+            LayerKind::FullyConnected { .. } => layer.tied.then_some(Why::Tied),
+        }
+    }
+}
+
+impl Plan {
+    /// Plans a job whose settings have been checked.
+    pub fn new(settings: &Settings, cluster: &Cluster) -> Plan {
+        let keys = settings.keys.keys();
+        let mut listed = vec![false; if settings.layers.is_empty() { 0 } else { keys.len() }];
+        let mut layers = Vec::with_capacity(settings.layers.len());
+        for layer in &settings.layers {
+            layer.keys.iter().for_each(|&key| listed[key as usize] = true);
+            let encoding = encoding(settings, &keys[layer.keys[0] as usize]);
+            let costed = layer.layer(keys);
+            let (scheme, why) = choose(settings, &Cluster { encoding, ..*cluster }, layer, &costed);
+            layers.push(PlannedLayer { layer: costed, keys: layer.keys.clone(), scheme, why, encoding });
+        }
+        let unlisted: Vec<usize> =
+            (0..keys.len()).filter(|&key| !listed.get(key).copied().unwrap_or(false)).collect();
+        let rest = unlisted.first().map(|&first| {
+            let parameters = unlisted.iter().map(|&key| elements_of(&keys[key])).sum();
+            let name = match unlisted.len() {
+                1 => "1 other key".to_owned(),
+                count if settings.layers.is_empty() => format!("{count} keys"),
+                count => format!("{count} other keys"),
+            };
+            PlannedLayer {
+                layer: Layer::other(&name, parameters),
+                keys: Vec::new(),
+                scheme: Scheme::Hub,
+                why: Why::NoFactors,
+                encoding: encoding(settings, &keys[first]),
+            }
+        });
+        Plan { cluster: *cluster, layers, rest }
+    }
+
+    /// A layer by its name.
+    pub fn layer(&self, name: &str) -> Option<&PlannedLayer> {
+        self.layers.iter().find(|planned| planned.layer.name == name)
+    }
+
+    /// All layers, then the keys that are in none.
+    pub fn rows(&self) -> impl Iterator<Item = &PlannedLayer> {
+        self.layers.iter().chain(&self.rest)
+    }
+
+    /// Whether everything goes through the hubs.
+    pub fn is_hub_only(&self) -> bool {
+        self.layers.iter().all(|planned| planned.scheme == Scheme::Hub)
+    }
+
+    /// Bytes that one layer's exchange by `scheme` puts on the machines; `None` where it cannot be exchanged so.
+    pub fn traffic(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
+        Cluster { encoding: planned.encoding, ..self.cluster }.traffic(&planned.layer, scheme)
+    }
+
+    /// The same in numbers, whatever encodes them: parameters moved, as the paper counts them.
+    pub fn numbers(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
+        Cluster { encoding: Encoding::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
+    }
+
+    /// Bytes of a whole step as planned.
+    pub fn total(&self) -> Traffic {
+        self.sum(|planned| self.traffic(planned, planned.scheme))
+    }
+
+    /// Bytes of a whole step that goes through the hubs.
+    pub fn total_by_hub(&self) -> Traffic {
+        self.sum(|planned| self.traffic(planned, Scheme::Hub))
+    }
+
+    /// Numbers of a whole step as planned.
+    pub fn total_numbers(&self) -> Traffic {
+        self.sum(|planned| self.numbers(planned, planned.scheme))
+    }
+
+    /// Numbers of a whole step that goes through the hubs.
+    pub fn total_numbers_by_hub(&self) -> Traffic {
+        self.sum(|planned| self.numbers(planned, Scheme::Hub))
+    }
+
+    /// How long a step as planned, or one that goes through the hubs, keeps the busiest link busy, in bytes of a worker's link.
+    pub fn costs(&self) -> (f64, f64) {
+        (self.cluster.busiest(&self.total()), self.cluster.busiest(&self.total_by_hub()))
+    }
+
+    /// Of every key, how its chunks are dealt to the hubs; empty where all go through them alike.
+    pub fn spreads(&self, keys: usize) -> Vec<Spread> {
+        if self.is_hub_only() {
+            return Vec::new();
+        }
+        let mut spreads = vec![Spread::Chunks; keys];
+        for (index, planned) in (0..).zip(&self.layers) {
+            let spread = match planned.scheme {
+                Scheme::Hub => continue,
+                Scheme::Factors => Spread::Aside,
+                Scheme::FactorsToHub => Spread::Together(index),
+            };
+            planned.keys.iter().for_each(|&key| spreads[key as usize] = spread);
+        }
+        spreads
+    }
+
+    fn sum(&self, traffic: impl Fn(&PlannedLayer) -> Option<Traffic>) -> Traffic {
+        let none = Traffic { worker: None, hub: None, both: None };
+        self.rows().filter_map(traffic).fold(none, |sum, one| Traffic {
+            worker: add(sum.worker, one.worker),
+            hub: add(sum.hub, one.hub),
+            both: add(sum.both, one.both),
+        })
+    }
+}
+
+fn add(a: Option<Direction>, b: Option<Direction>) -> Option<Direction> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(Direction { sent: a.sent + b.sent, received: a.received + b.received }),
+        (a, b) => a.or(b),
+    }
+}
+
+fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed: &Layer) -> (Scheme, Why) {
+    let choice = layer.scheme.unwrap_or(settings.scheme);
+    if choice == SchemeChoice::Only(Scheme::Hub) {
+        return (Scheme::Hub, Why::Asked);
+    }
+    // What is forced has been checked; the job's own choice is not for layers without factors.
+    let at_sites = || (cluster.place == HubPlace::Sites).then_some(Why::SeveralSites);
+    let why_not = Why::not_for_layer(layer)
+        .or_else(|| Why::not_in_job(settings, choice.forced().unwrap_or(Scheme::Factors)))
+        .or_else(at_sites);
+    match (why_not, choice) {
+        (Some(why), _) => (Scheme::Hub, why),
+        (None, SchemeChoice::Only(scheme)) => (scheme, Why::Asked),
+        (None, SchemeChoice::Auto) => (cluster.best_scheme(costed), Why::Cheapest),
+    }
+}
+
+/// Factors travel as the layer's keys lie in memory, and so do parameters unless the changes to them are quantised.
+fn encoding(settings: &Settings, key: &Key) -> Encoding {
+    // Of a whole number of the blocks that have levels of their own.
+    const MANY: usize = 1 << 20;
+    let bytes = |codec: Codec| codec.payload_bytes(MANY) as f64 / MANY as f64;
+    let (codec, memory) = (settings.codec_of(key), key.dtype.codec());
+    let parameter = if codec.is_quantised() { codec } else { memory };
+    Encoding { gradient: bytes(codec), parameter: bytes(parameter), factor: bytes(memory) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::published::Problem;
+    use super::*;
+    use crate::key::KeyTable;
+    use crate::settings::OptimizerChoice;
+
+    fn settings(samples: u64, scheme: SchemeChoice) -> Settings {
+        let keys = vec![
+            Key::new("conv.weight", [64, 3, 3, 3]),
+            Key::new("fc6.weight", [4096, 4096]),
+            Key::new("fc6.bias", [4096]),
+            Key::new("fc7.weight", [4096, 4096]),
+            Key::new("norm", [64]),
+        ];
+        let layers = vec![
+            LayerSettings::other("conv", [0]),
+            LayerSettings::fully_connected("fc6", [1, 2], [4096, 4096, samples]),
+            LayerSettings::fully_connected("fc7", [3], [4096, 4096, samples]),
+        ];
+        Settings { layers, scheme, ..Settings::new(KeyTable::new(keys).unwrap()) }
+    }
+
+    fn schemes(settings: &Settings, cluster: &Cluster) -> Vec<(Scheme, Why)> {
+        assert_eq!(settings.check(), Ok(()));
+        Plan::new(settings, cluster).rows().map(|planned| (planned.scheme, planned.why)).collect()
+    }
+
+    const HUB_AS_ASKED: (Scheme, Why) = (Scheme::Hub, Why::Asked);
+
+    /// Section 3.2, by a plan: what moves for 4096 x 4096, 32 samples and 8 machines with a worker and a hub each.
+    #[test]
+    fn the_example_of_section_3_2() {
+        let cluster = Cluster::beside_workers(8);
+        let plan = Plan::new(&settings(32, SchemeChoice::Auto), &cluster);
+        let fc7 = plan.layer("fc7").unwrap();
+        assert_eq!((fc7.scheme, fc7.why), (Scheme::Factors, Why::Cheapest));
+        let both = |scheme| {
+            let both = plan.numbers(fc7, scheme).unwrap().both.unwrap();
+            (both.sent + both.received) / 1e6
+        };
+        assert!((both(Scheme::Hub) - 58.7).abs() < 0.1, "{}", both(Scheme::Hub));
+        assert!((both(Scheme::Factors) - 3.67).abs() < 0.01, "{}", both(Scheme::Factors));
+        let problem = Problem { m: 4096.0, n: 4096.0, k: 32.0, workers: 8.0, servers: 8.0 };
+        assert_eq!(Some(both(Scheme::FactorsToHub) * 1e6), problem.adam().both);
+        let (planned, by_hub) = plan.costs();
+        assert!(planned < by_hub / 10.0, "{planned} against {by_hub}");
+    }
+
+    #[test]
+    fn auto_takes_factors_where_they_are_smaller_and_the_hub_for_the_rest() {
+        let cluster = Cluster::beside_workers(8);
+        let found = schemes(&settings(32, SchemeChoice::Auto), &cluster);
+        let factors = (Scheme::Factors, Why::Cheapest);
+        let no_factors = (Scheme::Hub, Why::NoFactors);
+        assert_eq!(found, [no_factors, factors, factors, no_factors]);
+        // A model of sequences: 32 of 2048 tokens.
+        let found = schemes(&settings(32 * 2048, SchemeChoice::Auto), &cluster);
+        assert_eq!(found[1], (Scheme::Hub, Why::Cheapest));
+    }
+
+    #[test]
+    fn nobody_who_says_nothing_gets_anything_but_the_hub() {
+        let said_nothing = settings(1, SchemeChoice::default());
+        let cluster = Cluster::beside_workers(4);
+        assert!(schemes(&said_nothing, &cluster)[..3].iter().all(|found| *found == HUB_AS_ASKED));
+        let plan = Plan::new(&said_nothing, &cluster);
+        assert!(plan.is_hub_only() && plan.spreads(5).is_empty());
+        let unlisted = Plan::new(&Settings { layers: Vec::new(), ..said_nothing.clone() }, &cluster);
+        let rest = unlisted.rest.as_ref().unwrap();
+        assert_eq!(
+            (rest.layer.name.as_str(), rest.layer.parameters()),
+            ("5 keys", said_nothing.keys.elements())
+        );
+        assert_eq!(unlisted.total(), plan.total());
+    }
+
+    #[test]
+    fn a_layers_own_choice_goes_before_the_jobs() {
+        let cluster = Cluster::beside_workers(8);
+        let mut mixed = settings(32, SchemeChoice::Only(Scheme::Factors));
+        mixed.layers[1].scheme = Some(SchemeChoice::Only(Scheme::Hub));
+        mixed.layers[2].scheme = Some(SchemeChoice::Only(Scheme::FactorsToHub));
+        let found = schemes(&mixed, &cluster);
+        assert_eq!(
+            found[..3],
+            [(Scheme::Hub, Why::NoFactors), HUB_AS_ASKED, (Scheme::FactorsToHub, Why::Asked)]
+        );
+        mixed.layers[1].scheme = None;
+        let found = Plan::new(&mixed, &cluster);
+        assert_eq!((found.layers[1].scheme, found.layers[1].why), (Scheme::Factors, Why::Asked));
+        use Spread::{Aside, Chunks, Together};
+        assert_eq!(found.spreads(5), [Chunks, Aside, Aside, Together(2), Chunks]);
+    }
+
+    #[test]
+    fn auto_takes_the_hub_where_factors_cannot_work() {
+        let auto = settings(1, SchemeChoice::Auto);
+        let cluster = Cluster::beside_workers(8);
+        let because = |settings: &Settings, cluster: &Cluster| {
+            let found = schemes(settings, cluster)[1];
+            assert_eq!(found.0, Scheme::Hub);
+            found.1
+        };
+        let mut tied = auto.clone();
+        tied.layers[1].tied = true;
+        assert_eq!(because(&tied, &cluster), Why::Tied);
+        let stale = Settings { consistency: Consistency::BoundedStaleness(2), ..auto.clone() };
+        assert_eq!(because(&stale, &cluster), Why::NotSynchronous);
+        let sgd = OptimizerChoice::named("sgd");
+        let clipped = Settings { clip_norm: Some(1.0), optimizer: sgd, ..auto.clone() };
+        assert_eq!(because(&clipped, &cluster), Why::TwoPhase);
+        let largest = Settings { aggregator: "largest".into(), ..auto.clone() };
+        assert_eq!(because(&largest, &cluster), Why::Aggregator);
+        let lion = Settings { optimizer: OptimizerChoice::named("lion"), ..auto.clone() };
+        assert_eq!(because(&lion, &cluster), Why::Optimizer);
+        let sites = Cluster { place: HubPlace::Sites, ..cluster };
+        assert_eq!(because(&auto, &sites), Why::SeveralSites);
+        let reproducible = Settings { reproducible: true, ..auto };
+        assert_eq!(schemes(&reproducible, &cluster)[1].0, Scheme::Factors);
+    }
+
+    #[test]
+    fn bytes_follow_from_dtypes_and_the_codec() {
+        let mut half = settings(8, SchemeChoice::Auto);
+        half.codec = Some(Codec::F16);
+        let plan = Plan::new(&half, &Cluster::balanced_hub(4));
+        let fc7 = plan.layer("fc7").unwrap();
+        assert_eq!(fc7.encoding, Encoding { gradient: 2.0, parameter: 4.0, factor: 4.0 });
+        let worker = plan.traffic(fc7, Scheme::Hub).unwrap().worker.unwrap();
+        assert_eq!((worker.sent, worker.received), (2.0 * 4096.0 * 4096.0, 4.0 * 4096.0 * 4096.0));
+        let worker = plan.traffic(fc7, Scheme::Factors).unwrap().worker.unwrap();
+        assert_eq!(worker.sent, 3.0 * 8.0 * 8192.0 * 4.0);
+    }
+
+    #[test]
+    fn a_plan_survives_json() {
+        let plan = Plan::new(&settings(32, SchemeChoice::Auto), &Cluster::balanced_hub(3));
+        let text = serde_json::to_string(&plan).unwrap();
+        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan);
+    }
+}

@@ -1,0 +1,276 @@
+//! What each scheme puts on each machine's link, the two directions apart.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Layer, Scheme};
+
+/// Where hubs run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum HubPlace {
+    /// On machines with a worker each: CC and CS.
+    BesideWorkers,
+    /// On machines of their own, NCC and NCS, whose links carry so many times what a worker's does.
+    Dedicated {
+        /// All interfaces of one hub together by a worker's link.
+        width: f64,
+    },
+    /// At several sites, one below or beside another, among which only sums travel. What hubs carry follows from how sites reduce
+    /// ([`cost`](crate::cost)), so only workers are counted here, and there are no factors.
+    Sites,
+}
+
+/// Bytes a number takes on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Encoding {
+    /// Of a gradient, to a hub.
+    pub gradient: f64,
+    /// Of a parameter, from a hub.
+    pub parameter: f64,
+    /// Of a factor.
+    pub factor: f64,
+}
+
+impl Encoding {
+    /// f32 everywhere.
+    pub const F32: Encoding = Encoding { gradient: 4.0, parameter: 4.0, factor: 4.0 };
+    /// Counts numbers instead of bytes, as the paper does.
+    pub const NUMBERS: Encoding = Encoding { gradient: 1.0, parameter: 1.0, factor: 1.0 };
+}
+
+/// Who exchanges, and over what.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Cluster {
+    /// P1.
+    pub workers: u32,
+    /// P2, over which layers are spread evenly; at most one beside each worker.
+    pub hubs: u32,
+    /// Where they run.
+    pub place: HubPlace,
+    /// How numbers travel.
+    pub encoding: Encoding,
+}
+
+/// Bytes of one machine in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Direction {
+    /// Out of it.
+    pub sent: f64,
+    /// Into it.
+    pub received: f64,
+}
+
+impl Direction {
+    /// The busier one, which a full-duplex link is as slow as.
+    pub fn busier(self) -> f64 {
+        self.sent.max(self.received)
+    }
+}
+
+/// What one layer's exchange puts on the machines, the busiest of each kind.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Traffic {
+    /// One with a worker and no hub; none where every worker has a hub beside it.
+    pub worker: Option<Direction>,
+    /// One with a hub only.
+    pub hub: Option<Direction>,
+    /// One with both.
+    pub both: Option<Direction>,
+}
+
+impl Cluster {
+    /// CS: a hub beside each of the workers, f32.
+    pub fn beside_workers(workers: u32) -> Cluster {
+        Cluster { workers, hubs: workers, place: HubPlace::BesideWorkers, encoding: Encoding::F32 }
+    }
+
+    /// NCC: one hub with as many links as there are workers, f32.
+    pub fn balanced_hub(workers: u32) -> Cluster {
+        let place = HubPlace::Dedicated { width: f64::from(workers) };
+        Cluster { workers, hubs: 1, place, encoding: Encoding::F32 }
+    }
+
+    /// What a scheme puts on the machines; `None` for a layer that has no factors, or at several sites, where the scheme sends
+    /// factors.
+    pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
+        if self.place == HubPlace::Sites {
+            return self.traffic_at_sites(layer, scheme);
+        }
+        let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
+        let Encoding { gradient, parameter, factor } = self.encoding;
+        let numbers = layer.parameters() as f64;
+        let (up, down) = (numbers * gradient, numbers * parameter);
+        let factors = layer.factors().map(|factors| factors as f64 * factor);
+        let is_dedicated = matches!(self.place, HubPlace::Dedicated { .. });
+        let has_plain_workers = is_dedicated || self.hubs < self.workers;
+        Some(match scheme {
+            Scheme::Hub => Traffic {
+                worker: has_plain_workers.then_some(Direction { sent: up, received: down }),
+                hub: is_dedicated
+                    .then_some(Direction { sent: workers * down / hubs, received: workers * up / hubs }),
+                // As a worker to the other hubs, and as a hub to the other workers.
+                both: (!is_dedicated).then_some(Direction {
+                    sent: ((hubs - 1.0) * up + (workers - 1.0) * down) / hubs,
+                    received: ((hubs - 1.0) * down + (workers - 1.0) * up) / hubs,
+                }),
+            },
+            Scheme::Factors => {
+                let each_way = factors? * (workers - 1.0);
+                let direction = Some(Direction { sent: each_way, received: each_way });
+                Traffic {
+                    worker: direction.filter(|_| has_plain_workers),
+                    hub: is_dedicated.then_some(Direction::default()),
+                    both: direction.filter(|_| !is_dedicated),
+                }
+            }
+            Scheme::FactorsToHub => {
+                let factors = factors?;
+                let worker = Direction { sent: factors, received: down };
+                Traffic {
+                    // Workers beside the other hubs are as busy as those without one.
+                    worker: (has_plain_workers || self.hubs > 1).then_some(worker),
+                    hub: is_dedicated
+                        .then_some(Direction { sent: workers * down, received: workers * factors }),
+                    both: (!is_dedicated).then_some(Direction {
+                        sent: (workers - 1.0) * down,
+                        received: (workers - 1.0) * factors,
+                    }),
+                }
+            }
+        })
+    }
+
+    fn traffic_at_sites(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
+        let Encoding { gradient, parameter, .. } = self.encoding;
+        let numbers = layer.parameters() as f64;
+        let worker = Direction { sent: numbers * gradient, received: numbers * parameter };
+        (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
+    }
+
+    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` where [`Self::traffic`] is.
+    pub fn cost(&self, layer: &Layer, scheme: Scheme) -> Option<f64> {
+        self.traffic(layer, scheme).map(|traffic| self.busiest(&traffic))
+    }
+
+    /// How long the busiest link is busy, in bytes of a worker's link.
+    pub fn busiest(&self, traffic: &Traffic) -> f64 {
+        let width = match self.place {
+            HubPlace::BesideWorkers | HubPlace::Sites => 1.0,
+            HubPlace::Dedicated { width } => width,
+        };
+        let busier = |direction: Option<Direction>| direction.map_or(0.0, Direction::busier);
+        busier(traffic.worker).max(busier(traffic.hub) / width).max(busier(traffic.both))
+    }
+
+    /// BestScheme, extended: what costs least, of the hub and factors between workers, and the hub where both cost the same.
+    ///
+    /// Factors to a hub are not among them: where they cost less than the hub, a hub has the whole of each layer to itself, and
+    /// the cluster waits for the one with the largest.
+    pub fn best_scheme(&self, layer: &Layer) -> Scheme {
+        let hub = self.cost(layer, Scheme::Hub).unwrap_or(0.0);
+        match self.cost(layer, Scheme::Factors) {
+            Some(factors) if factors < hub => Scheme::Factors,
+            _ => Scheme::Hub,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::published::Problem;
+    use super::*;
+
+    fn both_ways(direction: Option<Direction>) -> Option<f64> {
+        direction.map(|direction| direction.sent + direction.received)
+    }
+
+    /// What the paper counts is what we count, both directions together and in numbers.
+    #[test]
+    fn beside_workers_it_is_table_1() {
+        for (m, n, k, workers) in
+            [(4096, 4096, 32, 8), (1000, 1024, 128, 16), (21841, 4096, 32, 32), (10, 64, 100, 2)]
+        {
+            let layer = Layer::fully_connected("fc", m, n, k);
+            let cluster = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(workers) };
+            let problem = Problem {
+                m: m as f64,
+                n: n as f64,
+                k: k as f64,
+                workers: workers.into(),
+                servers: workers.into(),
+            };
+            let both = |scheme| both_ways(cluster.traffic(&layer, scheme).unwrap().both);
+            assert_eq!(both(Scheme::Hub), problem.parameter_server().both);
+            assert_eq!(both(Scheme::Factors), Some(problem.sufficient_factors().worker));
+            assert_eq!(both(Scheme::FactorsToHub), problem.adam().both);
+            assert_eq!(cluster.best_scheme(&layer), problem.best_scheme(), "{m} x {n}, {k}, {workers}");
+        }
+    }
+
+    #[test]
+    fn dedicated_hubs_are_table_1_as_well() {
+        let layer = Layer::fully_connected("fc", 300, 200, 8);
+        let cluster = Cluster {
+            workers: 6,
+            hubs: 3,
+            place: HubPlace::Dedicated { width: 1.0 },
+            encoding: Encoding::NUMBERS,
+        };
+        let problem = Problem { m: 300.0, n: 200.0, k: 8.0, workers: 6.0, servers: 3.0 };
+        for (scheme, published) in
+            [(Scheme::Hub, problem.parameter_server()), (Scheme::FactorsToHub, problem.adam())]
+        {
+            let traffic = cluster.traffic(&layer, scheme).unwrap();
+            assert_eq!(both_ways(traffic.worker), Some(published.worker));
+            assert_eq!((both_ways(traffic.hub), traffic.both), (published.server, None));
+        }
+        let factors = cluster.traffic(&layer, Scheme::Factors).unwrap();
+        assert_eq!(both_ways(factors.worker), Some(problem.sufficient_factors().worker));
+        assert_eq!(factors.hub, Some(Direction::default()));
+    }
+
+    /// A hub that is as wide as its workers costs what a worker's own link needs, so factors have to be smaller to pay.
+    #[test]
+    fn a_balanced_hub_needs_smaller_factors() {
+        let layer = Layer::fully_connected("fc", 1000, 1000, 50);
+        // Per direction: 7 * 50 * 2000 = 0.7 million, against 1.75 million beside workers and 1 million here.
+        assert_eq!(Cluster::beside_workers(8).best_scheme(&layer), Scheme::Factors);
+        assert_eq!(Cluster::balanced_hub(8).best_scheme(&layer), Scheme::Factors);
+        let more = layer.with_samples(100);
+        assert_eq!(Cluster::beside_workers(8).best_scheme(&more), Scheme::Factors);
+        assert_eq!(Cluster::balanced_hub(8).best_scheme(&more), Scheme::Hub);
+        let narrow = Cluster { place: HubPlace::Dedicated { width: 1.0 }, ..Cluster::balanced_hub(8) };
+        assert_eq!(narrow.best_scheme(&more), Scheme::Factors);
+    }
+
+    #[test]
+    fn half_precision_moves_the_choice() {
+        let layer = Layer::fully_connected("fc", 1000, 1000, 90);
+        let cluster = Cluster::balanced_hub(8);
+        assert_eq!(cluster.best_scheme(&layer), Scheme::Hub);
+        let encoding = Encoding { factor: 2.0, ..Encoding::F32 };
+        assert_eq!(Cluster { encoding, ..cluster }.best_scheme(&layer), Scheme::Factors);
+    }
+
+    #[test]
+    fn what_has_no_factors_goes_to_the_hub() {
+        let layer = Layer::other("conv", 1_000_000);
+        for cluster in [Cluster::beside_workers(2), Cluster::balanced_hub(2)] {
+            assert_eq!(cluster.best_scheme(&layer), Scheme::Hub);
+            assert_eq!(cluster.traffic(&layer, Scheme::Factors), None);
+            assert_eq!(cluster.cost(&layer, Scheme::FactorsToHub), None);
+        }
+    }
+
+    #[test]
+    fn one_worker_alone_sends_nothing_beside_its_hub() {
+        let layer = Layer::fully_connected("fc", 100, 100, 1);
+        assert_eq!(Cluster::beside_workers(1).cost(&layer, Scheme::Hub), Some(0.0));
+        assert_eq!(Cluster::beside_workers(1).best_scheme(&layer), Scheme::Hub);
+    }
+}

@@ -1,0 +1,224 @@
+//! Gradients of fully connected layers from their sufficient factors (Poseidon section 3.2).
+//!
+//! A layer of M outputs and N inputs has met K samples: `inputs`, K rows of N numbers, went in, and `output_gradients`, K rows of
+//! M numbers, are the loss's gradient by what came out. The gradient of the weight, M rows of N numbers, is the sum of the K outer
+//! products, and that of the bias the sum of the K rows of output gradients.
+//!
+//! This is the one place with fused multiply-adds, which the matrix product of another crate makes where the processor has them:
+//! every element is one chain over the samples, in their order, cut after every 256. So the bits depend on the samples and their
+//! order and on nothing else among processors with fused multiply-add, however the matrix is cut into tiles and whichever threads
+//! make them; between those with and those without they differ in the last places. Workers that must agree find out first:
+//! [`fingerprint`].
+
+use std::ops::Range;
+
+/// The factors of a step: all samples of all workers, in rank order.
+#[derive(Clone, Copy, Debug)]
+pub struct Factors<'a> {
+    inputs: &'a [f32],
+    output_gradients: &'a [f32],
+    /// N.
+    columns: usize,
+    /// M.
+    rows: usize,
+    samples: usize,
+}
+
+impl<'a> Factors<'a> {
+    /// Factors of `samples` samples of a weight of `rows` (outputs, M) times `columns` (inputs, N).
+    ///
+    /// # Panics
+    /// If `inputs` does not have `samples` times `columns` elements, or `output_gradients` not `samples` times `rows`.
+    pub fn new(
+        samples: usize,
+        (rows, columns): (usize, usize),
+        inputs: &'a [f32],
+        output_gradients: &'a [f32],
+    ) -> Self {
+        assert_eq!(Some(inputs.len()), samples.checked_mul(columns), "inputs are samples times columns");
+        assert_eq!(
+            Some(output_gradients.len()),
+            samples.checked_mul(rows),
+            "output gradients are samples times rows"
+        );
+        Factors { inputs, output_gradients, columns, rows, samples }
+    }
+
+    /// A tile of the weight's gradient: the elements in these rows and columns, row by row, into `tile`, of which the first
+    /// `rows.len() * columns.len()` are written.
+    ///
+    /// # Panics
+    /// If the rows or columns are not within the matrix, or `tile` is too short.
+    pub fn weight_gradient(&self, rows: Range<usize>, columns: Range<usize>, tile: &mut [f32]) {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(
+            columns.start <= columns.end && columns.end <= self.columns,
+            "columns {columns:?} of {}",
+            self.columns
+        );
+        let tile = &mut tile[..rows.len() * columns.len()];
+        if self.samples == 0 {
+            tile.fill(0.0);
+            return;
+        }
+        if tile.is_empty() {
+            return;
+        }
+        // Row k begins at k times the stride; its first element of the tile is `start` further on.
+        let gradients = self.output_gradients[rows.start..].as_ptr();
+        let inputs = self.inputs[columns.start..].as_ptr();
+        // SAFETY: the product reads `gradients[k * self.rows + r]` for k < samples and r < rows.len(), at most element
+        // `rows.start + (samples - 1) * self.rows + rows.len() - 1`, which is below `samples * self.rows` because `rows.end` is at
+        // most `self.rows`; `new` has checked that the slice is that long. The same holds for `inputs` with columns. It writes
+        // `rows.len()` times `columns.len()` elements of `tile`, row by row, which was cut to that length above and is borrowed
+        // mutably, so that it overlaps neither. All strides are lengths of slices and fit isize.
+        unsafe {
+            matrixmultiply::sgemm(
+                rows.len(),
+                self.samples,
+                columns.len(),
+                1.0,
+                gradients,
+                1,
+                self.rows as isize,
+                inputs,
+                self.columns as isize,
+                1,
+                0.0,
+                tile.as_mut_ptr(),
+                columns.len() as isize,
+                1,
+            );
+        }
+    }
+
+    /// The bias's gradient, one element for each row of the weight: added up in the order of the samples.
+    ///
+    /// # Panics
+    /// If `gradient` does not have M elements.
+    pub fn bias_gradient(&self, gradient: &mut [f32]) {
+        assert_eq!(gradient.len(), self.rows, "a bias has an element for each row");
+        gradient.fill(0.0);
+        for sample in self.output_gradients.chunks_exact(self.rows.max(1)) {
+            gradient.iter_mut().zip(sample).for_each(|(sum, value)| *sum += value);
+        }
+    }
+}
+
+/// What this processor makes of a few products, as bits: equal at two processes if what they make of the same factors is.
+pub fn fingerprint() -> u64 {
+    // More samples than one chain has, and sides that no register's width divides.
+    const SHAPE: (usize, usize) = (37, 43);
+    const SAMPLES: usize = 300;
+    // Numbers whose products need rounding, of a linear congruential generator.
+    let mut state = 0x9e37_79b9_u32;
+    let mut draw = |count: usize| -> Vec<f32> {
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..count).map(|_| next()).collect()
+    };
+    let (inputs, gradients) = (draw(SAMPLES * SHAPE.1), draw(SAMPLES * SHAPE.0));
+    let mut product = vec![0.0; SHAPE.0 * SHAPE.1];
+    Factors::new(SAMPLES, SHAPE, &inputs, &gradients).weight_gradient(0..SHAPE.0, 0..SHAPE.1, &mut product);
+    // FNV-1a.
+    let bytes = product.iter().flat_map(|value| value.to_bits().to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// In f64, element by element.
+    fn reference(factors: &Factors<'_>) -> Vec<f64> {
+        let mut gradient = vec![0.0; factors.rows * factors.columns];
+        for k in 0..factors.samples {
+            for r in 0..factors.rows {
+                for c in 0..factors.columns {
+                    gradient[r * factors.columns + c] +=
+                        f64::from(factors.output_gradients[k * factors.rows + r])
+                            * f64::from(factors.inputs[k * factors.columns + c]);
+                }
+            }
+        }
+        gradient
+    }
+
+    fn numbers(count: usize) -> impl Strategy<Value = Vec<f32>> {
+        proptest::collection::vec(-1.0_f32..1.0, count)
+    }
+
+    fn problem() -> impl Strategy<Value = (usize, (usize, usize), Vec<f32>, Vec<f32>)> {
+        (0_usize..9, 1_usize..40, 1_usize..40).prop_flat_map(|(samples, rows, columns)| {
+            (Just(samples), Just((rows, columns)), numbers(samples * columns), numbers(samples * rows))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn the_gradient_is_the_sum_of_outer_products((samples, shape, inputs, gradients) in problem()) {
+            let factors = Factors::new(samples, shape, &inputs, &gradients);
+            let mut whole = vec![f32::NAN; shape.0 * shape.1];
+            factors.weight_gradient(0..shape.0, 0..shape.1, &mut whole);
+            for (&got, expected) in whole.iter().zip(reference(&factors)) {
+                prop_assert!((f64::from(got) - expected).abs() < 1e-5, "{got} for {expected}");
+            }
+            let mut bias = vec![f32::NAN; shape.0];
+            factors.bias_gradient(&mut bias);
+            for (r, &got) in bias.iter().enumerate() {
+                let expected: f64 = (0..samples).map(|k| f64::from(gradients[k * shape.0 + r])).sum();
+                prop_assert!((f64::from(got) - expected).abs() < 1e-5);
+            }
+        }
+
+        #[test]
+        fn tiles_have_the_bits_of_the_whole(
+            (samples, shape, inputs, gradients) in problem(), row in 0_usize..40, column in 0_usize..40,
+        ) {
+            let factors = Factors::new(samples, shape, &inputs, &gradients);
+            let (row, column) = (row % (shape.0 + 1), column % (shape.1 + 1));
+            let mut whole = vec![f32::NAN; shape.0 * shape.1];
+            factors.weight_gradient(0..shape.0, 0..shape.1, &mut whole);
+            let mut tile = vec![f32::NAN; shape.0 * shape.1];
+            for rows in [0..row, row..shape.0] {
+                for columns in [0..column, column..shape.1] {
+                    factors.weight_gradient(rows.clone(), columns.clone(), &mut tile);
+                    for (r, row) in rows.clone().enumerate() {
+                        for (c, column) in columns.clone().enumerate() {
+                            let (got, expected) = (tile[r * columns.len() + c], whole[row * shape.1 + column]);
+                            prop_assert_eq!(got.to_bits(), expected.to_bits());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The order of samples is the order of additions, and chains are cut at one place whatever the tile.
+    #[test]
+    fn many_samples_have_the_same_bits_in_any_tile() {
+        let (samples, shape) = (1000, (70, 130));
+        let value = |i: usize| ((i * 7919) % 1000) as f32 / 500.0 - 1.0;
+        let inputs: Vec<f32> = (0..samples * shape.1).map(value).collect();
+        let gradients: Vec<f32> = (0..samples * shape.0).map(|i| value(i + 3)).collect();
+        let factors = Factors::new(samples, shape, &inputs, &gradients);
+        let mut whole = vec![0.0; shape.0 * shape.1];
+        factors.weight_gradient(0..shape.0, 0..shape.1, &mut whole);
+        let mut tile = vec![0.0; 33 * 65];
+        factors.weight_gradient(20..53, 65..130, &mut tile);
+        for r in 0..33 {
+            assert_eq!(tile[r * 65..(r + 1) * 65], whole[(20 + r) * shape.1 + 65..(20 + r) * shape.1 + 130]);
+        }
+        assert_eq!(fingerprint(), fingerprint());
+    }
+
+    #[test]
+    #[should_panic(expected = "inputs are samples times columns")]
+    fn factors_of_another_shape_are_a_bug_of_the_caller() {
+        Factors::new(2, (3, 4), &[0.0; 7], &[0.0; 6]);
+    }
+}

@@ -1,0 +1,45 @@
+//! A job's information book: what the manager fills in at InitService.
+
+use std::sync::Arc;
+
+use paramhub_core::scheme::{Book, HubEntry, HubPlace, Roster, WorkerEntry, addresses};
+use paramhub_core::service::{ErrorCode, ServiceError};
+
+use super::Job;
+use super::members::Member;
+use crate::error::refusal;
+
+impl Job {
+    /// Who takes part, once every rank has connected; `machines` are its hubs' in their order.
+    pub(crate) fn roster<'a>(&self, machines: impl Iterator<Item = (u32, &'a str)>) -> Roster {
+        let is_beside_worker =
+            |machine: &str| !machine.is_empty() && self.places.iter().any(|place| place.host == machine);
+        let hub = |(member, (_, machine)): (&Member, (u32, &str))| HubEntry {
+            addresses: addresses(&member.shape),
+            site: member.site,
+            is_beside_worker: is_beside_worker(machine),
+        };
+        let hubs: Vec<HubEntry> = self.members.iter().zip(machines).map(hub).collect();
+        let is_any_beside_worker = hubs.iter().any(|hub| hub.is_beside_worker);
+        let place = match self.has_several_sites() {
+            true => HubPlace::Sites,
+            false => HubPlace::of_hubs(self.members.iter().map(|member| &member.shape), is_any_beside_worker),
+        };
+        let worker = |rank| WorkerEntry { rank, host: self.seats.host(rank).to_owned() };
+        Roster { workers: (0..self.workers).map(worker).collect(), hubs, place }
+    }
+
+    /// The information book of a job whose placement is made.
+    pub(crate) fn book(&self) -> Result<Arc<Book>, ServiceError> {
+        self.book.clone().ok_or_else(|| match self.state.has_ended() {
+            true => self.ended_refusal(),
+            false => refusal(
+                ErrorCode::Missing,
+                format!(
+                    "job `{}` has no information book yet: its ranks have yet to call InitService",
+                    self.name
+                ),
+            ),
+        })
+    }
+}

@@ -1,0 +1,85 @@
+//! Routes of the information book: Query and BestScheme.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use paramhub_core::scheme::{BestScheme, Book, BookError};
+use paramhub_core::service::{AskBestScheme, AskBook, ErrorCode, ServiceError};
+
+use super::{Asked, Segment};
+use crate::auth::Admin;
+use crate::error::{Refusal, refusal};
+use crate::job::Job;
+use crate::registry::Registry;
+
+/// Query: the information book of a job, or some of its properties.
+#[utoipa::path(
+    get, path = "/v1/jobs/{job}/book", tag = "jobs", operation_id = "query_book",
+    params(
+        ("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace."),
+        ("properties" = Option<String>, Query, description = "Up to 64 names separated by commas: `workers`, `hubs`, \
+         `place`, `layers`, `layers.NAME`, or `layers.NAME.FIELD` with the FIELD type, outputs, inputs, samples, parameters, \
+         keys, scheme or why. The answer is then an object of these names and their values."),
+    ),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The whole book, where no properties are asked for.", body = Book),
+        (status = 400, description = "The path or the query is malformed.", body = ServiceError),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 404, description = "There is no such job, layer or property.", body = ServiceError),
+        (status = 408, description = "The job has no book yet: not every rank has called InitService.", body = ServiceError),
+        (status = 410, description = "The job has ended.", body = ServiceError),
+    )
+)]
+pub(crate) async fn query(
+    _: Admin,
+    State(registry): State<Arc<Registry>>,
+    Segment(job): Segment<String>,
+    Asked(ask): Asked<AskBook>,
+) -> Result<Response, Refusal> {
+    let book = find(&registry, &job)?;
+    let Some(properties) = ask.properties else { return Ok(Json(&*book).into_response()) };
+    let properties: Vec<&str> = properties.split(',').collect();
+    let found = book.query(&properties).map_err(not_there)?;
+    Ok(Json(found).into_response())
+}
+
+/// BestScheme: how a layer of a job is exchanged, and what the other schemes would move.
+#[utoipa::path(
+    get, path = "/v1/jobs/{job}/best-scheme", tag = "jobs", operation_id = "best_scheme",
+    params(
+        ("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace."),
+        ("layer" = String, Query, description = "The layer's name."),
+    ),
+    security(("admin_token" = [])),
+    responses(
+        (status = 200, description = "The layer's scheme.", body = BestScheme),
+        (status = 400, description = "The path or the query is malformed.", body = ServiceError),
+        (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
+        (status = 404, description = "There is no such job or layer.", body = ServiceError),
+        (status = 408, description = "The job has no book yet: not every rank has called InitService.", body = ServiceError),
+        (status = 410, description = "The job has ended.", body = ServiceError),
+    )
+)]
+pub(crate) async fn best_scheme(
+    _: Admin,
+    State(registry): State<Arc<Registry>>,
+    Segment(job): Segment<String>,
+    Asked(ask): Asked<AskBestScheme>,
+) -> Result<Json<BestScheme>, Refusal> {
+    Ok(Json(find(&registry, &job)?.best_scheme(&ask.layer).map_err(not_there)?))
+}
+
+fn find(registry: &Registry, job: &str) -> Result<Arc<Book>, ServiceError> {
+    registry.with(|world| world.find(job).and_then(Job::book))
+}
+
+fn not_there(wrong: BookError) -> ServiceError {
+    let code = match wrong {
+        BookError::Layer { .. } | BookError::Property(_) => ErrorCode::NotFound,
+        BookError::TooMany(_) => ErrorCode::BadRequest,
+    };
+    refusal(code, wrong.to_string())
+}

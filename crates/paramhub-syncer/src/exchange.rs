@@ -1,0 +1,506 @@
+//! Factors to all peers and from them, and what follows.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use paramhub_collective::{Mesh, MeshError};
+use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters, Schedule};
+use paramhub_kernels::factors::{Factors, fingerprint};
+use paramhub_kernels::{Optimizer, convert};
+use paramhub_transport::{Home, ReceiveRegion, lend};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::SyncError;
+use crate::layer::{FactorLayer, LayerFactors, Outputs};
+use crate::message::{self, Header};
+use crate::parameters::{Parameters, Update};
+
+/// How long comparing the processors may take once the mesh stands.
+const COMPARISON: Duration = Duration::from_secs(60);
+
+/// What a [`FactorExchange`] works with.
+pub struct FactorConfig {
+    /// Between all workers of the job, for this exchange alone.
+    pub mesh: Mesh,
+    /// The kernel of the job's optimizer.
+    pub optimizer: Arc<dyn Optimizer>,
+    /// What holds at step 0 for each group of the optimizer. The optimizer has accepted them.
+    pub hyperparameters: Vec<Hyperparameters>,
+    /// Threads that multiply; by default as many as there are processors.
+    pub threads: usize,
+}
+
+impl FactorConfig {
+    /// With one group and a thread for each processor.
+    pub fn new(mesh: Mesh, optimizer: Arc<dyn Optimizer>, hyperparameters: Hyperparameters) -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        FactorConfig { mesh, optimizer, hyperparameters: vec![hyperparameters], threads }
+    }
+}
+
+/// What has been exchanged since the beginning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FactorStatistics {
+    /// Bytes of factors that left for all peers together.
+    pub bytes_sent: u64,
+    /// And that came from them.
+    pub bytes_received: u64,
+    /// Time spent multiplying and updating, of all layers together.
+    pub rebuilding: Duration,
+    /// Layers updated, each as often as it was.
+    pub updates: u64,
+}
+
+/// Layers whose factors the workers send one another.
+///
+/// All ranks push the same layers in the same order, as backpropagation meets them. Shared by reference between threads.
+pub struct FactorExchange {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    rank: u32,
+    workers: u32,
+    mesh: Mesh,
+    optimizer: Arc<dyn Optimizer>,
+    /// Of each group. Rank 0's count.
+    schedules: Mutex<Vec<Schedule>>,
+    layers: Vec<FactorLayer>,
+    states: Vec<Mutex<State>>,
+    pool: ThreadPool,
+    failure: OnceLock<SyncError>,
+    bytes: AtomicU64,
+    rebuilding_ns: AtomicU64,
+    updates: AtomicU64,
+}
+
+/// What belongs to one layer.
+struct State {
+    parameters: Parameters,
+    /// Every rank's message of the step.
+    messages: Vec<Home<Vec<u8>>>,
+    /// All ranks' samples, in rank order.
+    inputs: Vec<f32>,
+    output_gradients: Vec<f32>,
+    step: u32,
+    is_under_way: bool,
+}
+
+type Done = Box<dyn FnOnce(Result<Outputs, SyncError>) + Send>;
+
+impl FactorExchange {
+    /// An exchange of these layers, whose parameters are zeros until they are [initialised](Self::initialise). All ranks call it
+    /// with the same layers; it waits for them.
+    ///
+    /// # Errors
+    /// If a layer has no elements or too many, the optimizer cannot run on parts of a layer, threads cannot be started, or the
+    /// ranks' processors round differently.
+    pub fn new(config: FactorConfig, layers: Vec<FactorLayer>) -> Result<FactorExchange, SyncError> {
+        let FactorConfig { mesh, optimizer, hyperparameters, threads } = config;
+        let (rank, workers) = (mesh.rank(), mesh.size());
+        layers.iter().try_for_each(|layer| check_layer(rank, workers, layer, hyperparameters.len()))?;
+        if let (true, Some(layer)) = (optimizer.needs_whole_chunks(), layers.first()) {
+            let reason = "the job's optimizer takes whole chunks only: let it go through the hub";
+            return Err(misplaced(rank, layer, reason.into()));
+        }
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|number| format!("paramhub-syncer-{number}"))
+            .build()
+            .map_err(|error| SyncError::Threads { rank, reason: error.to_string().into() })?;
+        compare(&mesh, &[fingerprint()])?.map_or(Ok(()), |peer| Err(SyncError::Rounding { rank, peer }))?;
+        let slots = hyperparameters.iter().map(|group| optimizer.state_slots(group)).max().unwrap_or(0);
+        let states = layers.iter().map(|layer| Mutex::new(State::new(layer, slots, workers))).collect();
+        let schedules = hyperparameters.into_iter().map(Schedule::new).collect();
+        let inner = Inner {
+            rank,
+            workers,
+            mesh,
+            optimizer,
+            schedules: Mutex::new(schedules),
+            layers,
+            states,
+            pool,
+            failure: OnceLock::new(),
+            bytes: AtomicU64::new(0),
+            rebuilding_ns: AtomicU64::new(0),
+            updates: AtomicU64::new(0),
+        };
+        Ok(FactorExchange { inner: Arc::new(inner) })
+    }
+
+    /// The layers, in the order in which they are numbered.
+    pub fn layers(&self) -> &[FactorLayer] {
+        &self.inner.layers
+    }
+
+    /// Lets a layer begin with these parameters, which must be equal at all ranks, after `step` steps, with fresh optimizer
+    /// state. An empty `bias` where there is none.
+    ///
+    /// # Errors
+    /// If the lengths are not the layer's, or an exchange of it is under way.
+    pub fn initialise(&self, layer: usize, weight: &[f32], bias: &[f32], step: u32) -> Result<(), SyncError> {
+        let (spec, mut state) = self.inner.idle(layer)?;
+        let (elements, biases) = (state.parameters.weight().len(), spec.bias_elements());
+        if (weight.len(), bias.len()) != (elements, biases) {
+            let (weights, given) = (weight.len(), bias.len());
+            let reason =
+                format!("takes {elements} and {biases} initial parameters, not {weights} and {given}");
+            return Err(misplaced(self.inner.rank, spec, reason));
+        }
+        state.parameters.begin(weight, bias, step.into());
+        state.step = step;
+        Ok(())
+    }
+
+    /// Weight and bias, in f32, after the updates so far, which are told as well.
+    ///
+    /// # Errors
+    /// If an exchange of the layer is under way.
+    pub fn parameters(&self, layer: usize) -> Result<(Vec<f32>, Vec<f32>, u64), SyncError> {
+        let (_, state) = self.inner.idle(layer)?;
+        let parameters = &state.parameters;
+        Ok((parameters.weight().to_vec(), parameters.bias().to_vec(), parameters.updates))
+    }
+
+    /// One slot of the optimizer's state, of weight and bias, as a hub would keep it.
+    ///
+    /// # Errors
+    /// If an exchange of the layer is under way, or the optimizer has no such slot.
+    pub fn state(&self, layer: usize, slot: usize) -> Result<(Vec<f32>, Vec<f32>), SyncError> {
+        let (spec, state) = self.inner.idle(layer)?;
+        self.inner.check_slot(spec, &state, slot)?;
+        Ok(state.parameters.state(slot))
+    }
+
+    /// Puts one slot of the optimizer's state in, after [`initialise`](Self::initialise). `updates` is how many it has had.
+    ///
+    /// # Errors
+    /// If an exchange of the layer is under way, the optimizer has no such slot, or the lengths are not the layer's.
+    pub fn restore_state(
+        &self,
+        layer: usize,
+        slot: usize,
+        weight: &[f32],
+        bias: &[f32],
+        updates: u64,
+    ) -> Result<(), SyncError> {
+        let (spec, mut state) = self.inner.idle(layer)?;
+        self.inner.check_slot(spec, &state, slot)?;
+        if (weight.len(), bias.len()) != (state.parameters.weight().len(), spec.bias_elements()) {
+            let reason = format!("its state is not {} and {} numbers", weight.len(), bias.len());
+            return Err(misplaced(self.inner.rank, spec, reason));
+        }
+        state.parameters.restore_state(slot, weight, bias);
+        state.parameters.updates = updates;
+        Ok(())
+    }
+
+    /// Lets `hyperparameters` hold for a group from `first_step` on. What rank 0 was told holds for all: the others learn it with
+    /// rank 0's factors.
+    ///
+    /// # Errors
+    /// If the optimizer cannot go on with them, or too many changes are still to come.
+    pub fn set_hyperparameters(
+        &self,
+        group: u16,
+        first_step: u32,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), HyperparameterError> {
+        let mut schedules = lock(&self.inner.schedules);
+        let Some(schedule) = schedules.get_mut(usize::from(group)) else { return Ok(()) };
+        self.inner.optimizer.check_change(schedule.at(0), &hyperparameters)?;
+        schedule.change(first_step, first_step, hyperparameters)
+    }
+
+    /// Sends this worker's factors of a layer's next step to all peers. When theirs have come, the layer is updated, its new
+    /// parameters are put into `outputs`, and `done` is called with them, on a thread of this exchange, or with the reason why
+    /// they do not come. What the factors lie in is free again when this returns.
+    ///
+    /// A worker may have fewer samples than the layer has room for, or none. The gradient is divided by the number of workers, as
+    /// a hub does: who wants the mean over all samples divides the output gradients by those of this worker.
+    ///
+    /// # Errors
+    /// If the step before is still under way, lengths do not fit, or the exchange has failed.
+    pub fn push(
+        &self,
+        layer: usize,
+        factors: LayerFactors<'_>,
+        outputs: Outputs,
+        done: impl FnOnce(Result<Outputs, SyncError>) + Send + 'static,
+    ) -> Result<(), SyncError> {
+        let inner = &self.inner;
+        if let Some(failure) = inner.failure.get() {
+            return Err(failure.clone());
+        }
+        let (spec, mut state) = inner.idle(layer)?;
+        let samples = inner.check(spec, &state, factors, &outputs)?;
+        let step = state.step;
+        let hyperparameters = {
+            let schedules = lock(&inner.schedules);
+            spec.groups.map(|group| *schedules[usize::from(group)].at(step))
+        };
+        let header = Header { step, samples, hyperparameters };
+        let home = &state.messages[inner.rank as usize];
+        let mut own = home.take().expect("messages are home between steps");
+        message::write(spec, &header, factors, &mut own);
+        home.put(own);
+        let regions = state
+            .messages
+            .iter()
+            .map(|home| ReceiveRegion::owned(home.lend().expect("messages are home between steps")));
+        let handle = inner.mesh.allgather(None, regions.collect())?;
+        state.is_under_way = true;
+        drop(state);
+        let (inner, done): (_, Done) = (Arc::clone(inner), Box::new(done));
+        handle.on_complete(move |arrived| {
+            let arrived = arrived.clone();
+            let task = Arc::clone(&inner);
+            inner.pool.spawn(move || task.finish(layer, arrived, outputs, done));
+        });
+        Ok(())
+    }
+
+    /// What has been exchanged since the beginning.
+    pub fn statistics(&self) -> FactorStatistics {
+        let inner = &self.inner;
+        // Messages of a layer are equally long at all ranks.
+        let bytes = inner.bytes.load(Ordering::Relaxed);
+        FactorStatistics {
+            bytes_sent: bytes,
+            bytes_received: bytes,
+            rebuilding: Duration::from_nanos(inner.rebuilding_ns.load(Ordering::Relaxed)),
+            updates: inner.updates.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Why nothing more can be pushed, if so.
+    pub fn failure(&self) -> Option<SyncError> {
+        self.inner.failure.get().cloned().or_else(|| self.inner.mesh.failure().map(SyncError::from))
+    }
+
+    /// Ends the exchange at once, for the peers as well, which are told the reason.
+    pub fn abort(&self, reason: &str) {
+        self.inner.mesh.abort(reason);
+    }
+
+    /// Waits until nothing is under way, here and at the peers, and leaves.
+    ///
+    /// # Errors
+    /// If the exchange has failed, or takes longer.
+    pub fn leave(&self, timeout: Duration) -> Result<(), SyncError> {
+        Ok(self.inner.mesh.leave(timeout)?)
+    }
+}
+
+impl fmt::Debug for FactorExchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FactorExchange").field("layers", &self.inner.layers).finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    /// A layer of which nothing is under way.
+    fn idle(&self, layer: usize) -> Result<(&FactorLayer, MutexGuard<'_, State>), SyncError> {
+        let Some(spec) = self.layers.get(layer) else {
+            let reason = format!("does not exist: there are {}, counted from 0", self.layers.len());
+            let layer = layer.to_string().into();
+            return Err(SyncError::Misplaced { rank: self.rank, layer, reason: reason.into() });
+        };
+        let state = lock(&self.states[layer]);
+        if state.is_under_way {
+            return Err(misplaced(
+                self.rank,
+                spec,
+                "its last step is still under way: wait for it first".into(),
+            ));
+        }
+        Ok((spec, state))
+    }
+
+    /// How many samples these factors have.
+    fn check(
+        &self,
+        spec: &FactorLayer,
+        state: &State,
+        factors: LayerFactors<'_>,
+        outputs: &Outputs,
+    ) -> Result<u32, SyncError> {
+        let (rows, columns) = spec.shape;
+        let width = spec.codec.bytes();
+        let (inputs, gradients) = (factors.inputs.len(), factors.output_gradients.len());
+        let samples = inputs / (columns * width);
+        if inputs != samples * columns * width || gradients != samples * rows * width {
+            let reason = format!(
+                "takes rows of {columns} inputs and as many of {rows} output gradients in {}, not {inputs} and {gradients} bytes",
+                spec.codec
+            );
+            return Err(misplaced(self.rank, spec, reason));
+        }
+        if samples > spec.samples {
+            let reason = format!(
+                "takes {} samples a step at most, not {samples}: say how many there may be when the job begins, or let it go \
+                 through the hub",
+                spec.samples
+            );
+            return Err(misplaced(self.rank, spec, reason));
+        }
+        let width = spec.parameter_codec.bytes();
+        let (weight, bias) = (state.parameters.weight().len() * width, spec.bias_elements() * width);
+        let given = outputs.weight.bytes().len();
+        let given_bias = outputs.bias.as_ref().map(|bias| bias.bytes().len());
+        if given != weight || given_bias.is_some_and(|given| given != bias) {
+            let reason = format!(
+                "gives {weight} and {bias} bytes of parameters, but there is room for {given} and {}",
+                given_bias.unwrap_or(0)
+            );
+            return Err(misplaced(self.rank, spec, reason));
+        }
+        Ok(u32::try_from(samples).unwrap_or(u32::MAX))
+    }
+
+    fn check_slot(&self, spec: &FactorLayer, state: &State, slot: usize) -> Result<(), SyncError> {
+        let slots = state.parameters.slots();
+        if slot < slots {
+            return Ok(());
+        }
+        Err(misplaced(
+            self.rank,
+            spec,
+            format!("has {slots} values of state a parameter, and none numbered {slot}"),
+        ))
+    }
+
+    /// Every rank's factors have come, or will not.
+    fn finish(&self, layer: usize, arrived: Result<(), MeshError>, mut outputs: Outputs, done: Done) {
+        let outcome = arrived.map_err(SyncError::from).and_then(|()| self.update(layer, &mut outputs));
+        if let Err(error) = &outcome {
+            // The first reason is the one that all others follow from.
+            let first = self.failure.get_or_init(|| error.clone());
+            self.mesh.abort(&first.to_string());
+        }
+        done(outcome.map(|()| outputs));
+    }
+
+    fn update(&self, layer: usize, outputs: &mut Outputs) -> Result<(), SyncError> {
+        let began = Instant::now();
+        let spec = &self.layers[layer];
+        let mut state = lock(&self.states[layer]);
+        let State { parameters, messages, inputs, output_gradients, step, is_under_way } = &mut *state;
+        let (rows, columns) = spec.shape;
+        let mut samples = 0;
+        let mut hyperparameters = None;
+        for (peer, home) in (0..).zip(messages.iter()) {
+            let message = home.take().expect("regions are dropped before their operation ends");
+            let header = self.read(spec, *step, peer, &message)?;
+            hyperparameters.get_or_insert(header.hyperparameters);
+            let count = header.samples as usize;
+            let factors = message::factors(spec, count, &message);
+            convert::decode(factors.inputs, &mut inputs[samples * columns..][..count * columns], spec.codec);
+            let gradients = &mut output_gradients[samples * rows..][..count * rows];
+            convert::decode(factors.output_gradients, gradients, spec.codec);
+            samples += count;
+            home.put(message);
+        }
+        let hyperparameters = hyperparameters.expect("a mesh has a rank 0");
+        let update = Update {
+            optimizer: &*self.optimizer,
+            hyperparameters: &hyperparameters,
+            contributions: self.workers,
+        };
+        let factors = Factors::new(
+            samples,
+            spec.shape,
+            &inputs[..samples * columns],
+            &output_gradients[..samples * rows],
+        );
+        parameters.update(&factors, &update, outputs);
+        *step += 1;
+        *is_under_way = false;
+        let bytes = message::bytes(spec).expect("counted when the layer was made") as u64;
+        self.bytes.fetch_add(bytes * u64::from(self.workers - 1), Ordering::Relaxed);
+        self.updates.fetch_add(1, Ordering::Relaxed);
+        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.rebuilding_ns.fetch_add(took, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// A message's header, if it makes sense.
+    fn read(&self, spec: &FactorLayer, step: u32, peer: u32, message: &[u8]) -> Result<Header, SyncError> {
+        let disagrees = |reason: String| SyncError::Disagreement {
+            rank: self.rank,
+            layer: Arc::clone(&spec.name),
+            peer,
+            reason: reason.into(),
+        };
+        let header = message::read_header(message)
+            .ok_or_else(|| disagrees("sent hyperparameters that are no numbers".into()))?;
+        if header.step != step {
+            return Err(disagrees(format!("is at step {}, this rank at {step}", header.step)));
+        }
+        if header.samples as usize > spec.samples {
+            return Err(disagrees(format!("has {} samples, more than {}", header.samples, spec.samples)));
+        }
+        Ok(header)
+    }
+}
+
+impl State {
+    fn new(layer: &FactorLayer, slots: usize, workers: u32) -> State {
+        let bytes = message::bytes(layer).expect("checked before");
+        let samples = layer.samples * workers as usize;
+        State {
+            parameters: Parameters::new(layer, slots),
+            messages: (0..workers).map(|_| Home::new(vec![0; bytes])).collect(),
+            inputs: vec![0.0; samples * layer.shape.1],
+            output_gradients: vec![0.0; samples * layer.shape.0],
+            step: 0,
+            is_under_way: false,
+        }
+    }
+}
+
+fn check_layer(rank: u32, workers: u32, layer: &FactorLayer, groups: usize) -> Result<(), SyncError> {
+    let (rows, columns) = layer.shape;
+    let counted = layer.weight_elements().filter(|&elements| elements <= isize::MAX as usize / 64);
+    let all = message::bytes(layer).and_then(|bytes| bytes.checked_mul(2 * workers as usize));
+    let reason = if rows == 0 || columns == 0 || layer.samples == 0 {
+        format!("has {rows} outputs, {columns} inputs and {} samples: none may be 0", layer.samples)
+    } else if counted.is_none() || all.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        "is too large".to_owned()
+    } else if let Some(group) = layer.groups.iter().find(|group| usize::from(**group) >= groups) {
+        format!("is in group {group} of the optimizer, which has {groups}, counted from 0")
+    } else {
+        return Ok(());
+    };
+    Err(misplaced(rank, layer, reason))
+}
+
+/// The first peer whose numbers are not this rank's.
+fn compare(mesh: &Mesh, own: &[u64]) -> Result<Option<u32>, MeshError> {
+    let mut all = vec![0_u64; own.len() * mesh.size() as usize];
+    lend(|lending| {
+        let outputs = all.chunks_exact_mut(own.len()).map(|numbers| lending.receive(numbers)).collect();
+        let handle = mesh.allgather(Some(lending.send(own)), outputs)?;
+        match handle.wait_timeout(COMPARISON) {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                mesh.abort("the ranks did not compare their processors in time");
+                handle.wait()
+            }
+            Err(error) => Err(error),
+        }
+    })?;
+    let differs = all.chunks_exact(own.len()).position(|numbers| numbers != own);
+    Ok(differs.map(|rank| rank as u32))
+}
+
+fn misplaced(rank: u32, layer: &FactorLayer, reason: String) -> SyncError {
+    SyncError::Misplaced { rank, layer: Arc::clone(&layer.name), reason: reason.into() }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

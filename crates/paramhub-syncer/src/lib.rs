@@ -1,0 +1,60 @@
+//! Each layer by its own way: sufficient factors between the workers where they are fewer than the gradient's numbers
+//! (Poseidon sections 3.2 and 4.1).
+//!
+//! Rank r's batch gives a fully connected layer K rows of inputs and K rows of output gradients. [`FactorExchange::push`] sends
+//! both to every other worker; when all have come, each worker multiplies them out to the sum of all gradients and runs the hub's
+//! own optimizer kernel on it, tile by tile, while the tile is in cache. The parameters never travel: all workers keep them,
+//! equal to the bit.
+//!
+//! ```
+//! use std::net::{IpAddr, Ipv4Addr};
+//! use std::sync::mpsc::channel;
+//! use paramhub_collective::{MeshConfig, MeshListener, Nonce};
+//! use paramhub_kernels::Registry;
+//! use paramhub_syncer::{FactorConfig, FactorExchange, FactorLayer, LayerFactors, Outputs};
+//! use paramhub_transport::ReceiveRegion;
+//!
+//! let listeners: Vec<_> =
+//!     (0..2).map(|_| MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap()).collect();
+//! let addresses: Vec<_> = listeners.iter().map(MeshListener::address).collect();
+//! std::thread::scope(|scope| {
+//!     for (rank, listener) in listeners.into_iter().enumerate() {
+//!         let config = MeshConfig::new(rank as u32, Nonce([7; 32]), addresses.clone());
+//!         scope.spawn(move || {
+//!             let optimizer = Registry::with_builtins().optimizer("sgd").unwrap();
+//!             let mut hyperparameters = optimizer.defaults();
+//!             hyperparameters.learning_rate = 1.0;
+//!             let config = FactorConfig::new(listener.join(config).unwrap(), optimizer, hyperparameters);
+//!             // Two outputs, three inputs, one sample a worker and step.
+//!             let exchange = FactorExchange::new(config, vec![FactorLayer::new("fc", (2, 3), 1)]).unwrap();
+//!             exchange.initialise(0, &[0.0; 6], &[], 0).unwrap();
+//!             let (inputs, output_gradients) = ([1.0_f32, 2.0, 3.0], [rank as f32, 1.0]);
+//!             let outputs = Outputs { weight: ReceiveRegion::owned(vec![0.0_f32; 6]), bias: None };
+//!             let (tell, told) = channel();
+//!             let factors = LayerFactors::of_f32(&inputs, &output_gradients);
+//!             exchange.push(0, factors, outputs, move |updated| tell.send(updated).unwrap()).unwrap();
+//!             let weight: Vec<f32> = told.recv().unwrap().unwrap().weight.into_owned().unwrap();
+//!             // The mean of both workers' outer products, stepped against.
+//!             assert_eq!(weight, [-0.5, -1.0, -1.5, -1.0, -2.0, -3.0]);
+//!             exchange.leave(std::time::Duration::from_secs(10)).unwrap();
+//!         });
+//!     }
+//! });
+//! ```
+#![forbid(unsafe_code)]
+
+mod error;
+mod exchange;
+mod layer;
+mod meeting;
+mod message;
+mod open;
+mod parameters;
+mod plan;
+
+pub use error::SyncError;
+pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
+pub use layer::{FactorLayer, LayerFactors, Outputs};
+pub use meeting::{Meeting, Peers, Ports, address_towards};
+pub use open::open_factors;
+pub use plan::{PlannedFactors, planned_factors};

@@ -1,0 +1,86 @@
+//! Which layers of a job go by factors.
+
+use paramhub_core::key::Key;
+use paramhub_core::scheme::{LayerType, Plan, Scheme};
+
+use crate::layer::FactorLayer;
+
+/// A layer of a plan that goes by its factors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedFactors {
+    /// As the exchange is to have it.
+    pub layer: FactorLayer,
+    /// The position of the weight in the key table.
+    pub weight: u32,
+    /// That of the bias.
+    pub bias: Option<u32>,
+}
+
+/// The layers of a plan that go by their factors, in the plan's order, which is the same at all ranks.
+pub fn planned_factors(keys: &[Key], plan: &Plan) -> Vec<PlannedFactors> {
+    let planned = plan.layers.iter().filter(|planned| planned.scheme == Scheme::Factors);
+    let made = planned.map(|planned| {
+        let LayerType::FullyConnected { outputs, inputs, samples, .. } = planned.layer.kind else {
+            unreachable!("only fully connected layers are planned by factors");
+        };
+        let (weight, bias) = (planned.keys[0], planned.keys.get(1).copied());
+        let of = |key: u32| &keys[key as usize];
+        let codec = of(weight).dtype.codec();
+        // Lengths of tensors that lie in memory.
+        let length = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
+        let layer = FactorLayer {
+            name: planned.layer.name.as_str().into(),
+            shape: (length(outputs), length(inputs)),
+            samples: length(samples),
+            has_bias: bias.is_some(),
+            codec,
+            parameter_codec: codec,
+            groups: [of(weight).group, of(bias.unwrap_or(weight)).group],
+        };
+        PlannedFactors { layer, weight, bias }
+    });
+    made.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use paramhub_core::codec::{Codec, Dtype};
+    use paramhub_core::key::KeyTable;
+    use paramhub_core::scheme::{Cluster, LayerSettings, SchemeChoice};
+    use paramhub_core::settings::Settings;
+
+    use super::*;
+
+    #[test]
+    fn layers_that_go_by_factors_keep_their_keys_types_and_groups() {
+        let half = |key: Key| Key { dtype: Dtype::BF16, ..key };
+        let keys = vec![
+            Key::new("conv", [64, 27]),
+            half(Key::new("fc.weight", [512, 256])),
+            half(Key { group: 1, ..Key::new("fc.bias", [512]) }),
+            Key::new("last", [10, 512]),
+        ];
+        let layers = vec![
+            LayerSettings::other("conv", [0]),
+            LayerSettings::fully_connected("last", [3], [10, 512, 4]),
+            LayerSettings::fully_connected("fc", [1, 2], [512, 256, 4]),
+        ];
+        let optimizer = paramhub_core::settings::OptimizerChoice {
+            groups: vec![Default::default()],
+            ..Default::default()
+        };
+        let table = KeyTable::new(keys).unwrap();
+        let settings = Settings { layers, scheme: SchemeChoice::Auto, optimizer, ..Settings::new(table) };
+        settings.check().unwrap();
+        let plan = Plan::new(&settings, &Cluster::beside_workers(4));
+        let planned = planned_factors(settings.keys.keys(), &plan);
+        let fc = FactorLayer {
+            codec: Codec::BF16,
+            parameter_codec: Codec::BF16,
+            groups: [0, 1],
+            ..FactorLayer::new("fc", (512, 256), 4).with_bias()
+        };
+        assert_eq!(planned.last(), Some(&PlannedFactors { layer: fc, weight: 1, bias: Some(2) }));
+        assert!(planned.iter().all(|planned| &*planned.layer.name != "conv"));
+    }
+}

@@ -1,0 +1,208 @@
+//! `paramhub bench poseidon`: trainings whose computation is played and whose exchange is real (Poseidon, section 5).
+
+mod conduct;
+mod part;
+mod profile;
+mod report;
+mod system;
+
+use std::path::PathBuf;
+
+use clap::{Args, value_parser};
+use paramhub_core::scheme::{Cluster, Encoding, HubPlace, Plan};
+
+use super::check_destination;
+use super::hosts::{Hosts, HostsFlags};
+use super::processes::{Run, interrupted, launch};
+use super::report::{megabytes, write_json};
+use super::spec::{Optimizer, Spec, Transport};
+use crate::cli::models::Model;
+use crate::cli::{ExitCode, Usage};
+use crate::config::Deployment;
+use crate::launch::Signals;
+use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX};
+
+use super::ablate::Variant;
+use conduct::{Program, conduct};
+use part::PartLayer;
+pub(super) use part::{Part, Played, play};
+use profile::Profile;
+use report::{Expected, Setting, Summary};
+use system::System;
+
+/// Play the training of a model: compute by sleeping, exchange for real
+///
+/// Every worker sleeps as long as a layer computes and exchanges it as soon as backpropagation has made its gradient, or its
+/// factors; the next step waits for each layer's parameters when it gets there. So a small machine stands for many with GPUs. The
+/// systems take turns in one run, each with workers and a job of its own at the same hubs.
+///
+/// How long layers compute is built in: one machine's throughput as the papers have it, spread over the layers by their
+/// operations; --profile names others.
+#[derive(Args)]
+pub(super) struct PoseidonCommand {
+    /// Whose layers: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152 or vgg19-22k
+    #[arg(long, value_name = "NAME")]
+    model: String,
+    /// Worker processes of each system
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(2..=256))]
+    workers: u32,
+    /// Samples of each worker and step
+    #[arg(long, value_name = "K", default_value_t = 32, value_parser = value_parser!(u64).range(1..=1 << 20))]
+    batch: u64,
+    /// Divide all bytes and times by this, a square: sides of fully connected layers and the batch by its root, so that factors
+    /// and gradients shrink alike
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    scale: u64,
+    /// How long each layer computes: JSON of {"images_per_second"} or {"layers": [{"name", "forward_ms", "backward_ms"}, ..]}
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Multiply the times of all layers by this, for other machines than the profile's
+    #[arg(long, value_name = "F", default_value_t = 1.0)]
+    stretch: f64,
+    /// What takes turns
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "sequential,wfbp,poseidon")]
+    systems: Vec<System>,
+    /// Cores of each hub
+    #[arg(long, value_name = "C", default_value_t = 1, value_parser = value_parser!(u16).range(1..=CORES_MAX as i64))]
+    cores: u16,
+    /// Steps of a turn, after one that leads in
+    #[arg(long, value_name = "K", default_value_t = 3, value_parser = value_parser!(u32).range(1..=10_000))]
+    steps: u32,
+    /// Turns of each system that count
+    #[arg(long, value_name = "R", default_value_t = 5, value_parser = value_parser!(u32).range(1..=10_000))]
+    rounds: u32,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    #[command(flatten)]
+    hosts: HostsFlags,
+}
+
+pub(super) fn poseidon(command: &PoseidonCommand) -> anyhow::Result<ExitCode> {
+    let signals = Signals::catch()?;
+    let side = command.scale.isqrt();
+    if side == 0 || side * side != command.scale {
+        let problem = format!("--scale {}: it takes a square, such as 4, 16 or 64", command.scale);
+        return Err(Usage(problem).into());
+    }
+    if !(command.stretch.is_finite() && command.stretch >= 0.0) {
+        return Err(Usage(format!("--stretch {}: times cannot be multiplied by it", command.stretch)).into());
+    }
+    check_destination("--json", command.json.as_deref())?;
+    // Ranks of all systems beside one another, so that each system is spread over all hosts.
+    let seats = command.systems.len() as u32 * command.workers;
+    let hosts = command.hosts.hosts(seats)?;
+    let (parts, setting) = command.parts(side, &hosts)?;
+    println!("{}", setting.headline());
+    let program = Program { parts, hosts, rounds: command.rounds };
+    let measured = match launch(&program.hosts, seats, &signals, |listener, is_over| {
+        conduct(&program, listener, is_over)
+    })? {
+        Run::Measured(measured) => measured,
+        Run::Interrupted(signal) => return Ok(interrupted(signal)),
+    };
+    let summary = Summary::new(setting, &measured);
+    println!("{}", summary.table());
+    if let Some(path) = &command.json {
+        write_json(&summary, path)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl PoseidonCommand {
+    /// What the workers of each system play.
+    fn parts(&self, side: u64, hosts: &Hosts) -> anyhow::Result<(Vec<Part>, Setting)> {
+        let model = Model::named(&self.model)?;
+        let layers = model.layers();
+        let profile = match &self.profile {
+            Some(path) => Profile::read(path, &layers, self.batch)?,
+            None => Profile::built_in(&self.model, &layers, self.batch)?,
+        };
+        let profile = profile.stretched(self.stretch / self.scale as f64);
+        let (keys, layers) = model.scaled(side)?;
+        let samples = self.batch.div_ceil(side);
+        let played = layers.into_iter().zip(&profile.passes).map(|(layer, &passes)| PartLayer {
+            name: layer.name,
+            keys: layer.keys,
+            fully_connected: layer.fully_connected,
+            passes,
+        });
+        let played: Vec<PartLayer> = played.collect();
+        let spec = Spec {
+            keys,
+            workers: self.workers,
+            optimizer: Optimizer::Mean,
+            cores: self.cores.into(),
+            streams: 1,
+            chunk_bytes: CHUNK_BYTES_DEFAULT,
+            is_raw: false,
+            transport: Transport::Tcp,
+            shares_parameters: false,
+            variant: Variant::Normal,
+        };
+        let cluster = self.cluster(hosts);
+        let mut parts = Vec::new();
+        let mut expected = Vec::new();
+        for &system in &self.systems {
+            let part =
+                Part { spec: spec.clone(), system, layers: played.clone(), samples, steps: self.steps };
+            let settings = part.settings()?;
+            settings.check().map_err(|error| Usage(error.to_string()))?;
+            let plan = Plan::new(&settings, &cluster);
+            let total = plan.total();
+            let by_factors =
+                plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
+            expected.push(Expected {
+                system,
+                // What a host with a worker sends, with a hub beside it or without.
+                bytes_sent: total.both.or(total.worker).map_or(0.0, |direction| direction.sent),
+                by_factors: by_factors.map(|planned| planned.layer.name.clone()).collect(),
+            });
+            parts.push(part);
+        }
+        let setting = Setting {
+            model: self.model.clone(),
+            workers: self.workers,
+            batch: self.batch,
+            scale: self.scale,
+            stretch: self.stretch,
+            samples,
+            bytes: spec.keys.bytes(),
+            compute_seconds: profile.seconds(),
+            profile: profile.source,
+            deployment: hosts.deployment(),
+            hubs: hosts.hubs().len(),
+            steps: self.steps,
+            rounds: self.rounds,
+            expected,
+        };
+        Ok((parts, setting))
+    }
+
+    /// As the manager will find it.
+    fn cluster(&self, hosts: &Hosts) -> Cluster {
+        let hubs = hosts.hubs().len() as u32;
+        let place = match hosts.deployment() {
+            Some(Deployment::Ncc | Deployment::Ncs) => {
+                HubPlace::Dedicated { width: hosts.interfaces() as f64 }
+            }
+            Some(Deployment::Cc | Deployment::Cs) | None => HubPlace::BesideWorkers,
+        };
+        Cluster { workers: self.workers, hubs, place, encoding: Encoding::F32 }
+    }
+}
+
+impl Setting {
+    fn headline(&self) -> String {
+        let Setting { model, workers, batch, scale, samples, bytes, compute_seconds, profile, .. } = self;
+        let scaled = match scale {
+            1 => String::new(),
+            _ => format!(", bytes and times divided by {scale} (K = {samples})"),
+        };
+        format!(
+            "{model}: {} of gradients a worker, {workers} workers of {batch} samples{scaled}\n{:.1} ms of computation a step ({profile})",
+            megabytes(*bytes),
+            compute_seconds * 1e3,
+        )
+    }
+}

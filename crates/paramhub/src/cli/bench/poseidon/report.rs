@@ -1,0 +1,137 @@
+//! What the systems come to, as a table and as JSON.
+
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use super::conduct::Measured;
+use super::part::Played;
+use super::system::System;
+use crate::cli::bench::report::{megabytes, milliseconds};
+use crate::cli::bench::statistics::{quantile, sorted};
+use crate::config::Deployment;
+
+/// What a result depends on, beside the machine.
+#[derive(Serialize)]
+pub(super) struct Setting {
+    pub(super) model: String,
+    pub(super) workers: u32,
+    pub(super) batch: u64,
+    pub(super) scale: u64,
+    pub(super) stretch: f64,
+    /// K as it was exchanged.
+    pub(super) samples: u64,
+    /// Gradients of a worker.
+    pub(super) bytes: u64,
+    /// Of a step, played.
+    pub(super) compute_seconds: f64,
+    /// Where that comes from.
+    pub(super) profile: String,
+    pub(super) deployment: Option<Deployment>,
+    pub(super) hubs: usize,
+    pub(super) steps: u32,
+    pub(super) rounds: u32,
+    pub(super) expected: Vec<Expected>,
+}
+
+/// What the plan of one system says.
+#[derive(Serialize)]
+pub(super) struct Expected {
+    pub(super) system: System,
+    /// Of a step, by a host with a worker, without headers.
+    pub(super) bytes_sent: f64,
+    /// Layers that go by factors.
+    pub(super) by_factors: Vec<String>,
+}
+
+/// Written with `--json`. Seconds and bytes are of one step.
+#[derive(Serialize)]
+pub(super) struct Summary {
+    systems: Vec<Row>,
+    setting: Setting,
+    version: &'static str,
+}
+
+#[derive(Serialize)]
+struct Row {
+    system: System,
+    /// Of the slowest worker, in the median of the turns.
+    seconds: f64,
+    lowest: f64,
+    highest: f64,
+    /// Against one worker that computes alone.
+    speed_up: f64,
+    /// Of a step, the share in which a worker does not compute (figure 7).
+    stalled: f64,
+    /// By the host of one worker, in the mean of all (figure 10): 0 where all are on loopback.
+    bytes_sent: f64,
+    bytes_received: f64,
+    /// By the busiest host against the mean.
+    busiest_by_mean: f64,
+    /// Of a worker's process.
+    cpu_seconds: f64,
+}
+
+impl Summary {
+    pub(super) fn new(setting: Setting, measured: &Measured) -> Summary {
+        let rows = setting.expected.iter().zip(measured).map(|(expected, turns)| {
+            let slowest = |turn: &Vec<Played>| turn.iter().map(|played| played.seconds).fold(0.0, f64::max);
+            let seconds = sorted(turns.iter().map(slowest));
+            let median = quantile(&seconds, 0.5);
+            let per_step = |value: fn(&Played) -> f64, rank: usize| {
+                let values = turns.iter().map(|turn| value(&turn[rank]) / f64::from(turn[rank].steps));
+                quantile(&sorted(values), 0.5)
+            };
+            let ranks = 0..turns[0].len();
+            let mean = |value: fn(&Played) -> f64| {
+                ranks.clone().map(|rank| per_step(value, rank)).sum::<f64>() / ranks.len() as f64
+            };
+            let sent: fn(&Played) -> f64 = |played| played.bytes_sent as f64;
+            let bytes_sent = mean(sent);
+            let busiest = ranks.clone().map(|rank| per_step(sent, rank)).fold(0.0, f64::max);
+            Row {
+                system: expected.system,
+                seconds: median,
+                lowest: seconds[0],
+                highest: seconds[seconds.len() - 1],
+                speed_up: f64::from(setting.workers) * setting.compute_seconds / median,
+                stalled: 1.0 - setting.compute_seconds / median,
+                bytes_sent,
+                bytes_received: mean(|played| played.bytes_received as f64),
+                busiest_by_mean: if bytes_sent > 0.0 { busiest / bytes_sent } else { 1.0 },
+                cpu_seconds: mean(|played| played.cpu_seconds),
+            }
+        });
+        let systems = rows.collect();
+        Summary { systems, setting, version: env!("CARGO_PKG_VERSION") }
+    }
+
+    pub(super) fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_BORDERS_ONLY);
+        table.set_header([
+            "",
+            "step",
+            "lowest",
+            "highest",
+            "speed-up",
+            "stalled",
+            "sent by a host",
+            "planned",
+            "by factors",
+        ]);
+        for (row, expected) in self.systems.iter().zip(&self.setting.expected) {
+            table.add_row([
+                row.system.label().to_owned(),
+                milliseconds(row.seconds),
+                milliseconds(row.lowest),
+                milliseconds(row.highest),
+                format!("{:.2} of {}", row.speed_up, self.setting.workers),
+                format!("{:.0} %", 100.0 * row.stalled),
+                megabytes(row.bytes_sent as u64),
+                megabytes(expected.bytes_sent as u64),
+                expected.by_factors.join(", "),
+            ]);
+        }
+        table.to_string()
+    }
+}

@@ -1,0 +1,37 @@
+//! The systems that are compared.
+
+use paramhub_core::scheme::{Scheme, SchemeChoice};
+use serde::{Deserialize, Serialize};
+
+/// How a training exchanges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum System {
+    /// All gradients through the hubs after the backward pass, and all parameters before the next
+    Sequential,
+    /// Each layer's gradient through the hubs as soon as it exists: wait-free backpropagation
+    Wfbp,
+    /// The same, with factors where they are smaller
+    Poseidon,
+    /// The same, with factors for every fully connected layer
+    Factors,
+}
+
+impl System {
+    pub(super) fn scheme(self) -> SchemeChoice {
+        match self {
+            System::Sequential | System::Wfbp => SchemeChoice::default(),
+            System::Poseidon => SchemeChoice::Auto,
+            System::Factors => SchemeChoice::Only(Scheme::Factors),
+        }
+    }
+
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            System::Sequential => "sequential",
+            System::Wfbp => "WFBP, hub only",
+            System::Poseidon => "Poseidon",
+            System::Factors => "factors always",
+        }
+    }
+}
