@@ -93,7 +93,9 @@ fn wrong_values_say_what_would_do() {
     for (arguments, part) in [
         (&["train", "--optimizer", "mean"][..], "updates no parameters"),
         (&["train", "--net", "resnet"], "use `mlp`, `lenet` or `cifar-quick`"),
-        (&["train", "--codec", "f8"], "expected f32, f16 or bf16"),
+        (&["train", "--codec", "f8"], "expected f32, f16, bf16, one-bit or two-bit"),
+        (&["train", "--codec", "one-bit", "--consistency", "async"], "only in a synchronous job"),
+        (&["train", "--codec", "two-bit", "--transport", "shm"], "needs --transport tcp or auto"),
         (&["train", "--consistency", "eventual"], "staleness:STEPS"),
         (&["train", "--chunk-bytes", "1000001"], "chunk size 1000001 is not a multiple of 4"),
         (&["train", "--reproducible", "--consistency", "async"], "reproducible needs synchronous"),

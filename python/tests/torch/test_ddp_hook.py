@@ -116,6 +116,21 @@ def test_a_codec_rounds_what_travels(team: Team) -> None:
         assert exact < TOLERANCE < rounded < 0.05
 
 
+def travels_in_bits(rank: Rank) -> list[float]:
+    import paramhub.torch
+
+    dist.init_process_group("gloo")
+    expected = train(rank, {})
+    states = [paramhub.torch.HubState(codec=codec) for codec in ("one-bit", "two-bit")]
+    return [difference(train(rank, {}, state), expected) for state in states]
+
+
+def test_matrices_in_one_and_two_bits_stay_near_the_exact_ones(team: Team) -> None:
+    results = team(travels_in_bits, ranks=2)
+    assert results[0] == results[1]
+    assert all(TOLERANCE < off < 0.5 for off in results[0]), results
+
+
 def two_models_and_a_pair(rank: Rank) -> list[float]:
     """Two DDP instances whose passes alternate, and one of a subset of the ranks, each with its own group of peers."""
     import paramhub.torch

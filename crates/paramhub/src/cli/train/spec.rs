@@ -139,6 +139,12 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
     if section.cores == 0 {
         return Err("--cores 0: a hub needs at least one core".into());
     }
+    if section.codec.is_quantised() && section.transport == Transport::Shm {
+        return Err(format!(
+            "--codec {} needs --transport tcp or auto: memory that is shared with a hub carries raw tensors",
+            section.codec
+        ));
+    }
     if section.exchange == ExchangeKind::Local {
         if section.consistency != Consistency::Synchronous {
             return Err(format!("--consistency {} needs --exchange hub", section.consistency));
