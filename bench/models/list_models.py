@@ -3,9 +3,10 @@
     pip install torch torchvision
     python bench/models/list_models.py models
 
-Of a weight, ``positions`` says at how many places of one sample it is applied, so that a forward pass takes its elements times
-its positions multiplications and additions: 1 for a fully connected layer, the area of the output for a convolution. Tensors
-without it take next to nothing. Shapes and positions come from a pass without data.
+The weights of fully connected layers, outputs by inputs, are marked. ``positions`` says at how many places of one sample a
+weight is applied, so that a forward pass takes its elements times its positions multiplications and additions: 1 for a fully
+connected layer, the area of the output for a convolution. Tensors without it take next to nothing. Shapes and positions come
+from a pass without data.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ def tensors(name: str) -> list[dict[str, object]]:
         model = torchvision.models.get_model(name, weights=None, **more).eval()
         positions: dict[str, int] = {}
 
+        fully_connected: set[str] = set()
+
         def note(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
             # Batch, channels, and an area if there is one.
             area = output.shape[2:].numel() if output.dim() > 2 else 1
             key = f"{names[module]}.weight"
             positions[key] = positions.get(key, 0) + area
+            if isinstance(module, torch.nn.Linear):
+                fully_connected.add(key)
 
         names = {module: path for path, module in model.named_modules()}
         for module in names:
@@ -45,6 +50,7 @@ def tensors(name: str) -> list[dict[str, object]]:
         {
             "name": key,
             "shape": list(parameter.shape),
+            **({"type": "fully-connected"} if key in fully_connected else {}),
             **({"positions": positions[key]} if key in positions else {}),
         }
         for key, parameter in model.named_parameters()

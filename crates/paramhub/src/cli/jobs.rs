@@ -8,7 +8,7 @@ use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
 
-use super::{ManagerUrl, client};
+use super::{ManagerUrl, client, schemes};
 use crate::Stragglers;
 use crate::cli::ExitCode;
 use crate::config::Config;
@@ -47,6 +47,11 @@ enum What {
     Create(CreateFlags),
     /// Everything about one job
     Show {
+        /// Its name or namespace
+        name: String,
+    },
+    /// By which scheme each layer of a running job is exchanged, and what moves by it and by the others
+    Plan {
         /// Its name or namespace
         name: String,
     },
@@ -141,6 +146,10 @@ pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
         What::Show { name } => {
             let job = client.job(&name)?;
             print(todo.json, &job, || show(&job))?;
+        }
+        What::Plan { name } => {
+            let book = client.book(&name)?;
+            print(todo.json, &book, || schemes::text(&book.plan).trim_end().to_owned())?;
         }
         What::Stop { name } => {
             let job = client.stop_job(&name)?;

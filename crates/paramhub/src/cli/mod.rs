@@ -12,6 +12,7 @@ mod models;
 mod plan;
 mod probe;
 mod run;
+mod schemes;
 mod train;
 
 use std::ffi::OsString;

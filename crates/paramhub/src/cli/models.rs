@@ -6,6 +6,7 @@ use anyhow::Context;
 use serde::Deserialize;
 
 use crate::cli::Usage;
+use crate::scheme::LayerSettings;
 use crate::{Codec, Dtype, Key, KeyTable};
 
 macro_rules! list {
@@ -14,7 +15,8 @@ macro_rules! list {
     };
 }
 
-const LISTS: [(&str, &str); 8] = [
+const LISTS: [(&str, &str); 9] = [
+    list!("cifar-quick"),
     list!("alexnet"),
     list!("vgg11"),
     list!("vgg19"),
@@ -37,9 +39,21 @@ pub(super) struct Model {
 struct Tensor {
     name: String,
     shape: Vec<u64>,
+    #[serde(rename = "type", default)]
+    kind: TensorKind,
     /// Of a weight: at how many places of one sample it is applied, 1 in a fully connected layer.
     #[serde(default)]
     positions: Option<u64>,
+}
+
+/// What a tensor is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum TensorKind {
+    /// The weight of a fully connected layer, outputs by inputs; the bias, if there is one, comes next.
+    FullyConnected,
+    #[default]
+    Other,
 }
 
 /// The tensors of one layer, a weight and its bias, or a single tensor.
@@ -87,8 +101,24 @@ impl Model {
         Ok(Model { name: list.model.unwrap_or_else(stem), tensors: list.tensors })
     }
 
-    /// The layers, front layers first. Where the list does not say how often weights are applied nothing is known to be fully
-    /// connected, and nothing takes operations.
+    /// The fully connected layers of a job with these [`keys`](Self::keys) at their full size, when a worker multiplies so many
+    /// vectors in a step.
+    pub(super) fn fully_connected(&self, samples: u64) -> Vec<LayerSettings> {
+        let tensors = (0..).zip(&self.tensors);
+        let layer = |(position, tensor): (u32, &Tensor)| {
+            let (TensorKind::FullyConnected, &[outputs, inputs]) = (tensor.kind, &tensor.shape[..]) else {
+                return None;
+            };
+            let name = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
+            let is_bias = |next: &&Tensor| next.name == format!("{name}.bias") && next.shape == [outputs];
+            let bias = self.tensors.get(position as usize + 1).filter(is_bias).map(|_| position + 1);
+            let keys: Vec<u32> = [position].into_iter().chain(bias).collect();
+            Some(LayerSettings::fully_connected(name, keys, [outputs, inputs, samples]))
+        };
+        tensors.filter_map(layer).collect()
+    }
+
+    /// The layers, front layers first. Where the list does not say how often weights are applied they take no operations.
     pub(super) fn layers(&self) -> Vec<ModelLayer> {
         let mut layers: Vec<ModelLayer> = Vec::new();
         for (key, tensor) in (0..).zip(&self.tensors) {
@@ -101,8 +131,8 @@ impl Model {
                     layer.operations += operations;
                 }
                 _ => {
-                    let fully_connected = match (positions, tensor.shape.as_slice()) {
-                        (1, &[outputs, inputs]) => Some([outputs, inputs]),
+                    let fully_connected = match (tensor.kind, tensor.shape.as_slice()) {
+                        (TensorKind::FullyConnected, &[outputs, inputs]) => Some([outputs, inputs]),
                         _ => None,
                     };
                     layers.push(ModelLayer {
@@ -201,8 +231,14 @@ fn transformer() -> Vec<Tensor> {
     const KEY_VALUE_WIDTH: u64 = 256;
     const FEED_FORWARD_WIDTH: u64 = 5632;
     const VOCABULARY: u64 = 32_000;
-    let tensor = |name: String, shape: &[u64]| Tensor { name, shape: shape.into(), positions: None };
-    let mut tensors = vec![tensor("embedding.weight".into(), &[VOCABULARY, WIDTH])];
+    let tensor = |name: String, shape: &[u64]| {
+        let kind = if shape.len() == 2 { TensorKind::FullyConnected } else { TensorKind::Other };
+        Tensor { name, shape: shape.into(), kind, positions: None }
+    };
+    // Rows are looked up, not multiplied.
+    let embedding =
+        Tensor { kind: TensorKind::Other, ..tensor("embedding.weight".into(), &[VOCABULARY, WIDTH]) };
+    let mut tensors = vec![embedding];
     for layer in 0..22 {
         for (name, shape) in [
             ("attention_norm", &[WIDTH][..]),
@@ -234,6 +270,7 @@ mod tests {
     #[test]
     fn every_model_has_its_published_size() {
         for (name, expected) in [
+            ("cifar-quick", 145_578),
             ("alexnet", 61_100_840),
             ("vgg11", 132_863_336),
             ("vgg19", 143_667_240),
@@ -247,7 +284,26 @@ mod tests {
         ] {
             assert_eq!(elements(name, 1), expected, "{name}");
         }
-        assert_eq!(names().count(), 10);
+        assert_eq!(names().count(), 11);
+    }
+
+    #[test]
+    fn fully_connected_layers_are_told_from_the_others() {
+        let named = |name: &str| Model::named(name).unwrap();
+        let layers = named("vgg19-22k").fully_connected(32);
+        let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
+        assert_eq!(names, ["classifier.0", "classifier.3", "classifier.6"]);
+        assert_eq!(layers[2], LayerSettings::fully_connected("classifier.6", [36, 37], [21_841, 4096, 32]));
+        assert_eq!(named("googlenet").fully_connected(1).len(), 1);
+        let sequences = named(TRANSFORMER).fully_connected(2048);
+        assert_eq!(sequences.len(), 22 * 7 + 1, "but not the embedding");
+        assert!(sequences.iter().all(|layer| layer.keys.len() == 1), "they have no biases");
+        for name in super::names() {
+            let layers = named(name).fully_connected(1);
+            let keys = named(name).keys(Dtype::F32, None, 1).unwrap();
+            let settings = crate::settings::Settings { layers, ..crate::settings::Settings::new(keys) };
+            assert_eq!(settings.check(), Ok(()), "{name}");
+        }
     }
 
     #[test]

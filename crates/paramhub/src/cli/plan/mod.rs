@@ -2,6 +2,7 @@
 
 mod prices;
 mod report;
+mod schemes;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -12,7 +13,7 @@ use super::Usage;
 use super::models::{Model, element_type};
 use crate::Codec;
 use crate::cli::ExitCode;
-use crate::config::Bytes;
+use crate::config::{Bytes, Deployment};
 use crate::cost::{CostModel, Network, Rate, Rates};
 use crate::limits::{HUBS_MAX, INTERFACES_MAX};
 use prices::GivenPrices;
@@ -25,11 +26,12 @@ use prices::GivenPrices;
 #[derive(Args)]
 #[command(group = ArgGroup::new("size").required(true).args(["model", "keys", "bytes"]))]
 pub(super) struct PlanFlags {
-    /// Whose tensors: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k or
-    /// transformer-1.1b
+    /// Whose tensors: cifar-quick, alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k
+    /// or transformer-1.1b
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// A JSON file of tensors: {"model", "tensors": [{"name", "shape"}, ..]} or the bare list
+    /// A JSON file of tensors: {"model", "tensors": [{"name", "shape"}, ..]} or the bare list. The weight of a fully
+    /// connected layer, outputs by inputs, has "type": "fully-connected", too, and its bias comes next
     #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
     /// Bytes of gradients that a worker sends in a step, as in 100M
@@ -46,8 +48,8 @@ pub(super) struct PlanFlags {
     racks: u32,
     /// What links carry each way, as in worker=10gbit,hub=25gbit,core=10gbit: a worker's machine, one interface of a
     /// dedicated hub [default: the worker's], and a rack's link to the core
-    #[arg(long, value_name = "RATES")]
-    rates: GivenRates,
+    #[arg(long, value_name = "RATES", required_unless_present = "schemes")]
+    rates: Option<GivenRates>,
     /// Interfaces of each dedicated hub
     #[arg(long, value_name = "K", default_value_t = 1, value_parser = value_parser!(u32).range(1..=INTERFACES_MAX as i64))]
     interfaces: u32,
@@ -62,6 +64,16 @@ pub(super) struct PlanFlags {
     /// core are half as wide. Adds what a step costs
     #[arg(long, value_name = "PRICES", requires = "compute_ms")]
     prices: Option<GivenPrices>,
+    /// Say instead by which scheme each layer of the model would go, and what moves: through the hubs, or as factors between
+    /// the workers
+    #[arg(long, requires = "batch", conflicts_with_all = ["bytes", "compute_ms", "prices"])]
+    schemes: bool,
+    /// Samples of one worker in a step: the batch, and in a model of sequences the batch times their length
+    #[arg(long, value_name = "K", requires = "schemes", value_parser = value_parser!(u64).range(1..))]
+    batch: Option<u64>,
+    /// Where the hubs run, for --schemes [default: cs]
+    #[arg(long, value_enum, value_name = "WHERE", requires = "schemes")]
+    deployment: Option<Deployment>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -100,9 +112,12 @@ impl FromStr for GivenRates {
 }
 
 pub(super) fn plan(flags: &PlanFlags) -> anyhow::Result<ExitCode> {
+    if flags.schemes {
+        return schemes::plan(flags);
+    }
     let (name, bytes) = flags.size()?;
     let compute_s = flags.compute_s()?;
-    let rates = flags.rates;
+    let rates = flags.rates.expect("they are required without --schemes");
     let hub = rates.hub.unwrap_or(rates.worker);
     let network = Network {
         racks: flags.racks,
@@ -123,14 +138,20 @@ pub(super) fn plan(flags: &PlanFlags) -> anyhow::Result<ExitCode> {
 
 impl PlanFlags {
     fn size(&self) -> anyhow::Result<(Option<String>, u64)> {
-        let model = match (&self.model, &self.keys, self.bytes) {
-            (Some(name), _, _) => Model::named(name)?,
-            (None, Some(path), _) => Model::read(path)?,
-            (None, None, Some(bytes)) => return Ok((None, bytes.0)),
-            (None, None, None) => unreachable!("the group is required"),
-        };
+        if let Some(bytes) = self.bytes {
+            return Ok((None, bytes.0));
+        }
+        let model = self.tensors()?;
         let name = model.name.clone();
         Ok((Some(name), model.keys(element_type(self.dtype.unwrap_or(Codec::F32))?, None, 1)?.bytes()))
+    }
+
+    fn tensors(&self) -> anyhow::Result<Model> {
+        match (&self.model, &self.keys) {
+            (Some(name), _) => Model::named(name),
+            (None, Some(path)) => Model::read(path),
+            (None, None) => unreachable!("the group is required"),
+        }
     }
 
     fn compute_s(&self) -> Result<Option<f64>, Usage> {
