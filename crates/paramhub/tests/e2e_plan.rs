@@ -104,6 +104,31 @@ fn computation_that_hides_an_exchange_saves_machines() {
 }
 
 #[test]
+fn schemes_are_planned_without_a_job() {
+    let model = ["--model", "vgg19-22k", "--schemes", "--batch", "32", "--workers", "8"];
+    let report = json(plan(model.into_iter().chain(["--json"])));
+    let schemes: Vec<_> =
+        report["layers"].as_array().unwrap().iter().map(|layer| layer["scheme"].as_str().unwrap()).collect();
+    assert_eq!(schemes, ["factors"; 3]);
+    assert_eq!(report["rest"]["scheme"], "hub");
+    let page = include_str!("../../../docs/poseidon.md");
+    let shown = plan(model).finish().expect_code(0).stdout;
+    assert!(page.contains(&shown), "docs/poseidon.md shows otherwise:\n{shown}");
+    let dedicated = ["--deployment", "ncc", "--interfaces", "8"];
+    let shown = plan(model.into_iter().chain(dedicated)).finish().expect_code(0).stdout;
+    assert!(shown.contains("1 hub on machines of their own, each 8.00 times as wide"), "{shown}");
+    for (arguments, said) in [
+        (vec!["--model", "vgg19", "--workers", "8", "--schemes"], "--batch"),
+        (vec!["--model", "vgg19", "--workers", "0", "--schemes", "--batch", "8"], "1 to 1024"),
+        (vec!["--bytes", "1M", "--workers", "8", "--schemes", "--batch", "8"], "--bytes"),
+        (vec!["--model", "vgg19", "--workers", "8"], "--rates"),
+    ] {
+        let refused = plan(arguments).finish().expect_code(2);
+        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    }
+}
+
+#[test]
 fn the_documentation_shows_what_is_printed() {
     let page = include_str!("../../../docs/planning.md");
     let mut examples = 0;

@@ -66,6 +66,47 @@ fn reproducible_runs_end_at_the_bits_of_one_process() {
 }
 
 #[test]
+fn layers_by_factors_reach_the_parameters_of_the_hub() {
+    let trained = |scheme: &str| {
+        let common = ["--epochs", "2", "--scheme", scheme, "--save", "p.safetensors", "--json", "out.json"];
+        let ended = paramhub(with(&common)).finish().expect_code(0);
+        let results: serde_json::Value = serde_json::from_slice(&ended.read("out.json")).unwrap();
+        assert_eq!(results["max_parameter_difference"], 0.0, "all ranks have the same bits");
+        let file = ended.read("p.safetensors");
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let mut names = tensors.names();
+        names.sort();
+        let values = names.iter().flat_map(|name| tensors.tensor(name).unwrap().data().to_vec());
+        let values: Vec<u8> = values.collect();
+        let values: Vec<f32> = values.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+        (values, ended.stderr)
+    };
+    let (by_hub, said) = trained("hub");
+    assert!(!said.contains("goes by"), "{said}");
+    let (by_factors, said) = trained("factors");
+    assert!(
+        said.contains("layer fc1 goes by factors: as asked") && said.contains("layer fc3 goes by factors"),
+        "{said}"
+    );
+    let (mixed, said) = trained("auto");
+    // 10 outputs of 64 inputs are fewer numbers than 16 samples of both.
+    assert!(said.contains("layer fc1 goes by factors") && said.contains("layer fc3 goes by hub"), "{said}");
+    for other in [by_factors, mixed] {
+        assert_eq!(other.len(), by_hub.len());
+        let furthest = other.iter().zip(&by_hub).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(furthest < 1e-5, "{furthest}");
+        assert!(
+            other != by_hub,
+            "products are summed in another order, so something was not exchanged by factors"
+        );
+    }
+    let refused = paramhub(with(&["--scheme", "factors", "--exchange", "local"])).finish().expect_code(2);
+    refused.expect_error(&["--scheme factors", "--exchange hub"]);
+    let refused = paramhub(with(&["--scheme", "factors-to-hub"])).finish().expect_code(1);
+    assert!(refused.stderr.contains("no hub multiplies factors yet"), "{}", refused.stderr);
+}
+
+#[test]
 fn the_transport_is_chosen_told_and_changes_no_bit() {
     let (_hub, without) = hub(["--no-shared-memory"]);
     let trained = |more: &[&str], told: &str, shares: bool| {

@@ -2,6 +2,7 @@
 //! `shm.rs` and `mixed.rs` run the same over shared memory, and with every other rank over it.
 
 mod bad_frames;
+mod book;
 mod bystander;
 mod clipping;
 mod cluster;

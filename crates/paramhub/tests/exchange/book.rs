@@ -1,0 +1,77 @@
+//! The information book of a job on a real hub, and the start of what its plan keeps out of the hub's steps.
+
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::scheme::{HubPlace, LayerSettings, Scheme, SchemeChoice};
+use paramhub_core::service::JobOptions;
+use paramhub_core::settings::Settings;
+
+use crate::cluster::{Cluster, sgd};
+
+#[test]
+fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
+    let cluster = Cluster::new(2);
+    let keys = vec![
+        Key::new("conv", [30_000]),
+        Key::new("fc.weight", [256, 128]),
+        Key::new("fc.bias", [256]),
+        Key::new("whole", [200, 100]),
+    ];
+    let layers = vec![
+        LayerSettings::fully_connected("fc", [1, 2], [256, 128, 4]),
+        LayerSettings::fully_connected("whole", [3], [200, 100, 4]).by(SchemeChoice::Only(Scheme::Hub)),
+    ];
+    let optimizer = sgd(0.1, 0.9);
+    let settings = Settings {
+        layers,
+        optimizer,
+        scheme: SchemeChoice::Auto,
+        ..Settings::new(KeyTable::new(keys).unwrap())
+    };
+    let sizes = [30_000, 256 * 128, 256, 200 * 100];
+    let client = cluster.client.clone();
+    let found = cluster.job("planned", 3).run(&settings, |job| {
+        // Rank 0's, whatever the scheme: the streams stand only if hub and worker placed the chunks alike.
+        let of_rank = |size: usize| (0..size).map(|at| at as f32 + 0.25 * job.rank() as f32).collect();
+        let mut model: Vec<Vec<f32>> = sizes.iter().map(|&size| of_rank(size)).collect();
+        job.broadcast(&mut model, 0).unwrap();
+        assert!(model.iter().flatten().all(|value| value.fract() == 0.0), "rank {}", job.rank());
+        (job.book().clone(), client.book("planned").unwrap())
+    });
+    let (book, _) = &found[0];
+    for (mine, managers) in &found {
+        assert_eq!(mine, book);
+        assert_eq!(managers, book);
+    }
+    let schemes: Vec<Scheme> = book.plan.rows().map(|planned| planned.scheme).collect();
+    assert_eq!(schemes, [Scheme::Factors, Scheme::Hub, Scheme::Hub]);
+    assert_eq!(book.roster.place, HubPlace::BesideWorkers, "all are on this machine");
+    assert!(book.roster.workers.iter().all(|worker| !worker.host.is_empty()));
+    let address = cluster.hub().addresses()[0].to_string();
+    assert_eq!(book.roster.hubs[0].addresses, [address]);
+}
+
+#[test]
+fn what_nobody_can_exchange_is_refused_with_what_can_be() {
+    let cluster = Cluster::new(1);
+    let keys = || KeyTable::new(vec![Key::new("fc.weight", [256, 128])]).unwrap();
+    let layer =
+        |scheme| LayerSettings::fully_connected("fc", [0], [256, 128, 4]).by(SchemeChoice::Only(scheme));
+    let late = JobOptions { stragglers: "backup:1".parse().unwrap(), ..Default::default() };
+    for (name, scheme, options, reason) in [
+        ("whole", Scheme::FactorsToHub, JobOptions::default(), "no hub multiplies factors yet"),
+        ("late", Scheme::Factors, late, "every worker waits for all others"),
+    ] {
+        let settings =
+            Settings { layers: vec![layer(scheme)], optimizer: sgd(0.1, 0.0), ..Settings::new(keys()) };
+        let ticket = cluster.job_with(name, 2, options);
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let (ticket, settings) = (&ticket, settings.clone());
+                scope.spawn(move || {
+                    let refused = ticket.join(rank, settings).map(drop).unwrap_err().to_string();
+                    assert!(refused.contains("layer `fc`") && refused.contains(reason), "{refused}");
+                });
+            }
+        });
+    }
+}
