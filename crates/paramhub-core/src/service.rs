@@ -9,6 +9,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
+use crate::checkpoint::{CheckpointStatus, Every, Resume};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
@@ -60,6 +61,12 @@ pub struct JobOptions {
     /// What becomes of the job when a network interface that its streams go through goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
+    /// How often the job's hubs write a checkpoint; `None` writes none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint_every: Option<Every>,
+    /// The checkpoint that parameters, optimizer state, step and hyperparameters come from; `None` begins with rank 0's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resume: Option<Resume>,
 }
 
 impl JobOptions {
@@ -121,6 +128,8 @@ impl Default for JobOptions {
             dead_after_s: 30.0,
             hubs: None,
             on_interface_down: OnInterfaceDown::default(),
+            checkpoint_every: None,
+            resume: None,
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
@@ -198,6 +207,9 @@ pub struct ServiceInitialised {
     pub placement_hash: String,
     /// How uneven the placement is at each level.
     pub imbalance: Imbalance,
+    /// The step that the parameters are of, where the hubs have them from a checkpoint: rank 0 sends none then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_step: Option<u32>,
 }
 
 /// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
@@ -266,6 +278,9 @@ pub struct JobStatus {
     pub consistency: String,
     /// What the hubs count for it.
     pub counters: JobCounters,
+    /// Its checkpoints, where it has any to come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoints: Option<CheckpointStatus>,
     /// Seconds since the Unix epoch.
     pub created_at: u64,
     /// Seconds since the Unix epoch; none while the job lives.
@@ -439,6 +454,19 @@ pub struct HubReport {
     pub cores: Vec<CoreCounters>,
     /// What each living job has counted on this hub.
     pub jobs: Vec<HubJobCounters>,
+    /// The checkpoints of jobs that have any to come.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<HubJobCheckpoints>,
+}
+
+/// One job's checkpoints on one hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubJobCheckpoints {
+    /// The job.
+    pub namespace: Namespace,
+    /// Of the reporting hub's part.
+    pub status: CheckpointStatus,
 }
 
 /// One job's counters on one hub.
@@ -462,6 +490,9 @@ pub enum HubEvent {
         namespace: Namespace,
         /// Digest of the placement this hub computed.
         placement_hash: String,
+        /// The step of the checkpoint that its chunks begin with; none where there is no checkpoint, or no chunk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resumed_step: Option<u32>,
     },
     /// The hub cannot serve the job.
     Refused {

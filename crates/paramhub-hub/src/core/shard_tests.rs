@@ -45,25 +45,38 @@ pub(in crate::core) fn shard(workers: u32, keys: Vec<Key>, change: impl FnOnce(&
         ports: Arc::new(ports),
         optimizer,
         groups,
+        checkpoints: false,
+        restored: None,
     };
     Shard::new(plan).unwrap()
 }
 
-fn wire(values: &[f32]) -> Vec<u8> {
+pub(in crate::core) fn wire(values: &[f32]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()
 }
 
-fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
+pub(in crate::core) fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
     Header { operation, codec: Codec::F32, chunk, step, length: payload.len() as u32 }
 }
 
 /// Checks and takes a frame, as a lane would.
-fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+pub(in crate::core) fn take(
+    shard: &mut Shard,
+    rank: u32,
+    header: &Header,
+    payload: &[u8],
+) -> Result<(), Fault> {
     shard.check(rank, header)?;
     shard.frame(rank, header, Payload::Here(payload))
 }
 
-fn push_pull(shard: &mut Shard, rank: u32, chunk: u32, step: u32, values: &[f32]) -> Result<(), Fault> {
+pub(in crate::core) fn push_pull(
+    shard: &mut Shard,
+    rank: u32,
+    chunk: u32,
+    step: u32,
+    values: &[f32],
+) -> Result<(), Fault> {
     let payload = wire(values);
     take(shard, rank, &header(Operation::PushPull, chunk, step, &payload), &payload)
 }
@@ -409,6 +422,11 @@ fn memory_is_what_was_announced() {
         settings.optimizer.name = "adam".into();
         settings.reproducible = true;
     });
+    let with_snapshots = ShardPlan { checkpoints: true, ..shard.plan().clone() };
+    let snapshot = memory_bytes(&with_snapshots) - memory_bytes(shard.plan());
+    let floats = Shard::new(with_snapshots).unwrap().hand_out_snapshot().unwrap().floats() as u64;
+    assert!((floats * 4..floats * 4 + floats).contains(&snapshot), "{snapshot} for {floats}");
+    assert!(shard.spare_snapshot.is_none());
     let arrays = 4 + 2;
     let buffers = [&shard.model, &shard.merge, &shard.state, &shard.parked[0], &shard.parked[1]];
     let floats: usize = buffers.iter().map(|buffer| buffer.len()).sum();
