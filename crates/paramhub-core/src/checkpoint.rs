@@ -12,8 +12,6 @@ pub const EVERY_SECONDS: std::ops::RangeInclusive<u32> = 1..=604_800;
 
 /// How often a job's checkpoints are due. As text a number of steps, `1000`, or of seconds, `30s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[cfg_attr(feature = "openapi", schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
 pub enum Every {
     /// After every update whose number divides by it.
@@ -25,8 +23,6 @@ pub enum Every {
 /// The checkpoint that a job goes on from: one that a job of the same name has left with its hubs. As text `latest`, or a
 /// number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[cfg_attr(feature = "openapi", schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
 pub enum Resume {
     /// The newest complete one.

@@ -63,9 +63,11 @@ pub struct JobOptions {
     pub on_interface_down: OnInterfaceDown,
     /// How often the job's hubs write a checkpoint; `None` writes none.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub checkpoint_every: Option<Every>,
     /// The checkpoint that parameters, optimizer state, step and hyperparameters come from; `None` begins with rank 0's.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub resume: Option<Resume>,
 }
 

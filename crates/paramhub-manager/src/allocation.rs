@@ -89,6 +89,7 @@ fn place(mut plan: JobPlan) -> Result<Allocation, ServiceError> {
     let placed = composed.placements.iter().map(|placement| ServiceInitialised {
         placement_hash: placement.hash().to_hex().to_string(),
         imbalance: placement.imbalance(),
+        resumed_step: None,
     });
     let placed = placed.collect();
     drop((composed, map));

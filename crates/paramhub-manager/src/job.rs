@@ -12,6 +12,7 @@ mod tests;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::checkpoint::CheckpointStatus;
 use paramhub_core::composition::{Composition, Place};
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
@@ -87,6 +88,8 @@ pub(crate) struct Job {
     composition: Option<Arc<Composition>>,
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
+    /// Its checkpoints, likewise.
+    recorded_checkpoints: Option<CheckpointStatus>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
     /// Every rank has agreed and the placement is made, or being made.
@@ -137,6 +140,7 @@ impl Job {
             members: Vec::new(),
             composition: None,
             recorded_counters: JobCounters::default(),
+            recorded_checkpoints: None,
             proposed: None,
             agreed: false,
             outline: Outline::default(),
@@ -162,6 +166,7 @@ impl Job {
             consistency: status.consistency,
         };
         job.recorded_counters = status.counters;
+        job.recorded_checkpoints = status.checkpoints;
         if status.state.has_ended() {
             job.state = status.state;
             job.message = status.message;
@@ -379,7 +384,10 @@ impl Job {
     pub(crate) fn initialised(&self, rank: u32) -> Result<ServiceInitialised, ServiceError> {
         let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
         match (site.and_then(|site| self.placed.get(usize::from(site))), self.state) {
-            (Some(placed), JobState::Running) => Ok(placed.clone()),
+            (Some(placed), JobState::Running) => {
+                let resumed_step = self.members.iter().find_map(|member| member.resumed_step);
+                Ok(ServiceInitialised { resumed_step, ..placed.clone() })
+            }
             _ => Err(self.failure_refusal()),
         }
     }
@@ -478,6 +486,7 @@ impl Job {
             optimizer: self.outline.optimizer.clone(),
             consistency: self.outline.consistency.clone(),
             counters: self.counters(),
+            checkpoints: self.checkpoints(),
             created_at: self.created_at,
             ended_at: self.ended_at,
         }

@@ -241,6 +241,11 @@ impl World {
                 _ => self.disown(hub, counted.namespace),
             }
         }
+        for kept in report.checkpoints {
+            if let Some(job) = self.jobs.get_mut(&kept.namespace) {
+                job.hub_kept(hub, kept.status);
+            }
+        }
         for event in report.events {
             self.apply(hub, event, now);
         }
@@ -306,11 +311,11 @@ impl World {
         // The hub has warned of these itself, in a process with an embedded manager in the very same log.
         let was_logged = matches!(event, HubEvent::Refused { .. } | HubEvent::Ended { finished: false, .. });
         let (namespace, transition) = match event {
-            HubEvent::Allocated { namespace, placement_hash } => {
+            HubEvent::Allocated { namespace, placement_hash, resumed_step } => {
                 let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
                     return self.disown(hub, namespace);
                 };
-                (namespace, job.hub_allocated(hub, bounded(&placement_hash), now))
+                (namespace, job.hub_allocated(hub, bounded(&placement_hash), resumed_step, now))
             }
             HubEvent::Refused { namespace, reason } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };

@@ -44,7 +44,7 @@ pub struct Report {
     pub steps: usize,
     /// Wall time of all steps, without the test set.
     pub seconds: f64,
-    /// Mean loss of this process's shards over the last epoch.
+    /// Mean loss of this process's shards over the last epoch, as far as it was learnt here; 0 where none of it was.
     pub loss: f64,
     /// Share of the test set that is classified correctly, if it was measured.
     pub accuracy: Option<f64>,
@@ -106,6 +106,8 @@ pub enum TrainError {
 /// Trains a network, the gradients of each layer leaving while the layers below it compute, and each layer waiting for
 /// its own new parameters only when the next forward pass reaches it.
 ///
+/// It begins at the exchange's [first step](Exchange::first_step), in the midst of an epoch if need be.
+///
 /// A process computes the shards of the exchange's ranks, one after the other, on the same parameters.
 ///
 /// # Errors
@@ -123,17 +125,20 @@ pub fn train(
     let started = Instant::now();
     let mut run = Run { network, exchange, waited: Duration::ZERO, labels: Vec::new() };
     let mut loss = Mean::default();
-    for epoch in 0..config.epochs {
+    let first = run.exchange.first_step();
+    for epoch in first / steps_per_epoch..config.epochs {
         let order = EpochOrder::new(&data.train, config.seed, epoch, workers, config.batch);
         loss = Mean::default();
-        for step in 0..steps_per_epoch {
+        // An epoch that was begun goes on where it was, in the same order.
+        let begun = if epoch == first / steps_per_epoch { first % steps_per_epoch } else { 0 };
+        for step in begun..steps_per_epoch {
             let mut step_loss = Mean::default();
             for rank in ranks.clone() {
                 step_loss += run.shard(data, order.shard(step, rank), rank == ranks.start)?;
             }
             loss += step_loss.value();
             let step = epoch * steps_per_epoch + step + 1;
-            let examples = step * ranks.len() * config.batch;
+            let examples = (step - first) * ranks.len() * config.batch;
             let examples_per_second = examples as f64 / started.elapsed().as_secs_f64();
             on_progress(&Progress {
                 step,

@@ -84,6 +84,8 @@ pub struct Admission {
     pub settings: Settings,
     /// The job's waits and lifetimes.
     pub job_options: JobOptions,
+    /// The step of the checkpoint that the hubs begin with, if they do.
+    pub resumed_step: Option<u32>,
     /// The digest the hubs computed of their placement, in hexadecimal; compared if it is given.
     pub placement_hash: Option<String>,
 }
@@ -133,12 +135,17 @@ impl Admission {
             imbalance: placement.imbalance(),
             settings: self.settings,
             state_slots,
+            resumed_step: self.resumed_step,
             arena: arena.clone(),
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
             notices: Notices::default(),
             norms: NormBook::default(),
         });
+        if let Some(step) = shared.resumed_step.filter(|_| shared.settings.is_two_phase()) {
+            // Nothing was initialised yet, and nothing else will be.
+            let _ = shared.norms.start(step);
+        }
         let requests = Requests::new(map, dtypes);
         let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);

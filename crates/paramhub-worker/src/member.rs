@@ -124,6 +124,7 @@ impl Member {
             hubs: self.connected.hubs.clone(),
             settings: request.settings,
             job_options: self.connected.options,
+            resumed_step: initialised.resumed_step,
             placement_hash: Some(initialised.placement_hash),
         };
         admission.open(self.options.clone())

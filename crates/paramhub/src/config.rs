@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use crate::{Selector, Transport};
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
@@ -21,6 +22,9 @@ pub(crate) use file::load;
 pub(crate) use values::{
     Bytes, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text, text,
 };
+
+/// Complete checkpoints of a job that a hub keeps.
+pub(crate) const CHECKPOINTS_KEPT: usize = 3;
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -77,6 +81,9 @@ pub(crate) struct HubSection {
     pub(crate) core_rate: Option<Rate>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    pub(crate) checkpoint_keep: usize,
 }
 
 /// `[manager]`
@@ -108,6 +115,12 @@ pub(crate) struct RunSection {
     pub(crate) on_interface_down: OnInterfaceDown,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint_every: Option<Every>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) resume: Option<Resume>,
 }
 
 /// `[train]`
@@ -147,6 +160,14 @@ pub(crate) struct TrainSection {
     pub(crate) json: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) save: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint_every: Option<Every>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) resume: Option<Resume>,
 }
 
 impl Default for HubSection {
@@ -171,6 +192,8 @@ impl Default for HubSection {
             join: None,
             core_rate: None,
             state: None,
+            checkpoints: None,
+            checkpoint_keep: CHECKPOINTS_KEPT,
         }
     }
 }
@@ -234,6 +257,9 @@ impl Default for RunSection {
             optimize_at,
             on_interface_down,
             hubs: None,
+            checkpoints: None,
+            checkpoint_every: None,
+            resume: None,
         }
     }
 }
@@ -262,6 +288,10 @@ impl Default for TrainSection {
             cores: 1,
             json: None,
             save: None,
+            name: None,
+            checkpoints: None,
+            checkpoint_every: None,
+            resume: None,
         }
     }
 }

@@ -55,6 +55,7 @@ impl Hub {
             }],
             settings,
             job_options: JobOptions::default(),
+            resumed_step: None,
             placement_hash: None,
         }
     }

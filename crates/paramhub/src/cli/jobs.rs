@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
+use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
@@ -86,6 +87,13 @@ struct CreateFlags {
     /// What becomes of it when a network interface goes down: fail, or continue over those that are left [default: fail]
     #[arg(long, value_name = "WHAT")]
     on_interface_down: Option<OnInterfaceDown>,
+    /// How often its hubs, which must be started with --checkpoints, write a checkpoint: a number of steps, as in 1000, or of
+    /// seconds, as in 30s [default: never]
+    #[arg(long, value_name = "N|Ns")]
+    checkpoint_every: Option<Every>,
+    /// Go on from a checkpoint of a job of this name, the newest or that of a step [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP")]
+    resume: Option<Resume>,
 }
 
 impl CreateFlags {
@@ -100,6 +108,8 @@ impl CreateFlags {
             hubs: self.hubs,
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
+            checkpoint_every: self.checkpoint_every,
+            resume: self.resume,
         };
         CreateService { name: self.name, workers: self.workers, options }
     }
@@ -199,12 +209,29 @@ fn show(job: &JobStatus) -> String {
         ("chunks optimised", job.counters.updates.to_string()),
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
+        ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {
         table.add_row([what.to_owned(), value]);
     }
     table.to_string()
+}
+
+fn checkpoints(status: &CheckpointStatus) -> String {
+    let newest = match status.step {
+        None => "none yet".to_owned(),
+        Some(step) => format!(
+            "step {step}, {} ago, {} in {:.1} s; {} written",
+            age(status.written_at),
+            bytes(status.bytes),
+            status.seconds,
+            status.written
+        ),
+    };
+    let more = |count: u64, what: &str| if count > 0 { format!(", {count} {what}") } else { String::new() };
+    let failure = if status.failure.is_empty() { String::new() } else { format!(": {}", status.failure) };
+    newest + &more(status.skipped, "skipped") + &more(status.failed, "failed") + &failure
 }
 
 fn state(state: JobState) -> &'static str {

@@ -1,6 +1,7 @@
 //! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
 mod bench;
+mod checkpoints;
 mod doctor;
 mod exit;
 mod hub;
@@ -81,6 +82,8 @@ enum Verb {
     Manager(manager::ManagerFlags),
     /// List, create, show or stop jobs
     Jobs(jobs::JobsFlags),
+    /// List or verify what hubs have written
+    Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
     Run(run::RunFlags),
     /// Say what this machine offers and what is missing
@@ -164,6 +167,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Hub => hub::serve(&config),
         Todo::Manager => manager::serve(&config),
         Todo::Jobs(todo) => jobs::jobs(&config, todo),
+        Todo::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         Todo::Run(command) => run::run(&config, command),
         Todo::Doctor(todo) => doctor::doctor(&config, todo),
         Todo::Bench(flags) => bench::bench(flags),
@@ -184,6 +188,7 @@ enum Todo {
     Hub,
     Manager,
     Jobs(jobs::Todo),
+    Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::Todo),
     Bench(bench::BenchFlags),
@@ -210,6 +215,7 @@ impl Verb {
                 Todo::Manager
             }
             Verb::Jobs(flags) => Todo::Jobs(flags.apply(config)),
+            Verb::Checkpoints(flags) => Todo::Checkpoints(flags),
             Verb::Run(flags) => Todo::Run(flags.apply(config)),
             Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
             Verb::Bench(flags) => Todo::Bench(flags),

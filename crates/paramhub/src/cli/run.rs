@@ -2,13 +2,16 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
+use super::checkpoints::{check, effective_every, kept};
 use super::{ManagerUrl, Usage, client, overlay};
 use crate::ManagerClient;
 use crate::cli::ExitCode;
@@ -60,6 +63,17 @@ pub(super) struct RunFlags {
     /// [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
     hubs: Option<u32>,
+    /// Directory for checkpoints of the hub that is started where none is given; a hub that runs has its own [default: none]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_RUN_CHECKPOINTS")]
+    checkpoints: Option<PathBuf>,
+    /// How often the hubs write a checkpoint: a number of steps, as in 1000, or of seconds, as in 30s [default: 30s with
+    /// --checkpoints, else never]
+    #[arg(long, value_name = "N|Ns", env = "PARAMHUB_RUN_CHECKPOINT_EVERY")]
+    checkpoint_every: Option<Every>,
+    /// Go on from a checkpoint of the job of this name, the newest or that of a step [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP",
+        env = "PARAMHUB_RUN_RESUME")]
+    resume: Option<Resume>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,
@@ -68,7 +82,8 @@ pub(super) struct RunFlags {
 impl RunFlags {
     pub(super) fn apply(self, config: &mut Config) -> Vec<OsString> {
         self.url.apply(config);
-        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down; name, hubs);
+        overlay!(self => config.run; workers, cores, reduction, optimize_at, on_interface_down;
+            name, hubs, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -86,11 +101,20 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
             "the hub that `run` starts is the only one: several need --hub URL, a connection manager's";
         return Err(Usage(problem.into()).into());
     }
+    check(config.url.is_some(), section.checkpoints.as_deref())?;
+    let is_stable =
+        section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some();
+    if is_stable && section.name.is_none() {
+        let problem = "checkpoints are found again by the job's name: give it one with --name";
+        return Err(Usage(problem.into()).into());
+    }
     let signals = Signals::catch()?;
     let (embedded, client) = match config.url {
         Some(_) => (None, client(config)?),
         None => {
-            let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
+            let mut embedded = EmbeddedConfig::with_cores(section.cores);
+            embedded.hub.checkpoints = section.checkpoints.clone().map(kept);
+            let hub = EmbeddedHub::start(embedded)?;
             let client = hub.client().clone();
             (Some(hub), client)
         }
@@ -119,6 +143,8 @@ fn create(config: &Config, client: &ManagerClient) -> anyhow::Result<ServiceCrea
         optimize_at: section.optimize_at,
         on_interface_down: section.on_interface_down,
         hubs: section.hubs,
+        checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
+        resume: section.resume,
         ..JobOptions::default()
     };
     Ok(client.create_service(&CreateService { name, workers: section.workers, options })?)
@@ -174,6 +200,12 @@ impl Watch for Printer<'_> {
             Stream::Output => std::io::stdout().lock().write_all(&prefixed),
             Stream::Error => std::io::stderr().lock().write_all(&prefixed),
         };
+    }
+
+    fn interrupted(&mut self) {
+        if let Some(hub) = self.embedded {
+            hub.leave_checkpoints();
+        }
     }
 
     fn tick(&mut self) -> Result<(), String> {

@@ -131,6 +131,12 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
         return Err("--cores 0: a hub needs at least one core".into());
     }
     if section.exchange == ExchangeKind::Local {
+        if section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some() {
+            return Err(
+                "checkpoints are a hub's: --checkpoints, --checkpoint-every and --resume need --exchange hub"
+                    .into(),
+            );
+        }
         if section.consistency != Consistency::Synchronous {
             return Err(format!("--consistency {} needs --exchange hub", section.consistency));
         }

@@ -83,6 +83,7 @@ pub(in crate::cli::bench) fn join(
         hubs: vec![HubShape { interfaces: vec![interface], local: None }],
         settings: spec.settings()?,
         job_options: JobOptions { dead_after_s: DEAD_AFTER_S, ..JobOptions::default() },
+        resumed_step: None,
         placement_hash: None,
     };
     Ok(admission.open(Options { transport: Transport::Tcp, ..Options::default() })?)
