@@ -70,8 +70,13 @@ impl Found {
             }
             let damaged = |why: String| Flaw::Damaged(format!("{}: {why}", path.display()));
             let text = match fs::metadata(&path) {
+                // Another hub is removing it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Ok(file) if file.len() > MANIFEST_BYTES_MAX => Err("it is too long for a manifest".into()),
-                _ => fs::read_to_string(&path).map_err(|error| error.to_string()),
+                _ => match fs::read_to_string(&path) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    text => text.map_err(|error| error.to_string()),
+                },
             };
             match text.and_then(|text| Manifest::decode(&text)) {
                 Ok(part) => found.parts.push(part),

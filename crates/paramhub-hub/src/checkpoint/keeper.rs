@@ -348,6 +348,7 @@ impl Keeping {
             workers: self.terms.workers,
             optimizer: settings.optimizer.name.clone(),
             hyperparameters: self.here[0].hyperparameters.clone(),
+            exact: Vec::new(),
             state_slots: self.here[0].state_slots(),
             keys: settings.keys.clone(),
             files: Vec::new(),

@@ -37,8 +37,10 @@ pub struct Manifest {
     pub workers: u32,
     /// The optimizer's name.
     pub optimizer: String,
-    /// Of every group, for the step to come.
+    /// Of every group, for the step to come: for people to read.
     pub hyperparameters: Vec<Hyperparameters>,
+    /// The same in hexadecimal, as they travel: what is read, since numbers in JSON may come back with another last bit.
+    pub(super) exact: Vec<String>,
     /// Values of optimizer state a parameter.
     pub state_slots: usize,
     /// The job's key table.
@@ -100,7 +102,9 @@ impl TensorEntry {
 impl Manifest {
     /// As a file, with a digest of itself.
     pub fn encode(&self) -> String {
-        let body = serde_json::to_string(self).expect("a manifest is plain data");
+        let exact = self.hyperparameters.iter().map(|values| hex(&values.to_wire())).collect();
+        let body =
+            serde_json::to_string(&Manifest { exact, ..self.clone() }).expect("a manifest is plain data");
         let digest = blake3::hash(body.as_bytes()).to_hex();
         format!("{HEAD}{digest}{MIDDLE}{body}{TAIL}")
     }
@@ -125,7 +129,12 @@ impl Manifest {
                 "it is of format {format}, which this release, of format {FORMAT}, cannot read"
             ));
         }
-        let manifest: Manifest = serde_json::from_str(body).map_err(|error| error.to_string())?;
+        let mut manifest: Manifest = serde_json::from_str(body).map_err(|error| error.to_string())?;
+        let exact = manifest.exact.drain(..).map(|text| Hyperparameters::from_wire(&from_hex(&text)?));
+        let exact: Option<Vec<Hyperparameters>> = exact.collect();
+        manifest.hyperparameters = exact
+            .filter(|exact| exact.len() == manifest.hyperparameters.len())
+            .ok_or("its hyperparameters cannot be read")?;
         manifest.check()?;
         Ok(manifest)
     }
@@ -157,6 +166,19 @@ impl Manifest {
     }
 }
 
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex<const BYTES: usize>(text: &str) -> Option<[u8; BYTES]> {
+    let digits = text.as_bytes();
+    let mut bytes = [0; BYTES];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::from_str_radix(str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    (digits.len() == 2 * BYTES).then_some(bytes)
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
@@ -173,6 +195,7 @@ pub(super) mod tests {
             workers: 2,
             optimizer: "sgd".into(),
             hyperparameters: vec![Hyperparameters { learning_rate: 0.1 + 0.2, ..Default::default() }],
+            exact: Vec::new(),
             state_slots: 1,
             keys: KeyTable::new(vec![Key::new("w", [10])]).unwrap(),
             files: vec![FileEntry {
