@@ -32,6 +32,8 @@ def create_job(
     reduction: str = "auto",
     optimize_at: str = "every_site",
     on_interface_down: str = "fail",
+    checkpoint_every: str | None = None,
+    resume: str | None = None,
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
@@ -46,6 +48,10 @@ def create_job(
 
     ``on_interface_down`` says what becomes of the job when a network interface goes down: ``fail``, or ``continue`` over those
     that are left; the latter asks for synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+
+    ``checkpoint_every`` is how often the hubs, which must be started with a folder for them, write a checkpoint: ``"1000"``
+    steps, or ``"30s"``. ``resume`` has the job begin with the one that a job of the same name has left, ``"latest"`` or that of a
+    step.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -56,6 +62,9 @@ def create_job(
         "on_interface_down": on_interface_down,
         "hubs": hubs,
     }
+    # Left out where nothing is asked for, so that older managers understand it.
+    wishes = {"checkpoint_every": checkpoint_every, "resume": resume}
+    options |= {option: wish for option, wish in wishes.items() if wish is not None}
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience
     )
