@@ -373,26 +373,39 @@ fn an_asynchronous_job_is_kept_as_it_is_and_says_so() {
     assert_eq!(resumed, [found.step; 2]);
 }
 
-#[test]
-fn a_disk_that_takes_nothing_stops_no_job_and_is_tried_again() {
-    let folder = scratch();
-    let cluster = Cluster::new(folder.path(), &[1]);
-    // Where the job's folder would be.
-    let in_the_way = folder.path().join("w");
-    std::fs::write(&in_the_way, "").unwrap();
+/// A small file system of its own; taken away when it is dropped.
+struct SmallDisk(TempDir);
+
+impl SmallDisk {
+    fn mount(size: &str) -> Option<SmallDisk> {
+        let folder = scratch();
+        let options = format!("size={size}");
+        let mut mount = std::process::Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(folder.path());
+        mount.output().is_ok_and(|done| done.status.success()).then_some(SmallDisk(folder))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+/// Trains while an obstacle is in the way of checkpoints, and on when it is gone.
+fn tried_again(folder: &Path, obstacle: &Path) {
+    let cluster = Cluster::new(folder, &[1]);
     let status = || cluster.client.job("w").ok().and_then(|job| job.checkpoints).unwrap_or_default();
-    let between = |step: u32| match step {
-        1 => wait_until("the failure", || status().failed >= 1),
-        2 => std::fs::remove_file(&in_the_way).unwrap(),
-        4 => wait_until("a checkpoint", || !complete(folder.path(), "w").is_empty()),
-        _ => {}
-    };
-    let told = |step: u32| {
-        between(step);
-        if step == 1 {
+    let told = |step: u32| match step {
+        1 => {
+            wait_until("the failure", || status().failed >= 1);
             let status = status();
             assert!(status.failure.contains("cannot be written to") && status.step.is_none(), "{status:?}");
+            assert!(complete(folder, "w").is_empty());
         }
+        2 => std::fs::remove_file(obstacle).unwrap(),
+        4 => wait_until("a checkpoint", || !complete(folder, "w").is_empty()),
+        _ => {}
     };
     cluster
         .run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, &told)))
@@ -400,6 +413,48 @@ fn a_disk_that_takes_nothing_stops_no_job_and_is_tried_again() {
     cluster.await_end("w");
     wait_until("the last report", || status().failure.is_empty());
     assert!(status().written >= 1 && status().failed >= 1, "{:?}", status());
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_stops_no_job_and_is_tried_again() {
+    let folder = scratch();
+    // Where the job's folder would be.
+    let in_the_way = folder.path().join("w");
+    std::fs::write(&in_the_way, "").unwrap();
+    tried_again(folder.path(), &in_the_way);
+}
+
+#[test]
+fn a_full_disk_stops_no_job_and_is_tried_again() {
+    let Some(disk) = SmallDisk::mount("4m") else {
+        eprintln!("skipped: this user may not mount a small file system");
+        return;
+    };
+    // Room for less than one checkpoint is left.
+    let filler = disk.0.path().join("filler");
+    std::fs::write(&filler, vec![1; 3_900_000]).unwrap();
+    tried_again(disk.0.path(), &filler);
+}
+
+#[test]
+fn a_key_that_is_not_pushed_with_the_others_is_named() {
+    let folder = scratch();
+    let cluster = Cluster::new(folder.path(), &[1]);
+    let failure = || cluster.client.job("l").ok().and_then(|job| job.checkpoints).unwrap_or_default().failure;
+    let work = |job: &Job| {
+        let mut model: Vec<Vec<f32>> = SIZES.iter().map(|&n| vec![0.5; n as usize]).collect();
+        job.broadcast(&mut model, 0).unwrap();
+        for step in 0..30 {
+            for key in [0, 1, 3] {
+                let gradient = gradient(job.rank(), key, step, model[key as usize].len());
+                job.push(key, gradient).unwrap().wait().unwrap();
+            }
+        }
+        wait_until("the reason", || failure().contains("key `layer2.weight` is not updated in every step"));
+    };
+    cluster.run("l", cluster.options(Some("2"), None), &settings(), work).unwrap();
+    cluster.await_end("l");
+    assert!(complete(folder.path(), "l").is_empty());
 }
 
 /// A job of one worker at a hub in another process, until something ends it; the step it began at.

@@ -27,6 +27,8 @@ use crate::core::{CoreCommand, CoreHandle, Outcome, Snapshot, Wanted};
 pub(crate) const LAST: Duration = Duration::from_secs(5);
 /// How long one try of it may: workers that stand still will not bring a later version.
 const LAST_TRY: Duration = Duration::from_millis(300);
+/// How long other cores may take to come by a version that one has passed.
+const LAG: Duration = Duration::from_secs(60);
 /// Furthest that a try aims ahead, in versions.
 const AHEAD_MAX: u32 = 1 << 16;
 /// Checkpoints in a row that were due and not missed, after which they are taken as often again as asked for.
@@ -132,6 +134,8 @@ struct Keeping {
     last: Option<u32>,
     finish: Option<Box<dyn FnOnce() + Send>>,
     is_over: bool,
+    /// A key that is not updated with the others, which the last try has met.
+    lagging: Option<u32>,
 }
 
 /// How a snapshot went.
@@ -155,6 +159,7 @@ impl Keeping {
             last: terms.resumed_step,
             finish: None,
             is_over: false,
+            lagging: None,
             inbox,
             board,
             terms,
@@ -194,10 +199,28 @@ impl Keeping {
                         (shift, streak) = (shift - 1, 0);
                     }
                 }
+                Took::Missed if self.say_what_lags() => {}
                 Took::Missed if self.goes_on() => (shift, streak) = ((shift + 1).min(31), 0),
                 Took::Missed | Took::Nothing => {}
             }
         }
+    }
+
+    /// Says which key keeps the job from having checkpoints, if one does.
+    fn say_what_lags(&mut self) -> bool {
+        let Some(key) = self.lagging.take() else { return false };
+        let key = &self.terms.settings.keys.keys()[key as usize].name;
+        let reason = format!(
+            "there is no checkpoint where key `{key}` is not updated in every step with the others: no step is common to all"
+        );
+        self.board.change(self.terms.namespace, |status| {
+            if status.failure != reason {
+                warn!("job `{}`: {reason}", self.terms.name);
+            }
+            status.failed += 1;
+            status.failure = reason;
+        });
+        true
     }
 
     fn every_seconds(&mut self, pause: Duration) {
@@ -217,6 +240,7 @@ impl Keeping {
                         self.write(version.unwrap_or_else(|| self.steps_taken()), begun, late as u32);
                         break;
                     }
+                    Took::Missed if self.say_what_lags() => break,
                     Took::Missed if self.goes_on() => ahead = (ahead * 2).clamp(1, AHEAD_MAX),
                     Took::Missed | Took::Nothing => break,
                 }
@@ -271,18 +295,30 @@ impl Keeping {
             let snapshot = Box::new(snapshot);
             core.send(CoreCommand::Arm { namespace: self.terms.namespace, wanted, snapshot });
         }
-        let mut called_off = false;
+        let (mut called_off, mut lags_from) = (false, None);
         let mut took = Took::All;
+        self.lagging = None;
         while self.here.len() < self.routes && !self.is_over {
-            let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let is_past = |time: Option<Instant>| time.is_some_and(|time| Instant::now() >= time);
+            let (is_late, lags) = (is_past(deadline), is_past(lags_from));
             let is_stopped = self.finish.is_some() && deadline.is_none();
-            if (took != Took::All || is_late || is_stopped) && !std::mem::replace(&mut called_off, true) {
+            if (took != Took::All || is_late || lags || is_stopped)
+                && !std::mem::replace(&mut called_off, true)
+            {
                 self.call_off();
             }
-            if let Some(snapshot) = self.hear(deadline.filter(|_| !called_off)) {
+            let until = deadline.into_iter().chain(lags_from).min();
+            if let Some(snapshot) = self.hear(until.filter(|_| !called_off)) {
                 self.newest = self.newest.max(snapshot.newest);
-                if snapshot.outcome != Outcome::Complete {
-                    took = Took::Missed;
+                match snapshot.outcome {
+                    // The others are not far: a step is the same for all.
+                    Outcome::Complete => drop(lags_from.get_or_insert_with(|| Instant::now() + LAG)),
+                    outcome => {
+                        took = Took::Missed;
+                        if outcome == Outcome::Lagging || lags && outcome == Outcome::Disarmed {
+                            self.lagging = snapshot.missing_key();
+                        }
+                    }
                 }
                 self.here.push(snapshot);
             }

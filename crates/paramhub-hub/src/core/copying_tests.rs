@@ -141,6 +141,20 @@ fn a_version_that_is_past_is_missed_and_one_to_come_is_called_off() {
 }
 
 #[test]
+fn a_chunk_that_is_not_updated_with_the_others_is_told() {
+    let (mut shard, snapshot) = begun(|_| {});
+    shard.arm(Wanted::Version(2), snapshot);
+    shard.copy_some(usize::MAX);
+    for round in 0..11 {
+        assert!(shard.ended_snapshot().is_none(), "round {round}");
+        (0..4).for_each(|chunk| step(&mut shard, chunk));
+    }
+    step(&mut shard, 0);
+    let lagging = shard.ended_snapshot().unwrap();
+    assert_eq!((lagging.outcome, lagging.newest, lagging.missing_key()), (Outcome::Lagging, 12, Some(1)));
+}
+
+#[test]
 fn chunks_without_a_common_version_are_copied_as_they_are() {
     let (mut shard, snapshot) = begun(|settings| settings.consistency = Consistency::Asynchronous);
     (0..3).for_each(|_| step(&mut shard, 0));

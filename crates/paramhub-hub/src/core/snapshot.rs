@@ -32,6 +32,8 @@ pub(crate) enum Outcome {
     Complete,
     /// Some chunk was beyond the wanted version before it could be copied.
     Missed,
+    /// Others went far beyond the wanted version while some chunk was still before it: they are not updated together.
+    Lagging,
     /// It was called off.
     Disarmed,
 }
@@ -145,6 +147,12 @@ impl Snapshot {
         if self.missing == 0 {
             self.outcome = Outcome::Complete;
         }
+    }
+
+    /// The key of the first chunk that is missing.
+    pub(crate) fn missing_key(&self) -> Option<u32> {
+        let mut chunks = self.pieces.iter().zip(&self.taken);
+        chunks.find(|(_, taken)| !**taken).map(|(piece, _)| piece.slot.key)
     }
 
     /// Its chunks: key, first element there, elements, and what is known of each.

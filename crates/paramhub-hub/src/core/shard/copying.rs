@@ -6,6 +6,10 @@
 use super::Shard;
 use crate::core::snapshot::{Mark, Outcome, Snapshot, Wanted};
 
+/// How far chunks may be beyond the wanted version while others are before it. Where all keys are pushed in every step, one
+/// step is all.
+const LAG_MAX: u32 = 8;
+
 /// A snapshot being taken.
 pub(super) struct Armed {
     wanted: Wanted,
@@ -79,6 +83,8 @@ impl Shard {
                     true => self.copy(index, self.exchange.updates(index) - 1),
                     false => self.miss_if(true, version + 1),
                 }
+            } else if version > wanted.saturating_add(LAG_MAX) {
+                self.give_up(Outcome::Lagging, version + 1);
             }
         }
     }
@@ -121,11 +127,16 @@ impl Shard {
     }
 
     fn miss_if(&mut self, is_missed: bool, version: u32) {
+        if is_missed {
+            self.give_up(Outcome::Missed, version);
+        }
+    }
+
+    fn give_up(&mut self, outcome: Outcome, newest: u32) {
         if let Some(armed) = &mut self.armed
-            && is_missed
+            && armed.snapshot.outcome == Outcome::Open
         {
-            armed.snapshot.outcome = Outcome::Missed;
-            armed.snapshot.newest = version;
+            (armed.snapshot.outcome, armed.snapshot.newest) = (outcome, newest);
         }
     }
 
