@@ -65,7 +65,7 @@ impl Cluster {
     ) -> Result<Vec<T>, WorkerError> {
         let request = CreateService { name: name.into(), workers: WORKERS, options };
         let created = self.client.create_service(&request).unwrap();
-        std::thread::scope(|scope| {
+        let made = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..WORKERS)
                 .map(|rank| {
                     let (work, url) = (&work, self.client.url().to_owned());
@@ -81,7 +81,10 @@ impl Cluster {
                 })
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
+        });
+        // Its name is free again.
+        self.await_end(name);
+        made
     }
 
     /// Waits until the hubs are done with a job, its last checkpoint included.
@@ -178,7 +181,6 @@ fn a_job_goes_on_from_its_checkpoint_to_the_same_bits_on_other_hubs() {
     let keep = at_leisure(folder.path(), "part/a", 2);
     let options = cluster.options(Some("2"), None);
     let half = cluster.run("part/a", options, &settings, |job| train(job, 7, &keep)).unwrap();
-    cluster.await_end("part/a");
     // The last one of all is that of the end.
     wait_until("the last checkpoint", || complete(folder.path(), "part/a").first() == Some(&7));
     assert_eq!(complete(folder.path(), "part/a"), [7, 6, 4], "the newest three stay");
@@ -282,7 +284,6 @@ fn what_is_torn_damaged_or_foreign_is_refused_and_the_one_before_offered() {
     let settings = settings();
     let keep = at_leisure(folder.path(), "w", 2);
     cluster.run("w", cluster.options(Some("2"), None), &settings, |job| drop(train(job, 6, &keep))).unwrap();
-    cluster.await_end("w");
     assert_eq!(complete(folder.path(), "w"), [6, 4, 2]);
     let resume = |from, settings: &Settings| {
         let asked =
@@ -364,7 +365,7 @@ fn an_asynchronous_job_is_kept_as_it_is_and_says_so() {
         step
     };
     let steps = cluster.run("a", cluster.options(Some("1s"), None), &settings, work).unwrap();
-    cluster.await_end("a");
+    wait_until("the last checkpoint", || all(folder.path(), "a").iter().all(|found| found.flaw.is_none()));
     let found = all(folder.path(), "a").remove(0);
     assert!(!found.parts[0].is_consistent && found.step <= *steps.iter().max().unwrap());
     found.verify().unwrap();
@@ -410,7 +411,6 @@ fn tried_again(folder: &Path, obstacle: &Path) {
     cluster
         .run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, &told)))
         .unwrap();
-    cluster.await_end("w");
     wait_until("the last report", || status().failure.is_empty());
     assert!(status().written >= 1 && status().failed >= 1, "{:?}", status());
 }
@@ -453,7 +453,6 @@ fn a_key_that_is_not_pushed_with_the_others_is_named() {
         wait_until("the reason", || failure().contains("key `layer2.weight` is not updated in every step"));
     };
     cluster.run("l", cluster.options(Some("2"), None), &settings(), work).unwrap();
-    cluster.await_end("l");
     assert!(complete(folder.path(), "l").is_empty());
 }
 
