@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{hub, paramhub, wait_until};
 use paramhub::checkpoint::{Every, Resume};
+use paramhub::composition::{OptimizeAt, Reduction};
 use paramhub::service::{CreateService, JobOptions};
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
@@ -26,23 +27,34 @@ const WORKERS: u32 = 2;
 struct Cluster {
     client: ManagerClient,
     hubs: Vec<RunningHub>,
+    /// Of the ranks, if they have any.
+    racks: Vec<&'static str>,
     manager: Option<RunningManager>,
 }
 
 impl Cluster {
     /// A hub with so many cores each.
     fn new(folder: &Path, cores: &[usize]) -> Cluster {
+        Cluster::with(folder, cores, Vec::new())
+    }
+
+    /// Each hub, and each rank, in a rack of that name.
+    fn of_racks(folder: &Path, racks: Vec<&'static str>) -> Cluster {
+        Cluster::with(folder, &vec![2; racks.len()], racks)
+    }
+
+    fn with(folder: &Path, cores: &[usize], racks: Vec<&'static str>) -> Cluster {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
-        let hub = |&cores: &usize| {
+        let hub = |(number, &cores): (usize, &usize)| {
             let checkpoints = Some(CheckpointConfig { folder: folder.to_path_buf(), keep: 3 });
-            let memory_bytes = Some(2 << 30);
-            let config = HubConfig { cores, checkpoints, memory_bytes, ..Default::default() };
+            let (memory_bytes, rack) = (Some(2 << 30), racks.get(number).map(ToString::to_string));
+            let config = HubConfig { cores, rack, checkpoints, memory_bytes, ..Default::default() };
             RunningHub::start(client.clone(), config).unwrap()
         };
-        let hubs = cores.iter().map(hub).collect();
-        Cluster { client, hubs, manager: Some(manager) }
+        let hubs = cores.iter().enumerate().map(hub).collect();
+        Cluster { client, hubs, racks, manager: Some(manager) }
     }
 
     fn options(&self, every: Option<&str>, resume: Option<Resume>) -> JobOptions {
@@ -69,11 +81,12 @@ impl Cluster {
             let ranks: Vec<_> = (0..WORKERS)
                 .map(|rank| {
                     let (work, url) = (&work, self.client.url().to_owned());
+                    let rack = self.racks.get(rank as usize).map(ToString::to_string);
                     let membership =
                         Membership { url, namespace: created.namespace, nonce: created.nonce, rank };
                     scope.spawn(move || {
-                        let job =
-                            Member::connect_with(membership, Options::default())?.init(settings.clone())?;
+                        let job = Member::connect_with(membership, Options { rack, ..Default::default() })?
+                            .init(settings.clone())?;
                         let made = work(&job);
                         job.leave()?;
                         Ok(made)
@@ -225,6 +238,39 @@ fn train_on(job: &Job, mut model: Vec<Vec<f32>>, begin: u32, end: u32) -> Vec<Ve
         }
     }
     model
+}
+
+#[test]
+fn jobs_of_several_racks_go_on_however_their_hubs_reduce() {
+    let settings = settings();
+    for reduction in [Reduction::Tree, Reduction::Ring, Reduction::Sharded] {
+        for optimize_at in [OptimizeAt::EverySite, OptimizeAt::Owner] {
+            let folder = scratch();
+            let cluster = Cluster::of_racks(folder.path(), vec!["a", "b"]);
+            let how = format!("{reduction} {optimize_at}");
+            let options =
+                |every, resume| JobOptions { reduction, optimize_at, ..cluster.options(every, resume) };
+            let run = |name, every, resume, end| {
+                let keep = at_leisure(folder.path(), "part", 2);
+                let between = |step: u32| {
+                    if every == Some("2") {
+                        keep(step)
+                    }
+                };
+                cluster.run(name, options(every, resume), &settings, |job| train(job, end, between)).unwrap()
+            };
+            let whole = run("whole", None, None, 6);
+            run("part", Some("2"), None, 4);
+            let found = all(folder.path(), "part").into_iter().find(|found| found.flaw.is_none()).unwrap();
+            assert_eq!(found.step, 4, "{how}");
+            found.verify().unwrap();
+            let resumed = run("part", None, Some(Resume::Latest), 6);
+            for (whole, resumed) in whole.iter().zip(&resumed) {
+                assert_eq!(resumed.0, 4, "{how}");
+                assert!(resumed.1 == whole.1, "{how}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -408,9 +454,7 @@ fn tried_again(folder: &Path, obstacle: &Path) {
         4 => wait_until("a checkpoint", || !complete(folder, "w").is_empty()),
         _ => {}
     };
-    cluster
-        .run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, &told)))
-        .unwrap();
+    cluster.run("w", cluster.options(Some("1"), None), &settings(), |job| drop(train(job, 6, told))).unwrap();
     wait_until("the last report", || status().failure.is_empty());
     assert!(status().written >= 1 && status().failed >= 1, "{:?}", status());
 }
