@@ -171,7 +171,7 @@ class Job:
         if has_parameters:
             numbers = list(range(len(views)))
             ranges = [(view.address, view.nbytes) for view in views]
-            if self.rank == 0:
+            if self.rank == 0 and self._native.resumed_step is None:
                 self._native.initialise(numbers, ranges, views, 0).wait()
             else:
                 self._native.pull(numbers, ranges, views).wait()

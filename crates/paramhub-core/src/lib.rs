@@ -12,6 +12,7 @@
 
 pub mod arena;
 pub mod auth;
+pub mod checkpoint;
 pub mod chunk;
 pub mod codec;
 pub mod composition;

@@ -12,6 +12,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
+use crate::checkpoint::{CheckpointStatus, Every, Resume};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
 use crate::consistency::Consistency;
 #[cfg(doc)]
@@ -73,6 +74,14 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_default")]
     #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
     pub stragglers: Stragglers,
+    /// How often the job's hubs write a checkpoint; `None` writes none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub checkpoint_every: Option<Every>,
+    /// The checkpoint that parameters, optimizer state, step and hyperparameters come from; `None` begins with rank 0's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub resume: Option<Resume>,
 }
 
 impl JobOptions {
@@ -140,6 +149,8 @@ impl Default for JobOptions {
             hubs: None,
             on_interface_down: OnInterfaceDown::default(),
             stragglers: Stragglers::default(),
+            checkpoint_every: None,
+            resume: None,
             weight: 1,
             reduction: Reduction::default(),
             optimize_at: OptimizeAt::default(),
@@ -227,6 +238,9 @@ pub struct ServiceInitialised {
     pub imbalance: Imbalance,
     /// Who takes part: with the settings it makes the job's [information book](crate::scheme::Book).
     pub roster: Roster,
+    /// The step that the parameters are of, where the hubs have them from a checkpoint: rank 0 sends none then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_step: Option<u32>,
 }
 
 /// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
@@ -303,6 +317,9 @@ pub struct JobStatus {
     /// were. Of as many as `counters.updates`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<u64>,
+    /// Its checkpoints, where it has any to come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoints: Option<CheckpointStatus>,
     /// Seconds since the Unix epoch.
     pub created_at: u64,
     /// Seconds since the Unix epoch; none while the job lives.
@@ -484,6 +501,19 @@ pub struct HubReport {
     pub cores: Vec<CoreCounters>,
     /// What each living job has counted on this hub.
     pub jobs: Vec<HubJobCounters>,
+    /// The checkpoints of jobs that have any to come.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<HubJobCheckpoints>,
+}
+
+/// One job's checkpoints on one hub.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HubJobCheckpoints {
+    /// The job.
+    pub namespace: Namespace,
+    /// Of the reporting hub's part.
+    pub status: CheckpointStatus,
 }
 
 /// One job's counters on one hub.
@@ -523,6 +553,9 @@ pub enum HubEvent {
         namespace: Namespace,
         /// Digest of the placement this hub computed.
         placement_hash: String,
+        /// The step of the checkpoint that its chunks begin with; none where there is no checkpoint, or no chunk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resumed_step: Option<u32>,
     },
     /// The hub cannot serve the job.
     Refused {

@@ -6,6 +6,8 @@ use paramhub_kernels::Registry;
 use paramhub_transport::interface::{Rate, Selector};
 use thiserror::Error;
 
+use crate::checkpoint::CheckpointConfig;
+
 /// How a hub runs. Start from [`HubConfig::default`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct HubConfig {
@@ -40,6 +42,8 @@ pub struct HubConfig {
     pub memory_bytes: Option<u64>,
     /// What one of them may take.
     pub job_limits: JobLimits,
+    /// Where checkpoints go of jobs that ask for them; `None` keeps none.
+    pub checkpoints: Option<CheckpointConfig>,
     /// Optimizers and aggregators that jobs may ask for by name.
     pub registry: Registry,
 }
@@ -74,6 +78,7 @@ impl Default for HubConfig {
             pin: false,
             memory_bytes: None,
             job_limits: JobLimits::default(),
+            checkpoints: None,
             registry: Registry::with_builtins(),
         }
     }

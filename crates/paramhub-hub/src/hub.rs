@@ -3,7 +3,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -18,6 +18,7 @@ use paramhub_transport::interface::{self, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
 
+use crate::checkpoint::{Board, LAST};
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
@@ -107,6 +108,7 @@ impl RunningHub {
             threads.push(thread);
         }
         let directory = Arc::new(Directory::default());
+        let board = Board::default();
         let (door, door_stop) =
             Door::new(listeners, config.streams as u16, local, directory.clone(), cores.clone())
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
@@ -129,6 +131,9 @@ impl RunningHub {
             interfaces_down: BTreeMap::new(),
             interface_names: listening.iter().map(Listening::called).collect(),
             prober,
+            checkpoints: config.checkpoints,
+            board: board.clone(),
+            writing: Vec::new(),
         };
         let fail = failure.clone();
         threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
@@ -149,7 +154,7 @@ impl RunningHub {
         let (told, all_told) = sync_channel(1);
         // Neither of the link's threads is joined: each may be waiting for the manager, and holds nothing.
         spawn("hub-reporter", move || {
-            reporter.report(&newsbox, &cores_to_report);
+            reporter.report(&newsbox, &cores_to_report, &board);
             // Fails if nobody waits any more.
             let _ = told.send(());
         })?;
@@ -188,7 +193,18 @@ impl RunningHub {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Tells every job's workers that the hub is shutting down, frees all and returns, within a second.
+    /// Has every job with checkpoints leave a last one, if its workers get to a step together within some seconds. Returns when
+    /// all are in memory; [`stop`](Self::stop) waits until they are on the disk.
+    pub fn leave_checkpoints(&self) {
+        let (done, all_done) = channel();
+        if self.letters.send(Letter::TakeLast(done)).is_ok() {
+            // Nothing comes: the last to be done drops its end.
+            let _ = all_done.recv_timeout(LAST + LAST_REPORT);
+        }
+    }
+
+    /// Tells every job's workers that the hub is shutting down, frees all and returns, within a second; where jobs have
+    /// checkpoints, when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();
     }
@@ -234,6 +250,9 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
             "a hub listens on 1 to {INTERFACES_MAX} addresses, not {}",
             config.listen.len()
         ));
+    }
+    if config.checkpoints.as_ref().is_some_and(|checkpoints| checkpoints.keep == 0) {
+        return refused("at least 1 checkpoint of a job is kept".to_string());
     }
     let limits = &config.job_limits;
     if limits.memory_bytes == Some(0) || limits.streams == Some(0) {

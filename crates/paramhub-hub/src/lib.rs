@@ -11,11 +11,14 @@
 //!
 //! What the hub listens on, and which core and processor serve each of its `interfaces`, is settled at its start.
 //!
+//! Where a job has checkpoints, its cores copy chunks as they come by the wanted step, and a thread of `checkpoint` writes them.
+//!
 //! Everything else is slow and rare: the `steward` opens and ends jobs on all cores, and the `link` speaks with the
 //! connection manager.
 #![forbid(unsafe_code)]
 
 mod above;
+mod checkpoint;
 mod config;
 mod core;
 mod directory;
@@ -27,6 +30,9 @@ mod local;
 mod probe;
 mod steward;
 
+pub use checkpoint::{
+    CheckpointConfig, FileEntry, Flaw, Found, Holds, Manifest, TensorEntry, list_checkpoints,
+};
 pub use config::{HubConfig, HubError, JobLimits};
 pub use hub::RunningHub;
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};

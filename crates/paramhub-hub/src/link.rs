@@ -13,6 +13,7 @@ use paramhub_core::service::{
 };
 use tracing::{info, warn};
 
+use crate::checkpoint::Board;
 use crate::core::CoreHandle;
 use crate::steward::{Letter, News};
 
@@ -85,7 +86,7 @@ impl Link {
     }
 
     /// Reports events as they come and counters every second, until the steward is gone and all is told.
-    pub(crate) fn report(self, news: &Receiver<News>, cores: &[CoreHandle]) {
+    pub(crate) fn report(self, news: &Receiver<News>, cores: &[CoreHandle], board: &Board) {
         let mut report = HubReport::default();
         let mut ended: Vec<HubJobCounters> = Vec::new();
         let mut last_report = Instant::now();
@@ -107,6 +108,7 @@ impl Link {
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
             report.jobs.extend(ended.iter().cloned());
+            report.checkpoints = board.read();
             match self.client.report(&self.registered(), &report) {
                 // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
                 // does not know go there, too: it answers with commands to end them.

@@ -1,12 +1,14 @@
 //! Opens jobs on the cores and ends them everywhere at once: the one thread that decides.
 
+mod checkpoints;
 mod job;
 mod limits;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
@@ -18,11 +20,13 @@ use paramhub_kernels::Registry;
 use tracing::{info, warn};
 
 use crate::above::{Above, Climb};
+use crate::checkpoint::{Board, CheckpointConfig};
 use crate::config::JobLimits;
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, ShardPlan};
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
 use crate::probe::Prober;
+use checkpoints::Checkpoints;
 use job::{Job, State};
 
 /// How often the steward looks at its jobs' deadlines.
@@ -45,6 +49,16 @@ pub(crate) enum Letter {
     Interfaces { numbers: Range<u16>, down: Option<String> },
     /// A probe is over.
     Probed(ProbeReport),
+    /// A job's checkpoint has been read, for its shards, or cannot be.
+    Loaded {
+        namespace: Namespace,
+        shards: Vec<(u16, ShardPlan)>,
+        result: Result<(u32, Vec<Arc<Restored>>), String>,
+    },
+    /// The last checkpoint of a job is in memory, or will not be.
+    Taken { namespace: Namespace },
+    /// Every job is to leave a last checkpoint; dropped when all have.
+    TakeLast(Sender<()>),
     /// The hub shuts down.
     Stop,
 }
@@ -75,6 +89,10 @@ pub(crate) struct Steward {
     /// How people call the interfaces, in the order of the shape.
     pub(crate) interface_names: Vec<String>,
     pub(crate) prober: Prober,
+    pub(crate) checkpoints: Option<CheckpointConfig>,
+    pub(crate) board: Board,
+    /// What jobs that are over have still to write.
+    pub(crate) writing: Vec<JoinHandle<()>>,
 }
 
 /// An interface that does not work.
@@ -94,6 +112,9 @@ impl Steward {
                 Ok(Letter::Stuck { namespace, reason }) => self.fail(namespace, None, reason),
                 Ok(Letter::Interfaces { numbers, down }) => self.note_interfaces(numbers, down),
                 Ok(Letter::Probed(report)) => self.report(HubEvent::Probed(report)),
+                Ok(Letter::Loaded { namespace, shards, result }) => self.loaded(namespace, shards, result),
+                Ok(Letter::Taken { namespace }) => self.taken(namespace),
+                Ok(Letter::TakeLast(done)) => self.take_last(&done),
                 Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -130,7 +151,10 @@ impl Steward {
     }
 
     fn allocate(&mut self, plan: JobPlan) -> Result<(), String> {
-        let (job, shards) = Job::plan(&plan, &self.shape, &self.registry)?;
+        let checkpoints = Checkpoints::of(&plan, self.checkpoints.as_ref())?;
+        let resume =
+            checkpoints.as_ref().and_then(|checkpoints| Some((checkpoints.clone(), checkpoints.resume?)));
+        let (job, shards) = Job::plan(&plan, &self.shape, &self.registry, checkpoints)?;
         self.job_limits.admit(&job, self.jobs.values())?;
         let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
         let free = self.memory_bytes.saturating_sub(taken);
@@ -164,8 +188,9 @@ impl Steward {
         );
         let (namespace, none) = (job.namespace, shards.is_empty());
         self.jobs.insert(namespace, job);
-        for (core, shard) in shards {
-            self.open(core, shard);
+        match resume {
+            Some((from, which)) if !none => self.load(namespace, &from, which, shards),
+            _ => shards.into_iter().for_each(|(core, shard)| self.open(core, shard)),
         }
         if none {
             // So small a job that none of its chunks fell to this hub.
@@ -211,8 +236,9 @@ impl Steward {
 
     fn hear(&mut self, event: CoreEvent) {
         match event {
-            CoreEvent::Opened { namespace, missing_bytes } => {
+            CoreEvent::Opened { namespace, missing_bytes, snapshot } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                job.snapshots.extend(snapshot.map(|snapshot| *snapshot));
                 match &mut job.state {
                     State::Opening { routes } => {
                         *routes -= 1;
@@ -236,9 +262,10 @@ impl Steward {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.left.insert((route, port));
                 if job.everybody_left() {
-                    self.end(namespace, None, true, String::new());
+                    self.finish(namespace);
                 }
             }
+            CoreEvent::Snapshot { namespace, snapshot } => self.pass_snapshot(namespace, snapshot),
             CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
             CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
             CoreEvent::Late { namespace, late } => self.late(namespace, late),
@@ -280,8 +307,10 @@ impl Steward {
             memory: JobMemory::new(&job.settings, job.hubs, job.stands_still),
         };
         let placement_hash = job.placement().hash().to_hex().to_string();
+        let resumed_step = job.resumed_step;
         self.directory.insert(namespace, entry);
-        self.report(HubEvent::Allocated { namespace, placement_hash });
+        self.start_keeper(namespace);
+        self.report(HubEvent::Allocated { namespace, placement_hash, resumed_step });
     }
 
     /// Some core could not allocate: free what the others did.
@@ -455,6 +484,7 @@ impl Steward {
     }
 
     fn end(&mut self, namespace: Namespace, failure: Option<Failure>, finished: bool, reason: String) {
+        self.dismiss_keeper(namespace);
         let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
         let message = failure.as_ref().map(|failure| failure.message.clone());
         self.directory
@@ -494,6 +524,7 @@ impl Steward {
     }
 
     fn stop(mut self) {
+        self.leave_checkpoints();
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
             self.fail(namespace, None, "the hub is shutting down".to_string());
@@ -509,6 +540,7 @@ impl Steward {
         for core in &self.cores {
             core.send(CoreCommand::Stop);
         }
+        self.end_keepers();
     }
 }
 

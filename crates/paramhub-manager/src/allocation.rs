@@ -76,6 +76,12 @@ fn check_schemes(schemes: &Plan, options: &JobOptions) -> Result<(), String> {
             "its layer `{layer}` asks for {scheme}, which is planned only: no hub multiplies factors yet. Use hub, factors or auto"
         ));
     }
+    if options.checkpoint_every.is_some() || options.resume.is_some() {
+        return Err(format!(
+            "its layer `{layer}` goes by {scheme}, so that its parameters are at the workers alone, but it is to have checkpoints, \
+             which hubs write: use the scheme hub, or do without"
+        ));
+    }
     if options.stragglers.leaves_out() {
         return Err(format!(
             "its layer `{layer}` goes by {scheme}, for which every worker waits for all others, but late workers are to be left \
@@ -123,6 +129,13 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
     }
     let schemes = Plan::new(settings, &plan.cluster);
     check_schemes(&schemes, &plan.options).map_err(does_not_fit)?;
+    if settings.quantises() && (plan.options.checkpoint_every.is_some() || plan.options.resume.is_some()) {
+        return Err(does_not_fit(
+            "what its codec has yet to feed back is in no checkpoint: let its keys travel as f32, f16 or bf16, or do without \
+             checkpoints"
+                .to_owned(),
+        ));
+    }
     let spreads = schemes.spreads(settings.keys.len());
     let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
         .map_err(|wrong| does_not_fit(wrong.to_string()))?;

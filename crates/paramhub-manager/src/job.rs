@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::checkpoint::CheckpointStatus;
 use paramhub_core::composition::{Composition, Place};
 use paramhub_core::placement::Imbalance;
 use paramhub_core::scheme::Book;
@@ -95,6 +96,8 @@ pub(crate) struct Job {
     /// What hubs counted for it under an earlier manager.
     recorded_counters: JobCounters,
     recorded_left_out: Vec<u64>,
+    /// Its checkpoints, likewise.
+    recorded_checkpoints: Option<CheckpointStatus>,
     /// The first rank's settings, until every rank has agreed.
     proposed: Option<(u32, Arc<Settings>)>,
     /// Every rank has agreed and the placement is made, or being made.
@@ -157,6 +160,7 @@ impl Job {
             reduction: String::new(),
             recorded_counters: JobCounters::default(),
             recorded_left_out: Vec::new(),
+            recorded_checkpoints: None,
             proposed: None,
             agreed: false,
             outline: Outline::default(),
@@ -185,6 +189,7 @@ impl Job {
         job.recorded_counters = status.counters;
         job.reduction = status.reduction;
         job.recorded_left_out = status.left_out;
+        job.recorded_checkpoints = status.checkpoints;
         if status.state.has_ended() {
             job.state = status.state;
             job.message = status.message;
@@ -412,6 +417,7 @@ impl Job {
         let placed = site.and_then(|site| self.placed.get(usize::from(site)));
         match (placed, &self.book, self.state) {
             (Some(placed), Some(book), JobState::Running) => Ok(ServiceInitialised {
+                resumed_step: self.members.iter().find_map(|member| member.resumed_step),
                 placement_hash: placed.hash.clone(),
                 imbalance: placed.imbalance,
                 roster: book.roster.clone(),
@@ -516,6 +522,7 @@ impl Job {
             reduction: self.reduction.clone(),
             counters: self.counters(),
             left_out: self.left_out(),
+            checkpoints: self.checkpoints(),
             created_at: self.created_at,
             ended_at: self.ended_at,
         }

@@ -143,8 +143,36 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     }
     let help = "Updates of chunks that a living job's hubs made without a rank because it was late";
     metrics.register("job_left_out", help, left_out);
+    collect_checkpoints(world, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
+}
+
+/// Of living jobs that have any to come.
+fn collect_checkpoints(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+    let [step, at, bytes] = [(); 3].map(|()| Family::<JobLabels, Gauge>::default());
+    let seconds = Family::<JobLabels, Gauge<f64, AtomicU64>>::default();
+    let [written, skipped, failed] = [(); 3].map(|()| Family::<JobLabels, Counter>::default());
+    for job in world.jobs().filter(|job| !job.state().has_ended()) {
+        let Some(status) = job.checkpoints() else { continue };
+        let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
+        written.get_or_create(&labels).inc_by(status.written);
+        skipped.get_or_create(&labels).inc_by(status.skipped);
+        failed.get_or_create(&labels).inc_by(status.failed);
+        if let Some(newest) = status.step {
+            step.get_or_create(&labels).set(newest.into());
+            at.get_or_create(&labels).set(i64::try_from(status.written_at).unwrap_or(i64::MAX));
+            bytes.get_or_create(&labels).set(i64::try_from(status.bytes).unwrap_or(i64::MAX));
+            seconds.get_or_create(&labels).set(status.seconds);
+        }
+    }
+    metrics.register("job_checkpoint_step", "The step of a living job's newest checkpoint", step);
+    metrics.register("job_checkpoint_timestamp_seconds", "When it was written, since the Unix epoch", at);
+    metrics.register("job_checkpoint_bytes", "Its bytes", bytes);
+    metrics.register("job_checkpoint_duration_seconds", "How long it took to copy and write", seconds);
+    metrics.register("job_checkpoints_written", "Checkpoints of a living job", written);
+    metrics.register("job_checkpoints_skipped", "Those due while another was written", skipped);
+    metrics.register("job_checkpoints_failed", "Those that could not be written", failed);
 }
 
 fn collect_hubs(world: &World, metrics: &mut prometheus_client::registry::Registry) {

@@ -240,6 +240,11 @@ impl World {
                 _ => self.disown(hub, counted.namespace),
             }
         }
+        for kept in report.checkpoints {
+            if let Some(job) = self.jobs.get_mut(&kept.namespace) {
+                job.hub_kept(hub, kept.status);
+            }
+        }
         for event in report.events {
             self.apply(hub, event, now);
         }
@@ -308,11 +313,11 @@ impl World {
         let was_logged = matches!(event, HubEvent::Refused { .. } | HubEvent::Ended { finished: false, .. });
         let (namespace, transition) = match event {
             HubEvent::Probed(report) => return self.probes.hear(hub, report),
-            HubEvent::Allocated { namespace, placement_hash } => {
+            HubEvent::Allocated { namespace, placement_hash, resumed_step } => {
                 let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
                     return self.disown(hub, namespace);
                 };
-                (namespace, job.hub_allocated(hub, bounded(&placement_hash), now))
+                (namespace, job.hub_allocated(hub, bounded(&placement_hash), resumed_step, now))
             }
             HubEvent::Refused { namespace, reason } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };

@@ -187,6 +187,12 @@ impl Job {
         set.map_err(|error| errors::worker(py, &error))
     }
 
+    /// The step of the checkpoint that the hubs have begun with, if they have.
+    #[getter]
+    fn resumed_step(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        Ok(self.job(py)?.resumed_step())
+    }
+
     /// Values of state that the job's optimizer keeps a parameter; its slots are counted from 0.
     #[getter]
     fn state_slots(&self, py: Python<'_>) -> PyResult<u8> {

@@ -20,6 +20,11 @@ pub trait Exchange {
     /// The ranks whose shards this process computes: one of many, or all of them.
     fn ranks(&self) -> Range<usize>;
 
+    /// The step that the parameters to start from are of: what was learnt before it need not be learnt again.
+    fn first_step(&self) -> usize {
+        0
+    }
+
     /// Takes the gradient of one key as soon as it exists, averaged over the rank's shard. Must not wait for the network.
     ///
     /// The memory is the exchange's from here on; the trainer has a fresh result in every step.

@@ -60,10 +60,10 @@ impl HubExchange {
         self.job.leave().map_err(remote)
     }
 
-    /// Rank 0's initial parameters become everybody's. Returns the memory that is left over.
+    /// Rank 0's initial parameters, or those of a checkpoint, become everybody's. Returns the memory that is left over.
     fn begin(&self, key: u32, parameters: &mut Vec<f32>) -> Result<Vec<f32>, WorkerError> {
         let memory = parameters.clone();
-        if self.job.rank() == 0 {
+        if self.job.rank() == 0 && self.job.resumed_step().is_none() {
             return Ok(self.job.initialise(key, memory, 0)?.wait()?.0);
         }
         let ((), arrived) = self.job.pull(key, memory)?.wait()?;
@@ -99,6 +99,10 @@ impl Exchange for HubExchange {
     fn ranks(&self) -> Range<usize> {
         let rank = self.job.rank() as usize;
         rank..rank + 1
+    }
+
+    fn first_step(&self) -> usize {
+        self.job.resumed_step().unwrap_or(0) as usize
     }
 
     fn push(&mut self, key: usize, gradient: Vec<f32>) -> Result<(), ExchangeError> {

@@ -44,7 +44,7 @@ pub struct Report {
     pub steps: usize,
     /// Wall time of all steps, without the test set.
     pub seconds: f64,
-    /// Mean loss of this process's shards over the last epoch.
+    /// Mean loss of this process's shards over the last epoch, as far as it was learnt here; 0 where none of it was.
     pub loss: f64,
     /// Share of the test set that is classified correctly, if it was measured.
     pub accuracy: Option<f64>,
@@ -106,6 +106,8 @@ pub enum TrainError {
 /// Trains a network, the gradients of each layer leaving while the layers below it compute, and each layer waiting for
 /// its own new parameters only when the next forward pass reaches it.
 ///
+/// It begins at the exchange's [first step](Exchange::first_step), in the midst of an epoch if need be.
+///
 /// A process computes the shards of the exchange's ranks, one after the other, on the same parameters.
 ///
 /// # Errors
@@ -123,7 +125,7 @@ pub fn train(
     let started = Instant::now();
     let mut run = Run { network, exchange, waited: Duration::ZERO, labels: Vec::new() };
     let mut loss = Mean::default();
-    let (mut next, mut taken, mut current) = (0, 0, None);
+    let (mut next, mut taken, mut current) = (run.exchange.first_step(), 0, None);
     while next < of {
         let (epoch, step) = (next / steps_per_epoch, next % steps_per_epoch);
         let order = match current.take() {

@@ -85,6 +85,8 @@ pub struct Admission {
     pub settings: Settings,
     /// The job's waits and lifetimes.
     pub job_options: JobOptions,
+    /// The step of the checkpoint that the hubs begin with, if they do.
+    pub resumed_step: Option<u32>,
     /// The digest the hubs computed of their placement, in hexadecimal; compared if it is given.
     pub placement_hash: Option<String>,
     /// Who takes part.
@@ -139,12 +141,17 @@ impl Admission {
             book: Book { job: self.name, roster: self.roster, plan },
             settings: self.settings,
             state_slots,
+            resumed_step: self.resumed_step,
             arena: arena.clone(),
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
             notices: Notices::default(),
             norms: NormBook::default(),
         });
+        if let Some(step) = shared.resumed_step.filter(|_| shared.settings.is_two_phase()) {
+            // Nothing was initialised yet, and nothing else will be.
+            let _ = shared.norms.start(step);
+        }
         let mut requests = Requests::new(map, dtypes, codecs);
         if self.job_options.stragglers.leaves_out() {
             requests = requests.with_steps_of_chunks();

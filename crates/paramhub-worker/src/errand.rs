@@ -54,6 +54,11 @@ impl Shared {
                     "key {named}: what training starts from comes from rank 0; other ranks pull it"
                 )));
             }
+            if let Some(step) = self.resumed_step {
+                return Err(self.misplaced(format!(
+                    "key {named}: the job goes on from its checkpoint of step {step}: rank 0, too, pulls what it starts from"
+                )));
+            }
         }
         if request == Request::Initialise
             && self.settings.is_two_phase()

@@ -48,6 +48,7 @@ pub(crate) struct Shared {
     pub(crate) workers: u32,
     pub(crate) settings: Settings,
     pub(crate) state_slots: u8,
+    pub(crate) resumed_step: Option<u32>,
     pub(crate) imbalance: Imbalance,
     pub(crate) book: Book,
     pub(crate) index: HashMap<String, u32>,
@@ -96,6 +97,12 @@ impl Job {
     /// The information book: who takes part, the model's layers, and the scheme of each. Every node of the job has the same.
     pub fn book(&self) -> &Book {
         &self.shared.book
+    }
+
+    /// The step of the checkpoint that the hubs have begun with, if they have. All ranks, rank 0 too, [`pull`](Self::pull) its
+    /// parameters then; there is nothing to initialise.
+    pub fn resumed_step(&self) -> Option<u32> {
+        self.shared.resumed_step
     }
 
     /// The number of the key with this name.
@@ -228,7 +235,8 @@ impl Job {
     }
 
     /// Rank 0's parameters become everybody's: rank 0 sends its own at `version`, 0 unless a run is resumed; the others
-    /// receive them in place, and with them the version. One slice a key, in table order.
+    /// receive them in place, and with them the version. One slice a key, in table order. Where the job goes on from a
+    /// [checkpoint](Self::resumed_step), everybody receives its parameters, and rank 0's are left.
     ///
     /// # Errors
     /// [`WorkerError::Misplaced`] where the job has no optimizer: its hubs keep no parameters. After an error some slices
@@ -250,8 +258,8 @@ impl Job {
             let handles: Vec<_> = parameters
                 .iter_mut()
                 .zip(0..)
-                .map(|(parameters, key)| match self.rank() {
-                    0 => scope.initialise(key, &*parameters.as_mut(), version),
+                .map(|(parameters, key)| match (self.rank(), self.resumed_step()) {
+                    (0, None) => scope.initialise(key, &*parameters.as_mut(), version),
                     _ => scope.pull(key, parameters.as_mut()),
                 })
                 .collect::<Result<_, _>>()?;

@@ -131,6 +131,7 @@ impl Member {
             hubs: self.connected.hubs.clone(),
             settings: request.settings,
             job_options: self.connected.options,
+            resumed_step: initialised.resumed_step,
             placement_hash: Some(initialised.placement_hash),
             roster: initialised.roster,
         };

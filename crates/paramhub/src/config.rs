@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use crate::{Selector, Stragglers, Transport};
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::consistency::Consistency;
@@ -23,6 +24,9 @@ pub(crate) use values::{
     Bytes, Deployment, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text,
     text,
 };
+
+/// Complete checkpoints of a job that a hub keeps.
+pub(crate) const CHECKPOINTS_KEPT: usize = 3;
 
 /// Everything that can be configured, one table of the file for each command.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -79,6 +83,9 @@ pub(crate) struct HubSection {
     pub(crate) core_rate: Option<Rate>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    pub(crate) checkpoint_keep: usize,
 }
 
 /// `[manager]`
@@ -119,6 +126,12 @@ pub(crate) struct RunSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) master_addr: Option<String>,
     pub(crate) master_port: u16,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint_every: Option<Every>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) resume: Option<Resume>,
 }
 
 /// `[train]`
@@ -165,6 +178,14 @@ pub(crate) struct TrainSection {
     pub(crate) json: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) save: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoints: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint_every: Option<Every>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) resume: Option<Resume>,
 }
 
 impl Default for HubSection {
@@ -189,6 +210,8 @@ impl Default for HubSection {
             join: None,
             core_rate: None,
             state: None,
+            checkpoints: None,
+            checkpoint_keep: CHECKPOINTS_KEPT,
         }
     }
 }
@@ -264,6 +287,9 @@ impl Default for RunSection {
             host_rank: None,
             master_addr: None,
             master_port: 29_500,
+            checkpoints: None,
+            checkpoint_every: None,
+            resume: None,
         }
     }
 }
@@ -296,6 +322,10 @@ impl Default for TrainSection {
             cores: 1,
             json: None,
             save: None,
+            name: None,
+            checkpoints: None,
+            checkpoint_every: None,
+            resume: None,
         }
     }
 }

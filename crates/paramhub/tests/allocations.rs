@@ -1,11 +1,14 @@
 //! The data path allocates nothing per chunk: the number of allocations of a run does not grow with the number of its
 //! chunks, counted over every thread of workers, hub and manager.
 
-use paramhub::service::CreateService;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use paramhub::service::{CreateService, JobOptions};
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
-    Codec, HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient, ManagerConfig, Member,
-    Membership, Options, RunningHub, Sharing, Transport,
+    CheckpointConfig, Codec, HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient,
+    ManagerConfig, Member, Membership, Options, RunningHub, Sharing, Transport,
 };
 
 #[global_allocator]
@@ -24,16 +27,26 @@ struct Way {
     in_place: bool,
     reproducible: bool,
     codec: Codec,
+    /// A checkpoint is taken among the steps that are counted.
+    kept: bool,
 }
 
+/// The step of that checkpoint.
+const KEPT: u32 = 15;
+
 /// Allocations during the steady steps of a job whose one key is cut into chunks of this size.
-fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
+fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way) -> u64 {
     let request = CreateService {
         name: format!("{chunk_bytes}-{}-{}-{}", way.name, way.reproducible, way.codec),
         workers: WORKERS,
-        options: Default::default(),
+        options: JobOptions {
+            checkpoint_every: way.kept.then(|| KEPT.to_string().parse().unwrap()),
+            ..Default::default()
+        },
     };
     let created = client.create_service(&request).unwrap();
+    let run: String = created.namespace.to_string().chars().take(12).collect();
+    let manifest = folder.join(&request.name).join(format!("step-{KEPT:010}.{run}")).join("hub-0.json");
     let hyperparameters = Hyperparameters { momentum: 0.9, ..Default::default() };
     let settings = Settings {
         optimizer: OptimizerChoice {
@@ -51,6 +64,7 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
         let ranks: Vec<_> = (0..WORKERS)
             .map(|rank| {
                 let (settings, barrier, url) = (settings.clone(), &barrier, client.url().to_owned());
+                let manifest = &manifest;
                 scope.spawn(move || {
                     let (namespace, nonce) = (created.namespace, created.nonce);
                     let options = Options {
@@ -78,6 +92,11 @@ fn allocations(client: &ManagerClient, chunk_bytes: u32, way: Way) -> u64 {
                     barrier.wait();
                     let before = dhat::HeapStats::get().total_blocks;
                     (0..STEPS).for_each(|_| step());
+                    let begun = Instant::now();
+                    while way.kept && !manifest.exists() {
+                        assert!(begun.elapsed() < Duration::from_secs(30), "no {}", manifest.display());
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
                     barrier.wait();
                     let after = dhat::HeapStats::get().total_blocks;
                     job.leave().unwrap();
@@ -96,7 +115,10 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
     let listen = "127.0.0.1:0".parse().unwrap();
     let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
     let client = ManagerClient::new(&manager.url(), None).unwrap();
-    let hub = RunningHub::start(client.clone(), HubConfig::default()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Some(CheckpointConfig { folder: folder.path().into(), keep: 1 });
+    let config = HubConfig { checkpoints, ..HubConfig::default() };
+    let hub = RunningHub::start(client.clone(), config).unwrap();
     let way = |name, transports, shared_parameters| Way {
         name,
         transports,
@@ -104,6 +126,7 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         in_place: false,
         reproducible: false,
         codec: Codec::F32,
+        kept: false,
     };
     let ways = [
         way("tcp", [Transport::Tcp; 2], Sharing::Never),
@@ -120,12 +143,17 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         in_place: true,
         ..ways[way]
     }));
+    cases.extend([("tcp-kept", ways[0]), ("shm-kept", ways[1])].map(|(name, way)| Way {
+        name,
+        kept: true,
+        ..way
+    }));
     for way in cases {
-        let few_chunks = allocations(&client, 1 << 20, way);
-        let many_chunks = allocations(&client, 4 << 10, way);
+        let few_chunks = allocations(&client, folder.path(), 1 << 20, way);
+        let many_chunks = allocations(&client, folder.path(), 4 << 10, way);
         let Way { name, reproducible, codec, .. } = way;
         // 4 chunks against 1,024, each pushed and answered by both ranks at every step: one allocation a chunk would make
-        // a difference of over 40,000. What there is comes from requests, heartbeats and counters.
+        // a difference of over 40,000, one for each that is copied for a checkpoint one of 1,020. What there is comes from requests, heartbeats and counters.
         let counted = format!("{few_chunks} with 4 chunks, {many_chunks} with 1,024");
         println!("{name}, {codec}, reproducible {reproducible}: allocations in {STEPS} steps: {counted}");
         assert!(many_chunks < few_chunks + 1_000, "{name}, {codec}, reproducible {reproducible}: {counted}");

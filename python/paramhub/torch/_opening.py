@@ -32,6 +32,11 @@ def open_job(
             {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
         )
     job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys})
+    if job.resumed_step is not None:
+        raise RuntimeError(
+            f"the job goes on from its hubs' checkpoint of step {job.resumed_step}, which HubOptimizer cannot do yet: "
+            "create it without resume, and load a state_dict"
+        )
     held = _place(job, step, exchanges)
     numbers = [exchange.number for exchange in exchanges]
     ranges = [_tensors.memory_range(tensor) for tensor in held]

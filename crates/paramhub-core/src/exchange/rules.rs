@@ -401,6 +401,17 @@ impl Exchange {
         self.chunks[slot as usize].version as u32
     }
 
+    /// Whether the chunk has the parameters to start from.
+    pub fn has_begun(&self, slot: u32) -> bool {
+        self.chunks[slot as usize].initialised
+    }
+
+    /// The steps of the chunk that every member has contributed to.
+    pub fn steps_of_all(&self, slot: u32) -> u32 {
+        let members = self.chunks[slot as usize].reach.members;
+        (0..members).map(|member| self.book(slot, member).next_step).min().unwrap_or(0)
+    }
+
     /// Updates of the chunk since its optimizer's state was zero.
     pub fn updates(&self, slot: u32) -> u64 {
         self.chunks[slot as usize].updates

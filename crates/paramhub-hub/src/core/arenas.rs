@@ -6,7 +6,7 @@ use paramhub_core::exchange::Answer;
 use paramhub_kernels::Aggregator;
 use paramhub_kernels::shared::Floats;
 
-use super::shard::BLOCK_ELEMENTS;
+use super::plan::BLOCK_ELEMENTS;
 use crate::local::{CommonParameters, RankArenas};
 
 /// Contributions added up in one pass.

@@ -15,6 +15,7 @@ use paramhub_transport::Waker;
 use super::plan::ShardPlan;
 use super::ports::Neighbour;
 use super::shard::Late;
+use super::snapshot::{Snapshot, Wanted};
 use crate::local::LocalMemory;
 
 /// Commands a core may have waiting; who sends more waits.
@@ -36,6 +37,10 @@ pub(crate) enum CoreCommand {
     },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
+    /// Take a snapshot of a route's chunks; answered by [`CoreEvent::Snapshot`], unless the job ends.
+    Arm { namespace: Namespace, wanted: Wanted, snapshot: Box<Snapshot> },
+    /// Call it off, if it is still being taken.
+    Disarm { namespace: Namespace, route: RouteId },
     /// Free all of a job and close its streams, telling them why if it failed; answered by [`CoreEvent::Closed`], a route.
     End { namespace: Namespace, failure: Option<Failure> },
     /// End the thread.
@@ -45,8 +50,10 @@ pub(crate) enum CoreCommand {
 /// Told by a core.
 #[derive(Debug)]
 pub(crate) enum CoreEvent {
-    /// A route's chunks are allocated, or do not fit.
-    Opened { namespace: Namespace, missing_bytes: Option<u64> },
+    /// A route's chunks are allocated, with memory for snapshots where there are to be any, or do not fit.
+    Opened { namespace: Namespace, missing_bytes: Option<u64>, snapshot: Option<Box<Snapshot>> },
+    /// A snapshot is complete, or will not be.
+    Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
     /// A job cannot go on, through the fault of `culprit`.
     Faulted { namespace: Namespace, culprit: Neighbour, message: String },
     /// Nothing more will come by a port of a route, or, to a site above, go out.

@@ -14,8 +14,11 @@ mod outbox;
 mod plan;
 mod ports;
 mod quantised;
+mod restored;
 mod resume;
 mod shard;
+mod snapshot;
+mod snapshots;
 mod table;
 mod tick;
 mod turns;
@@ -39,8 +42,10 @@ use turns::{Turns, Unit};
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
 pub(crate) use ports::{Neighbour, Ports, Side};
+pub(crate) use restored::Restored;
 pub(crate) use shard::Late;
 use shard::Shard;
+pub(crate) use snapshot::{Mark, Outcome, Snapshot, Wanted};
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
 const TICK: Duration = Duration::from_millis(250);
@@ -91,6 +96,8 @@ struct Hosted {
     ending: bool,
     /// Chunks of a released step wait for their turn.
     releases: bool,
+    /// Chunks wait to be copied for a snapshot.
+    copies: bool,
 }
 
 impl Core {
@@ -213,6 +220,7 @@ impl Core {
             match unit {
                 Unit::Lane(token) => self.serve_lane(token, now),
                 Unit::Release(shard) => self.release(shard, now),
+                Unit::Copy(shard) => self.copy(shard),
             }
             served = Some(job);
             // The clock is read for each unit only where there is somebody to be fair to.
@@ -264,6 +272,7 @@ impl Core {
             self.mailbox.tell(CoreEvent::Left { namespace, route, port });
         }
         self.answer(shard, now);
+        self.end_snapshot(shard);
         match taken {
             Ok(Taken::Closed) => self.drop_lane(token),
             Ok(Taken::Open) => {}
@@ -287,6 +296,7 @@ impl Core {
             self.turns.add(hosted.job, Unit::Release(shard));
         }
         self.answer(shard, now);
+        self.end_snapshot(shard);
     }
 
     /// Sends by every port of a shard that has something new. One that takes no more for now has its turn when the poller
@@ -419,6 +429,8 @@ impl Core {
                     self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
+                CoreCommand::Arm { namespace, wanted, snapshot } => self.arm(namespace, wanted, snapshot),
+                CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,
             }
@@ -430,11 +442,14 @@ impl Core {
         let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
         let (weight, ends_by_time) =
             (plan.weight, plan.stragglers.quorum(plan.workers()) == Some(Quorum::Clock));
+        let mut snapshot = None;
         let missing_bytes = match Shard::new(plan) {
-            Ok(shard) => {
+            Ok(mut shard) => {
+                snapshot = shard.hand_out_snapshot();
                 let job = self.turns.admit(namespace, weight);
                 let lane_of = vec![None; ports];
-                let hosted = Hosted { shard, route, job, lane_of, ending: false, releases: false };
+                let hosted =
+                    Hosted { shard, route, job, lane_of, ending: false, releases: false, copies: false };
                 let index = self.shards.insert_index(hosted);
                 if ends_by_time {
                     self.timed.push(index);
@@ -446,7 +461,7 @@ impl Core {
         };
         // So that whoever asks whether the hub holds anything is told from the beginning.
         self.publish();
-        self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes });
+        self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes, snapshot });
     }
 
     fn adopt(&mut self, namespace: Namespace, route: RouteId, port: u32, arrival: Arrival, now: Instant) {

@@ -15,12 +15,18 @@ use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::{STATE_HEAD_BYTES, State};
-use paramhub_kernels::{Aggregator, Optimizer};
+use paramhub_kernels::{Aggregator, Optimizer, TILE_ELEMENTS};
 
 use super::buffer::whole_lines;
 use super::deadlines::Deadlines;
 use super::ports::{Neighbour, Ports};
 use super::quantised::Quantised;
+use super::restored::Restored;
+use super::snapshot::Snapshot;
+
+/// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
+/// stream in from arenas and parameters stream out to them, so that reads and writes overlap.
+pub(super) const BLOCK_ELEMENTS: usize = TILE_ELEMENTS;
 
 /// What a core must know to serve one route of a job.
 #[derive(Clone)]
@@ -44,6 +50,10 @@ pub(crate) struct ShardPlan {
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// Of every group at step 0.
     pub(crate) groups: Arc<[Hyperparameters]>,
+    /// Snapshots will be asked for.
+    pub(crate) checkpoints: bool,
+    /// What the chunks begin with, where it is not rank 0's parameters.
+    pub(crate) restored: Option<Arc<Restored>>,
 }
 
 impl ShardPlan {
@@ -60,6 +70,11 @@ impl ShardPlan {
     /// Whether every site optimises, this one too, and answers are sums; else each chunk's owner does.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
+    }
+
+    /// What the optimizer is given at once, at most.
+    pub(super) fn block_elements(&self) -> usize {
+        if self.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS }
     }
 
     /// How people call who is at the other end of a port.
@@ -153,6 +168,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
     let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
     let deadlines =
         if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
+    let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, &layout) } else { 0 };
     layout.elements as u64 * 4 * arrays as u64
         + layout.encoded_bytes as u64
         + quantised
@@ -161,6 +177,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + streams
         + schedules
         + deadlines
+        + snapshot
 }
 
 /// How a plan turns into arrays.

@@ -1,6 +1,7 @@
 //! One job's chunks on one route: their memory, their books, and what arrives for them.
 
 mod between;
+mod copying;
 mod late;
 mod outgoing;
 mod start;
@@ -11,12 +12,12 @@ use std::time::Instant;
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Stranded, Then, Update};
-use paramhub_core::hyperparameters::Schedule;
+use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
-use paramhub_kernels::{Aggregator, Step, TILE_ELEMENTS, convert, finite, mean_factor, quantise, shared};
+use paramhub_kernels::{Aggregator, Step, convert, finite, mean_factor, quantise, shared};
 
 pub(crate) use self::late::Late;
 use super::arenas::Arenas;
@@ -24,14 +25,12 @@ use super::buffer::{Buffer, OutOfMemory};
 use super::deadlines::Deadlines;
 use super::fault::Fault;
 use super::outbox::Outbox;
-use super::plan::{Layout, ShardPlan, Slot, memory_bytes};
+use super::plan::{BLOCK_ELEMENTS, Layout, ShardPlan, Slot, memory_bytes};
 use super::ports::Side;
 use super::quantised::Quantised;
+use super::snapshot::Snapshot;
 use crate::local::RankArenas;
-
-/// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
-/// stream in from arenas and parameters stream out to them, so that reads and writes overlap.
-pub(super) const BLOCK_ELEMENTS: usize = TILE_ELEMENTS;
+use copying::Armed;
 
 /// Where a frame's tensor is.
 #[derive(Clone, Copy, Debug)]
@@ -84,12 +83,26 @@ pub(crate) struct Shard {
     deadlines: Option<Deadlines>,
     /// Of every rank, the updates it will have been left out of when somebody is told next.
     late_from: Vec<u64>,
+    /// The snapshot being taken.
+    armed: Option<Armed>,
+    /// Memory for snapshots that nobody has asked for yet.
+    spare_snapshot: Option<Box<Snapshot>>,
 }
 
 impl Shard {
     /// Allocates and touches everything, on the calling thread.
-    pub(crate) fn new(plan: ShardPlan) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(mut plan: ShardPlan) -> Result<Self, OutOfMemory> {
         let layout = Layout::new(&plan);
+        let block_elements = plan.block_elements();
+        let spare_snapshot = match plan.checkpoints {
+            true => Snapshot::new(&plan, &layout, block_elements)?,
+            false => None,
+        };
+        let restored = plan.restored.take();
+        let groups: &[Hyperparameters] = match &restored {
+            Some(restored) => &restored.hyperparameters,
+            None => &plan.groups,
+        };
         let slots = layout.slots.len() as u32;
         let (now, leaves_out) = (Instant::now(), plan.stragglers.leaves_out());
         let mut encoded = Vec::new();
@@ -98,10 +111,10 @@ impl Shard {
         encoded.resize(layout.encoded_bytes, 0);
         let mut shard = Shard {
             exchange: Exchange::among_sites(layout.rules, plan.ports.reach()),
-            schedules: plan.groups.iter().copied().map(Schedule::new).collect(),
+            schedules: groups.iter().copied().map(Schedule::new).collect(),
             newest_step: 0,
             state_slots: layout.state_slots,
-            block_elements: if plan.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS },
+            block_elements,
             model: Buffer::zeroed(layout.elements, 0)?,
             merge: Buffer::zeroed(layout.elements, 1)?,
             state: Buffer::zeroed(layout.elements * layout.state_slots, 2)?,
@@ -124,9 +137,14 @@ impl Shard {
             now,
             deadlines: leaves_out.then(|| Deadlines::new(plan.stragglers, layout.slots.len(), now)),
             late_from: vec![u64::from(slots); if leaves_out { plan.ports.workers() as usize } else { 0 }],
+            armed: None,
+            spare_snapshot,
             slots: layout.slots,
             plan,
         };
+        if let Some(restored) = restored {
+            shard.restore(&restored);
+        }
         shard.counters.memory_bytes = memory_bytes(&shard.plan);
         Ok(shard)
     }
@@ -449,6 +467,7 @@ impl Shard {
     /// Completes the sum with what lies in arenas, where sources were found there, runs the optimizer and hands out the new
     /// parameters, block by block while each is in cache (PHub section 3.2.2).
     fn optimise(&mut self, index: u32, slot: Slot, update: Update) {
+        self.before_update(index);
         // Whom the new parameters are for is known before they are made, so that they are handed out while in cache.
         self.settle(index);
         self.spill(index);
@@ -493,6 +512,7 @@ impl Shard {
             }
         }
         self.arenas.forget_targets();
+        self.after_update(index);
         self.counters.updates += 1;
         self.begin_step(index);
     }
@@ -570,6 +590,8 @@ impl Shard {
         for outbox in &mut self.outboxes {
             outbox.forget();
         }
+        self.armed = None;
+        self.spare_snapshot = None;
         self.model = Buffer::default();
         self.merge = Buffer::default();
         self.total = Buffer::default();
@@ -647,6 +669,9 @@ fn read_blocks(
     }
 }
 
+#[cfg(test)]
+#[path = "copying_tests.rs"]
+mod copying_tests;
 #[cfg(test)]
 #[path = "shard_tests.rs"]
 pub(super) mod tests;

@@ -57,25 +57,32 @@ pub(in crate::core) fn shard_with(
         ports: Arc::new(ports),
         optimizer,
         groups,
+        checkpoints: false,
+        restored: None,
     };
     Shard::new(plan).unwrap()
 }
 
-pub(super) fn wire(values: &[f32]) -> Vec<u8> {
+pub(in crate::core) fn wire(values: &[f32]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()
 }
 
-pub(super) fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
+pub(in crate::core) fn header(operation: Operation, chunk: u32, step: u32, payload: &[u8]) -> Header {
     Header { operation, codec: Codec::F32, chunk, step, length: payload.len() as u32 }
 }
 
 /// Checks and takes a frame, as a lane would.
-pub(super) fn take(shard: &mut Shard, rank: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+pub(in crate::core) fn take(
+    shard: &mut Shard,
+    rank: u32,
+    header: &Header,
+    payload: &[u8],
+) -> Result<(), Fault> {
     shard.check(rank, header)?;
     shard.frame(rank, header, Payload::Here(payload))
 }
 
-pub(super) fn push_pull(
+pub(in crate::core) fn push_pull(
     shard: &mut Shard,
     rank: u32,
     chunk: u32,
@@ -518,6 +525,11 @@ fn memory_is_what_was_announced() {
         settings.optimizer.name = "adam".into();
         settings.reproducible = true;
     });
+    let with_snapshots = ShardPlan { checkpoints: true, ..shard.plan().clone() };
+    let snapshot = memory_bytes(&with_snapshots) - memory_bytes(shard.plan());
+    let floats = Shard::new(with_snapshots).unwrap().hand_out_snapshot().unwrap().floats() as u64;
+    assert!((floats * 4..floats * 4 + floats).contains(&snapshot), "{snapshot} for {floats}");
+    assert!(shard.spare_snapshot.is_none());
     let arrays = 4 + 2;
     let buffers = [&shard.model, &shard.merge, &shard.state, &shard.parked[0], &shard.parked[1]];
     let floats: usize = buffers.iter().map(|buffer| buffer.len()).sum();

@@ -21,6 +21,8 @@ pub(super) enum Unit {
     Lane(u64),
     /// Some chunks of a released step, by the shard's place.
     Release(usize),
+    /// Some chunks for a snapshot, by the shard's place.
+    Copy(usize),
 }
 
 /// The work of all jobs of a core.
@@ -77,6 +79,7 @@ impl Turns {
     /// A shard of the job has closed: the time that the job has used here, if it was the last.
     pub(super) fn dismiss(&mut self, job: usize, shard: usize) -> Option<Duration> {
         self.forget(job, Unit::Release(shard));
+        self.forget(job, Unit::Copy(shard));
         let tenant = self.jobs.index_mut(job);
         tenant.shards -= 1;
         if tenant.shards > 0 {
@@ -182,7 +185,7 @@ impl Turns {
 impl Tenant {
     /// For everything that may wait at once, so that the data path allocates nothing.
     fn make_room(&mut self) {
-        let most = self.lanes + self.shards;
+        let most = self.lanes + 2 * self.shards;
         self.units.reserve(most.saturating_sub(self.units.len()));
     }
 }

@@ -14,7 +14,9 @@ use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 
-use crate::core::{Neighbour, Ports, ShardPlan, memory_bytes};
+use super::checkpoints::Checkpoints;
+use crate::checkpoint::Keeper;
+use crate::core::{Neighbour, Ports, ShardPlan, Snapshot, memory_bytes};
 
 /// One job at this hub.
 pub(crate) struct Job {
@@ -58,6 +60,16 @@ pub(crate) struct Job {
     pub(super) left: HashSet<(RouteId, u32)>,
     pub(super) silent: HashSet<Neighbour>,
     pub(super) counters: JobCounters,
+    pub(super) checkpoints: Option<Checkpoints>,
+    /// Memory for them, until their keeper has it.
+    pub(super) snapshots: Vec<Snapshot>,
+    pub(super) keeper: Option<Keeper>,
+    /// Every worker has left, and the last checkpoint is being taken.
+    pub(super) is_finishing: bool,
+    /// It has left a last checkpoint while it goes on, and has no others.
+    pub(super) has_left_last: bool,
+    /// The step that the chunks began with, where it is a checkpoint's.
+    pub(super) resumed_step: Option<u32>,
 }
 
 /// Where a job stands.
@@ -78,6 +90,7 @@ impl Job {
         plan: &JobPlan,
         shape: &HubShape,
         registry: &Registry,
+        checkpoints: Option<Checkpoints>,
     ) -> Result<(Job, Vec<(u16, ShardPlan)>), String> {
         let rendezvous = seconds("rendezvous_timeout_s", plan.options.rendezvous_timeout_s)?;
         let dead_after = seconds("dead_after_s", plan.options.dead_after_s)?;
@@ -164,6 +177,8 @@ impl Job {
                     aggregator: aggregator.clone(),
                     optimizer: optimizer.clone(),
                     groups: groups.clone(),
+                    checkpoints: checkpoints.as_ref().is_some_and(Checkpoints::are_written),
+                    restored: None,
                 };
                 (route.core, shard)
             })
@@ -195,6 +210,12 @@ impl Job {
             left: HashSet::new(),
             silent: HashSet::new(),
             counters: JobCounters::default(),
+            checkpoints,
+            snapshots: Vec::new(),
+            keeper: None,
+            is_finishing: false,
+            has_left_last: false,
+            resumed_step: None,
         };
         Ok((job, shards))
     }

@@ -1,11 +1,15 @@
 //! The hubs' part in a job: what they report, and what follows for the job.
 
+use paramhub_core::checkpoint::CheckpointStatus;
 use paramhub_core::composition::SiteId;
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{ErrorCode, JobCounters, JobState, add_by_rank};
 
 use super::{Job, Stage, Transition, join_words};
 use crate::clock::Now;
+
+/// As much of why a checkpoint failed as is worth keeping.
+const FAILURE_BYTES_MAX: usize = 1024;
 
 /// A hub's part in a job.
 pub(super) struct Member {
@@ -20,14 +24,29 @@ pub(super) struct Member {
     pub(super) counters: JobCounters,
     /// Of every rank, updates made without it.
     pub(super) left_out: Vec<u64>,
+    /// The step that its chunks begin with, if they come from a checkpoint.
+    pub(super) resumed_step: Option<u32>,
+    /// Of its part in the job's checkpoints.
+    pub(super) checkpoints: Option<CheckpointStatus>,
 }
 
 impl Member {
     /// A hub that will have a part in a job.
     pub(super) fn new(hub: u32, shape: HubShape, site: SiteId) -> Self {
         let counters = JobCounters::default();
-        let left_out = Vec::new();
-        Member { hub, shape, site, asked: false, allocated: false, ended: false, counters, left_out }
+        let (left_out, resumed_step, checkpoints) = (Vec::new(), None, None);
+        Member {
+            hub,
+            shape,
+            site,
+            asked: false,
+            allocated: false,
+            ended: false,
+            counters,
+            left_out,
+            resumed_step,
+            checkpoints,
+        }
     }
 
     pub(super) fn describe(&self) -> String {
@@ -37,7 +56,13 @@ impl Member {
 
 impl Job {
     /// A hub has allocated its part.
-    pub(crate) fn hub_allocated(&mut self, hub: u32, placement_hash: &str, now: Now) -> Transition {
+    pub(crate) fn hub_allocated(
+        &mut self,
+        hub: u32,
+        placement_hash: &str,
+        resumed_step: Option<u32>,
+        now: Now,
+    ) -> Transition {
         let Some(index) = self.member_index(hub) else { return Transition::None };
         let Some(placed) = self.placed.get(usize::from(self.members[index].site)) else {
             return Transition::None;
@@ -55,6 +80,21 @@ impl Job {
             );
             return self.fail(ErrorCode::Internal, message, now);
         }
+        // A hub without chunks begins with nothing.
+        let others = self.members.iter().find(|member| member.resumed_step.is_some());
+        if let (Some(step), Some(other)) = (resumed_step, others)
+            && other.resumed_step != resumed_step
+        {
+            let message = format!(
+                "{} found its checkpoint of step {step}, {} that of step {}: let all hubs share one folder of checkpoints, or \
+                 say which step to resume",
+                self.members[index].describe(),
+                other.describe(),
+                other.resumed_step.unwrap_or_default()
+            );
+            return self.fail(ErrorCode::DoesNotFit, message, now);
+        }
+        self.members[index].resumed_step = resumed_step;
         self.members[index].allocated = true;
         if !self.members.iter().all(|member| member.allocated) {
             return Transition::None;
@@ -74,6 +114,21 @@ impl Job {
             Transition::None => self.note_cleared(),
             transition => transition,
         }
+    }
+
+    /// A hub has told of its part in the job's checkpoints.
+    pub(crate) fn hub_kept(&mut self, hub: u32, mut status: CheckpointStatus) {
+        if let Some(index) = self.member_index(hub) {
+            status.failure.truncate(status.failure.floor_char_boundary(FAILURE_BYTES_MAX));
+            self.members[index].checkpoints = Some(status);
+        }
+    }
+
+    /// The job's checkpoints, where it has any to come.
+    pub(crate) fn checkpoints(&self) -> Option<CheckpointStatus> {
+        let of_hubs =
+            CheckpointStatus::of_hubs(self.members.iter().filter_map(|member| member.checkpoints.as_ref()));
+        of_hubs.or_else(|| self.recorded_checkpoints.clone())
     }
 
     /// A hub has something to tell a person.

@@ -91,7 +91,7 @@ fn running(workers: u32, hub_count: u32) -> Job {
     let mut job = placing(workers, hub_count);
     for hub in 0..hub_count {
         let expected = if hub + 1 == hub_count { Transition::Advanced } else { Transition::None };
-        assert_eq!(job.hub_allocated(hub, "hash", now()), expected);
+        assert_eq!(job.hub_allocated(hub, "hash", None, now()), expected);
     }
     assert_eq!(job.state(), JobState::Running);
     job
@@ -200,9 +200,9 @@ fn a_job_waits_for_hubs_that_serve_everybody() {
 #[test]
 fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
     let mut job = placing(1, 2);
-    assert_eq!(job.hub_allocated(1, "hash", now()), Transition::None);
+    assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::None);
     assert_eq!(job.hub_ended(1, true, "", now()), Transition::None);
-    assert_eq!(job.hub_allocated(0, "hash", now()), Transition::Advanced);
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
     assert_eq!(job.state(), JobState::Running);
     assert!(matches!(job.hub_ended(0, true, "", now()), Transition::Ended { .. }));
     assert_eq!(job.state(), JobState::Finished);
@@ -259,7 +259,7 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
 #[test]
 fn a_hub_that_places_otherwise_fails_the_job_loudly() {
     let mut job = placing(1, 1);
-    assert_eq!(job.hub_allocated(0, "other", now()), Transition::Ended { stop: vec![0] });
+    assert_eq!(job.hub_allocated(0, "other", None, now()), Transition::Ended { stop: vec![0] });
     assert!(job.initialised(0).unwrap_err().message.contains("other, not hash"));
 }
 
@@ -333,7 +333,7 @@ fn init_timeouts_name_ranks_then_hubs() {
     assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
 
     let mut job = placing(1, 2);
-    assert_eq!(job.hub_allocated(0, "hash", now()), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
     assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
     let message = job.initialised(0).unwrap_err().message;
     assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
@@ -406,4 +406,35 @@ fn a_job_has_its_book_while_it_is_placed_and_lives() {
     let _ = job.fail(ErrorCode::JobEnded, "enough".into(), now());
     let refused = job.book().unwrap_err();
     assert!(refused.code == ErrorCode::JobEnded && refused.message.contains("enough"), "{refused}");
+}
+
+#[test]
+fn hubs_go_on_from_one_step() {
+    let mut same = placing(1, 3);
+    assert_eq!(same.hub_allocated(0, "hash", Some(7), now()), Transition::None);
+    // None of its chunks.
+    assert_eq!(same.hub_allocated(1, "hash", None, now()), Transition::None);
+    assert_eq!(same.hub_allocated(2, "hash", Some(7), now()), Transition::Advanced);
+    assert_eq!(same.initialised(0).unwrap().resumed_step, Some(7));
+
+    let mut apart = placing(1, 2);
+    assert_eq!(apart.hub_allocated(0, "hash", Some(7), now()), Transition::None);
+    assert!(matches!(apart.hub_allocated(1, "hash", Some(9), now()), Transition::Ended { .. }));
+    let message = apart.status().message;
+    assert!(
+        message.contains("step 9") && message.contains("step 7") && message.contains("share one folder"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_job_has_the_checkpoints_that_all_its_hubs_have() {
+    let mut job = placing(1, 2);
+    assert_eq!(job.status().checkpoints, None);
+    let status = |step| CheckpointStatus { step, failure: "x".repeat(5000), ..Default::default() };
+    job.hub_kept(0, status(Some(20)));
+    job.hub_kept(1, status(Some(10)));
+    job.hub_kept(9, status(None));
+    let told = job.status().checkpoints.unwrap();
+    assert_eq!((told.step, told.failure.len()), (Some(10), 1024));
 }

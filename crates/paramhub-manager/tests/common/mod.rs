@@ -276,7 +276,7 @@ fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
         }
         Manner::Dawdle => return None,
     };
-    Some(HubEvent::Allocated { namespace, placement_hash })
+    Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None })
 }
 
 /// Sends bytes to the manager and returns everything it answers until it closes the connection.

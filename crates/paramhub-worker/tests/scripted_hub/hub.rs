@@ -56,6 +56,7 @@ impl Hub {
             hubs,
             settings,
             job_options: JobOptions::default(),
+            resumed_step: None,
             placement_hash: None,
         }
     }

@@ -14,8 +14,8 @@ use crate::config::{Bytes, Config, HubManager, InterfaceRate, Pin};
 use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
 use crate::launch::Signals;
 use crate::{
-    ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub, Selector,
-    host_identity,
+    CheckpointConfig, ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub,
+    Selector, host_identity,
 };
 
 /// How often a hub that waits for a signal looks after itself.
@@ -110,6 +110,13 @@ pub(super) struct HubFlags {
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
     state: Option<PathBuf>,
+    /// Directory for checkpoints of the jobs that are to have any; several hubs of a job must share it [default: none are
+    /// written]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_CHECKPOINTS")]
+    checkpoints: Option<PathBuf>,
+    /// Complete checkpoints of each job that are kept [default: 3]
+    #[arg(long, value_name = "N", env = "PARAMHUB_HUB_CHECKPOINT_KEEP")]
+    checkpoint_keep: Option<usize>,
 }
 
 impl HubFlags {
@@ -123,8 +130,8 @@ impl HubFlags {
         }
         overlay!(
             self => config.hub;
-            interface_rates, advertise, host_only, streams, spin_us, pin, manager;
-            listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state
+            interface_rates, advertise, host_only, streams, spin_us, pin, manager, checkpoint_keep;
+            listen, interfaces, rack, core_rate, cores, memory, job_memory, job_streams, job_share, join, state, checkpoints
         );
     }
 }
@@ -207,6 +214,10 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
             streams: section.job_streams,
             share_percent: section.job_share,
         },
+        checkpoints: section
+            .checkpoints
+            .clone()
+            .map(|folder| CheckpointConfig { folder, keep: section.checkpoint_keep }),
         ..HubConfig::default()
     };
     let listen = match section.effective_manager() {

@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use comfy_table::{ColumnConstraint, Table, Width, presets};
+use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
 use serde::Serialize;
@@ -99,6 +100,13 @@ struct CreateFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW")]
     stragglers: Option<Stragglers>,
+    /// How often its hubs, which must be started with --checkpoints, write a checkpoint: a number of steps, as in 1000, or of
+    /// seconds, as in 30s [default: never]
+    #[arg(long, value_name = "N|Ns")]
+    checkpoint_every: Option<Every>,
+    /// Go on from a checkpoint of a job of this name, the newest or that of a step [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP")]
+    resume: Option<Resume>,
 }
 
 impl CreateFlags {
@@ -114,6 +122,8 @@ impl CreateFlags {
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),
+            checkpoint_every: self.checkpoint_every,
+            resume: self.resume,
         };
         CreateService { name: self.name, workers: self.workers, options }
     }
@@ -219,6 +229,7 @@ fn show(job: &JobStatus) -> String {
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
         ("left out", or_dash(&left_out(job).join("\n"))),
+        ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
     ] {
@@ -239,6 +250,22 @@ pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
         format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
     };
     late.map(line).collect()
+}
+
+fn checkpoints(status: &CheckpointStatus) -> String {
+    let newest = match status.step {
+        None => "none yet".to_owned(),
+        Some(step) => format!(
+            "step {step}, {} ago, {} in {:.1} s; {} written",
+            age(status.written_at),
+            bytes(status.bytes),
+            status.seconds,
+            status.written
+        ),
+    };
+    let more = |count: u64, what: &str| if count > 0 { format!(", {count} {what}") } else { String::new() };
+    let failure = if status.failure.is_empty() { String::new() } else { format!(": {}", status.failure) };
+    newest + &more(status.skipped, "skipped") + &more(status.failed, "failed") + &failure
 }
 
 fn state(state: JobState) -> &'static str {

@@ -1,6 +1,7 @@
 //! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
 mod bench;
+mod checkpoints;
 mod deployment;
 mod doctor;
 mod exit;
@@ -86,6 +87,8 @@ enum Verb {
     Jobs(jobs::JobsFlags),
     /// List hubs and what the network between their racks carries, or let them probe it
     Hubs(hubs::HubsFlags),
+    /// List or verify what hubs have written
+    Checkpoints(checkpoints::CheckpointsFlags),
     /// Start the workers of a job on this machine
     Run(run::RunFlags),
     /// Say what this machine offers and what is missing
@@ -170,6 +173,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Manager => manager::serve(&config),
         Todo::Jobs(todo) => jobs::jobs(&config, todo),
         Todo::Hubs(todo) => hubs::hubs(&config, todo),
+        Todo::Checkpoints(flags) => checkpoints::checkpoints(&flags),
         Todo::Run(command) => run::run(&config, command),
         Todo::Doctor(todo) => doctor::doctor(&config, todo),
         Todo::Bench(flags) => bench::bench(flags),
@@ -191,6 +195,7 @@ enum Todo {
     Manager,
     Jobs(jobs::Todo),
     Hubs(hubs::Todo),
+    Checkpoints(checkpoints::CheckpointsFlags),
     Run(Vec<OsString>),
     Doctor(doctor::Todo),
     Bench(bench::BenchFlags),
@@ -218,6 +223,7 @@ impl Verb {
             }
             Verb::Jobs(flags) => Todo::Jobs(flags.apply(config)),
             Verb::Hubs(flags) => Todo::Hubs(flags.apply(config)),
+            Verb::Checkpoints(flags) => Todo::Checkpoints(flags),
             Verb::Run(flags) => Todo::Run(flags.apply(config)),
             Verb::Doctor(flags) => Todo::Doctor(flags.apply(config)),
             Verb::Bench(flags) => Todo::Bench(flags),

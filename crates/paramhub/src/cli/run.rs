@@ -5,13 +5,16 @@ mod venue;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 
+use super::checkpoints::check;
 use super::{ManagerUrl, Usage, deployment, overlay};
 use crate::cli::ExitCode;
 use crate::config::{Config, Deployment};
@@ -92,6 +95,17 @@ pub(super) struct RunFlags {
     /// MASTER_PORT that goes with it [default: 29500]
     #[arg(long, value_name = "PORT", env = "PARAMHUB_RUN_MASTER_PORT")]
     master_port: Option<u16>,
+    /// Directory for checkpoints of the hub that is started where none is given; a hub that runs has its own [default: none]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_RUN_CHECKPOINTS")]
+    checkpoints: Option<PathBuf>,
+    /// How often the hubs write a checkpoint: a number of steps, as in 1000, or of seconds, as in 30s [default: 30s with
+    /// --checkpoints, else never]
+    #[arg(long, value_name = "N|Ns", env = "PARAMHUB_RUN_CHECKPOINT_EVERY")]
+    checkpoint_every: Option<Every>,
+    /// Go on from a checkpoint of the job of this name, the newest or that of a step [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP",
+        env = "PARAMHUB_RUN_RESUME")]
+    resume: Option<Resume>,
     /// What each worker runs
     #[arg(last = true, required_unless_present = "print_config", value_name = "CMD")]
     command: Vec<OsString>,
@@ -102,7 +116,7 @@ impl RunFlags {
         self.url.apply(config);
         overlay!(self => config.run;
             workers, cores, reduction, optimize_at, on_interface_down, stragglers, hosts, master_port;
-            name, hubs, deployment, host_rank, master_addr);
+            name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
@@ -120,6 +134,14 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     if config.url.is_none() && section.hubs.is_some_and(|hubs| hubs > 1) {
         let problem =
             "the hub that `run` starts is the only one: several need --hub URL, a connection manager's";
+        return Err(Usage(problem.into()).into());
+    }
+    let runs = config.url.is_some() && !deployment::is_colocated(section.deployment);
+    check(runs, section.checkpoints.as_deref())?;
+    let is_stable =
+        section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some();
+    if is_stable && section.name.is_none() {
+        let problem = "checkpoints are found again by the job's name: give it one with --name";
         return Err(Usage(problem.into()).into());
     }
     let signals = Signals::catch()?;
@@ -241,6 +263,10 @@ impl Watch for Printer<'_> {
             Stream::Output => std::io::stdout().lock().write_all(&prefixed),
             Stream::Error => std::io::stderr().lock().write_all(&prefixed),
         };
+    }
+
+    fn interrupted(&mut self) {
+        self.venue.leave_checkpoints();
     }
 
     fn tick(&mut self) -> Result<(), String> {

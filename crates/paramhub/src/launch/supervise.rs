@@ -28,6 +28,9 @@ pub(crate) trait Watch {
     /// A worker printed a line.
     fn line(&mut self, line: Line);
 
+    /// The launcher has been told to end, and its workers will be.
+    fn interrupted(&mut self) {}
+
     /// Called some fifty times a second. An error stops the workers, after a grace in which they can report.
     fn tick(&mut self) -> Result<(), String> {
         Ok(())
@@ -117,6 +120,9 @@ impl Launch {
         loop {
             self.pass_lines(watch);
             if let Some(signal) = signals.poll() {
+                if first_signal.is_none() {
+                    watch.interrupted();
+                }
                 self.pass_signal(signal, first_signal.is_some());
                 first_signal.get_or_insert(signal);
             }

@@ -10,6 +10,7 @@ use paramhub_core::composition::Reduction;
 use paramhub_syncer::address_towards;
 
 use super::end_job;
+use crate::cli::checkpoints::{effective_every, kept};
 use crate::cli::{Usage, client, deployment};
 use crate::config::{Config, Deployment, RunSection};
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
@@ -113,7 +114,9 @@ impl Venue {
         let section = &config.run;
         let (host, hosts) = (section.host_rank.unwrap_or(0), section.hosts);
         if config.url.is_none() {
-            let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
+            let mut embedded = EmbeddedConfig::with_cores(section.cores);
+            embedded.hub.checkpoints = section.checkpoints.clone().map(kept);
+            let hub = EmbeddedHub::start(embedded)?;
             let client = hub.client().clone();
             let job = create(section, &name(section)?, &client)?;
             let embedded = Some(hub);
@@ -159,6 +162,16 @@ impl Venue {
     pub(super) fn has_failed(&self) -> Option<String> {
         let embedded = self.embedded.as_ref().and_then(EmbeddedHub::has_failed);
         embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::has_failed))
+    }
+
+    /// Has the hub that runs here take a last checkpoint of the job, while its workers still are there.
+    pub(super) fn leave_checkpoints(&self) {
+        if let Some(hub) = &self.embedded {
+            hub.leave_checkpoints();
+        }
+        if let Some(hub) = &self.hub {
+            hub.leave_checkpoints();
+        }
     }
 
     /// Leaves nothing of the run behind. What other hosts still use stays until the job has ended, or a signal comes.
@@ -221,6 +234,8 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         optimize_at: section.optimize_at,
         on_interface_down: section.on_interface_down,
         stragglers: section.stragglers,
+        checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
+        resume: section.resume,
         hubs,
         ..JobOptions::default()
     };
@@ -311,6 +326,7 @@ fn start_hub(config: &Config, venue: &Venue) -> anyhow::Result<RunningHub> {
         interfaces: interfaces.unwrap_or_default(),
         rack: venue.rack.clone(),
         cores: config.run.cores,
+        checkpoints: config.run.checkpoints.clone().map(kept),
         ..HubConfig::default()
     };
     Ok(RunningHub::start(venue.client.clone(), hub)?)

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_core::composition::Reduction;
 use paramhub_core::scheme::SchemeChoice;
 use paramhub_train::data::DataSource;
@@ -105,6 +106,21 @@ pub(crate) struct TrainFlags {
     /// Save the final parameters as safetensors
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_SAVE")]
     save: Option<PathBuf>,
+    /// The job's name, by which checkpoints are found again [default: train with checkpoints, else train- and eight random
+    /// digits]
+    #[arg(long, value_name = "JOB", env = "PARAMHUB_TRAIN_NAME")]
+    name: Option<String>,
+    /// Directory for checkpoints of the hub that is started where none is given; a hub that runs has its own [default: none]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_TRAIN_CHECKPOINTS")]
+    checkpoints: Option<PathBuf>,
+    /// How often the hubs write a checkpoint: a number of steps, as in 1000, or of seconds, as in 30s [default: 30s with
+    /// --checkpoints, else never]
+    #[arg(long, value_name = "N|Ns", env = "PARAMHUB_TRAIN_CHECKPOINT_EVERY")]
+    checkpoint_every: Option<Every>,
+    /// Go on from a checkpoint of the job of this name, the newest or that of a step [default: begin anew]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "latest", value_name = "latest|STEP",
+        env = "PARAMHUB_TRAIN_RESUME")]
+    resume: Option<Resume>,
 }
 
 impl TrainFlags {
@@ -113,6 +129,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
-            lr, weight_decay, deployment, hubs, json, save);
+            lr, weight_decay, deployment, hubs, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

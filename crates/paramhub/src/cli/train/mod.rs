@@ -17,6 +17,7 @@ use progress::Display;
 use report::Summary;
 use spec::{Message, Spec, WorkerReport};
 
+use super::checkpoints::{check, effective_every, kept};
 use super::run::{end_job, say_left_out};
 use super::{Usage, client, deployment};
 use crate::ManagerClient;
@@ -34,6 +35,7 @@ pub(super) fn train(config: &Config) -> anyhow::Result<ExitCode> {
     let section = &config.train;
     let signals = Signals::catch()?;
     spec::check(section).map_err(Usage)?;
+    check(config.url.is_some(), section.checkpoints.as_deref())?;
     spec::rehearse(section)?;
     check_destinations(section)?;
     let scratch = tempfile::Builder::new()
@@ -103,10 +105,19 @@ impl Venue {
     fn open(config: &Config) -> anyhow::Result<Venue> {
         let section = &config.train;
         let create = |client: &ManagerClient| -> anyhow::Result<ServiceCreated> {
-            let suffix = getrandom::u32().context("the system has no random numbers")?;
-            let name = format!("train-{suffix:08x}");
+            let checkpoint_every = effective_every(section.checkpoints.as_deref(), section.checkpoint_every);
+            let name = match &section.name {
+                Some(name) => name.clone(),
+                None if checkpoint_every.is_some() || section.resume.is_some() => "train".into(),
+                None => {
+                    let suffix = getrandom::u32().context("the system has no random numbers")?;
+                    format!("train-{suffix:08x}")
+                }
+            };
             let hubs = deployment::hubs_needed(section.deployment, section.hubs, section.reduction, client)?;
             let options = JobOptions {
+                checkpoint_every,
+                resume: section.resume,
                 reduction: section.reduction,
                 on_interface_down: section.on_interface_down,
                 hubs,
@@ -130,7 +141,9 @@ impl Venue {
             let job = create(&client)?;
             return Ok(Venue::Running(client, job));
         }
-        let hub = EmbeddedHub::start(EmbeddedConfig::with_cores(section.cores))?;
+        let mut embedded = EmbeddedConfig::with_cores(section.cores);
+        embedded.hub.checkpoints = section.checkpoints.clone().map(kept);
+        let hub = EmbeddedHub::start(embedded)?;
         let job = create(hub.client())?;
         Ok(Venue::Embedded(Box::new(hub), job))
     }
@@ -265,6 +278,12 @@ impl Watch for Observer<'_> {
                 self.reports[line.rank] = Some(*report);
             }
             None => self.display.print(&format!("[{}] {}", line.rank, String::from_utf8_lossy(&line.bytes))),
+        }
+    }
+
+    fn interrupted(&mut self) {
+        if let Venue::Embedded(hub, _) = self.venue {
+            hub.leave_checkpoints();
         }
     }
 

@@ -146,6 +146,12 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
         ));
     }
     if section.exchange == ExchangeKind::Local {
+        if section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some() {
+            return Err(
+                "checkpoints are a hub's: --checkpoints, --checkpoint-every and --resume need --exchange hub"
+                    .into(),
+            );
+        }
         if section.consistency != Consistency::Synchronous {
             return Err(format!("--consistency {} needs --exchange hub", section.consistency));
         }

@@ -86,6 +86,7 @@ pub(in crate::cli::bench) fn join(
         hubs,
         settings: spec.settings()?,
         job_options: JobOptions { dead_after_s: DEAD_AFTER_S, ..JobOptions::default() },
+        resumed_step: None,
         placement_hash: None,
     };
     Ok(admission.open(Options { transport: Transport::Tcp, ..Options::default() })?)

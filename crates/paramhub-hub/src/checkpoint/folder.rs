@@ -1,0 +1,347 @@
+//! Where checkpoints lie, which of them count, and which go.
+//!
+//! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's namespace: a job
+//! that goes on from an old checkpoint writes beside what the one before it wrote, never over it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::key::Key;
+
+use super::manifest::Manifest;
+
+/// The longest manifest that is read.
+const MANIFEST_BYTES_MAX: u64 = 1 << 30;
+
+/// The folder of one job's checkpoints.
+#[derive(Clone, Debug)]
+pub(crate) struct JobFolder {
+    path: PathBuf,
+}
+
+/// What lies in the folder of one run's step.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Its folder.
+    pub path: PathBuf,
+    /// As its folder's name says.
+    pub step: u32,
+    /// The parts whose manifests can be read.
+    pub parts: Vec<Manifest>,
+    /// Why it does not count, if so.
+    pub flaw: Option<Flaw>,
+}
+
+/// Why a checkpoint does not count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Flaw {
+    /// Not all parts were ever written.
+    Incomplete,
+    /// What was written is no longer what it was.
+    Damaged(String),
+}
+
+impl Found {
+    /// When its last part was written, in milliseconds since the Unix epoch; of one without parts, when something last was.
+    pub fn written_ms(&self) -> u64 {
+        let parts = self.parts.iter().map(|part| part.written_ms).max();
+        let touched = || {
+            let modified = fs::metadata(&self.path).and_then(|folder| folder.modified()).ok()?;
+            u64::try_from(modified.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok()
+        };
+        parts.or_else(touched).unwrap_or(0)
+    }
+
+    /// Bytes of all its parts.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().map(Manifest::bytes).sum()
+    }
+
+    fn read(path: PathBuf, step: u32) -> io::Result<Found> {
+        let mut found = Found { step, parts: Vec::new(), flaw: None, path };
+        for entry in fs::read_dir(&found.path)? {
+            let path = entry?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let damaged = |why: String| Flaw::Damaged(format!("{}: {why}", path.display()));
+            let text = match fs::metadata(&path) {
+                // Another hub is removing it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Ok(file) if file.len() > MANIFEST_BYTES_MAX => Err("it is too long for a manifest".into()),
+                _ => match fs::read_to_string(&path) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    text => text.map_err(|error| error.to_string()),
+                },
+            };
+            match text.and_then(|text| Manifest::decode(&text)) {
+                Ok(part) => found.parts.push(part),
+                Err(why) => found.flaw = Some(damaged(why)),
+            }
+        }
+        found.parts.sort_by_key(|part| part.hub);
+        if found.flaw.is_none() {
+            found.flaw = found.gap();
+        }
+        Ok(found)
+    }
+
+    /// What keeps its parts from being a whole.
+    fn gap(&self) -> Option<Flaw> {
+        let Some(first) = self.parts.first() else { return Some(Flaw::Incomplete) };
+        let is_like_first = |part: &Manifest| {
+            part.namespace == first.namespace
+                && part.step == self.step
+                && part.keys == first.keys
+                && part.optimizer == first.optimizer
+                && part.hyperparameters == first.hyperparameters
+                && part.state_slots == first.state_slots
+        };
+        if !self.parts.iter().all(is_like_first) {
+            let path = self.path.display();
+            return Some(Flaw::Damaged(format!("the parts in {path} are not of one run and step")));
+        }
+        let mut ends: Vec<u64> = vec![0; first.keys.len()];
+        let mut tensors: Vec<_> = self.parts.iter().flat_map(|part| &part.tensors).collect();
+        tensors.sort_by_key(|tensor| (tensor.key, tensor.first));
+        for tensor in tensors {
+            let end = &mut ends[tensor.key as usize];
+            match tensor.first.cmp(end) {
+                std::cmp::Ordering::Less => {
+                    let (path, name) = (self.path.display(), &tensor.name);
+                    return Some(Flaw::Damaged(format!("`{name}` is in {path} more than once")));
+                }
+                std::cmp::Ordering::Greater => return Some(Flaw::Incomplete),
+                std::cmp::Ordering::Equal => *end += tensor.elements,
+            }
+        }
+        let is_whole = ends.iter().zip(first.keys.keys()).all(|(&end, key)| Key::elements(key) == Some(end));
+        (!is_whole).then_some(Flaw::Incomplete)
+    }
+}
+
+impl JobFolder {
+    /// Of a job of that name, in the operator's folder.
+    pub(crate) fn new(folder: &Path, job: &str) -> JobFolder {
+        // A name may have slashes and dots, but must not lead anywhere.
+        let mut name = job.replace('/', "%2F");
+        if name.starts_with('.') {
+            name.replace_range(..1, "%2E");
+        }
+        JobFolder { path: folder.join(name) }
+    }
+
+    pub(crate) fn at(path: PathBuf) -> JobFolder {
+        JobFolder { path }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where a run's part of a step goes.
+    pub(crate) fn of_step(&self, step: u32, run: Namespace) -> PathBuf {
+        let run = run.to_string();
+        let run: String = run.chars().filter(char::is_ascii_hexdigit).take(12).collect();
+        self.path.join(format!("step-{step:010}.{run}"))
+    }
+
+    /// All that lies there, the newest first. Nothing where there is no such folder.
+    pub(crate) fn list(&self) -> io::Result<Vec<Found>> {
+        let entries = match fs::read_dir(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            let step = path.file_name().and_then(|name| step_of(name.to_str()?));
+            if let Some(step) = step {
+                match Found::read(path, step) {
+                    // Another hub was quicker to remove it.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    read => found.push(read?),
+                }
+            }
+        }
+        found.sort_by_key(|found| std::cmp::Reverse((found.written_ms(), found.step)));
+        Ok(found)
+    }
+
+    /// Makes sure that the folder of a step exists, and will after a power cut.
+    pub(crate) fn make(&self, step: &Path) -> io::Result<()> {
+        fs::create_dir_all(step)?;
+        sync_folder(&self.path)?;
+        self.path.parent().map_or(Ok(()), sync_folder)
+    }
+
+    /// Keeps the newest so many complete ones, and what is newer than the oldest of these: of that, some may still be written to,
+    /// but no more than so many and one.
+    pub(crate) fn prune(&self, keep: usize) -> io::Result<()> {
+        let (mut complete, mut others) = (0, 0);
+        for found in self.list()? {
+            let goes = match &found.flaw {
+                None => {
+                    complete += 1;
+                    complete > keep
+                }
+                // Nobody has written to it for so long that others are complete since; or nobody completes any.
+                Some(Flaw::Incomplete) => {
+                    others += 1;
+                    complete >= keep || others > keep + 1
+                }
+                Some(Flaw::Damaged(_)) => complete >= keep,
+            };
+            if goes {
+                remove(&found.path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Manifests first: what is half removed must not look whole.
+fn remove(step: &Path) -> io::Result<()> {
+    let gone = |result: io::Result<()>| match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    };
+    for entry in fs::read_dir(step)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "json") {
+            gone(fs::remove_file(path))?;
+        }
+    }
+    sync_folder(step)?;
+    gone(fs::remove_dir_all(step))
+}
+
+fn step_of(name: &str) -> Option<u32> {
+    name.strip_prefix("step-")?.split_once('.')?.0.parse().ok()
+}
+
+/// Writes a small file so that it is there whole or not at all.
+pub(super) fn write_whole(path: &Path, contents: &str) -> io::Result<()> {
+    let temporary = temporary_of(path);
+    let mut file = File::create(&temporary)?;
+    file.write_all(contents.as_bytes())?;
+    file.sync_all()?;
+    settle(&temporary, path)
+}
+
+/// The name under which a file is written before it is whole.
+pub(super) fn temporary_of(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".tmp");
+    path.with_file_name(name)
+}
+
+/// Gives a file that is whole and synced its name, for good.
+pub(super) fn settle(temporary: &Path, path: &Path) -> io::Result<()> {
+    fs::rename(temporary, path)?;
+    path.parent().map_or(Ok(()), sync_folder)
+}
+
+fn sync_folder(path: &Path) -> io::Result<()> {
+    let path = if path == Path::new("") { Path::new(".") } else { path };
+    File::open(path)?.sync_all()
+}
+
+/// The jobs that have checkpoints in an operator's folder, by the names of their folders.
+pub(super) fn jobs(folder: &Path) -> io::Result<BTreeMap<String, JobFolder>> {
+    let mut jobs = BTreeMap::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            let name = entry.file_name().to_string_lossy().replace("%2F", "/").replace("%2E", ".");
+            jobs.insert(name, JobFolder::at(entry.path()));
+        }
+    }
+    Ok(jobs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::manifest::tests::manifest;
+    use super::*;
+
+    fn put(folder: &JobFolder, step: u32, run: u8, change: impl FnOnce(&mut Manifest)) -> PathBuf {
+        let mut part = manifest();
+        (part.step, part.namespace) = (step, Namespace([run; 16]));
+        part.written_ms = u64::from(run) * 1000 + u64::from(step);
+        part.files.clear();
+        change(&mut part);
+        let path = folder.of_step(step, part.namespace);
+        folder.make(&path).unwrap();
+        write_whole(&path.join(format!("hub-{}.json", part.hub)), &part.encode()).unwrap();
+        path
+    }
+
+    #[test]
+    fn names_lead_nowhere_else() {
+        let folder = |job| JobFolder::new(Path::new("/data"), job).path;
+        assert_eq!(folder("a/b"), Path::new("/data/a%2Fb"));
+        assert_eq!(folder(".."), Path::new("/data/%2E."));
+        assert_eq!(folder("../../etc"), Path::new("/data/%2E.%2F..%2Fetc"));
+        assert_eq!(folder("run-1"), Path::new("/data/run-1"));
+    }
+
+    #[test]
+    fn parts_of_one_run_that_cover_every_element_are_a_checkpoint() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        assert!(folder.list().unwrap().is_empty());
+        let half = |first: u64, hub: u32| {
+            move |part: &mut Manifest| {
+                part.hub = hub;
+                let tensor = &mut part.tensors[0];
+                (tensor.first, tensor.elements, tensor.updates) = (first, 5, vec![(5, 12, 12)]);
+            }
+        };
+        put(&folder, 5, 1, half(0, 0));
+        let flaw = || folder.list().unwrap()[0].flaw.clone();
+        assert_eq!(flaw(), Some(Flaw::Incomplete));
+        put(&folder, 5, 1, half(5, 1));
+        assert_eq!(flaw(), None);
+        put(&folder, 5, 1, half(5, 2));
+        assert!(matches!(flaw(), Some(Flaw::Damaged(why)) if why.contains("more than once")));
+        put(&folder, 5, 1, |part| {
+            half(5, 2)(part);
+            part.state_slots = 7;
+        });
+        assert!(matches!(flaw(), Some(Flaw::Damaged(why)) if why.contains("one run")));
+        // What an older run has at the same step is apart.
+        put(&folder, 5, 2, half(0, 0));
+        assert_eq!(folder.list().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn the_newest_are_kept_by_the_time_of_writing() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        for step in [100, 200, 300] {
+            put(&folder, step, 1, |_| {});
+        }
+        // A run that went back to 100, and a part that nobody completes.
+        put(&folder, 150, 2, |_| {});
+        put(&folder, 160, 2, |part| {
+            let tensor = &mut part.tensors[0];
+            (tensor.elements, tensor.updates) = (5, vec![(5, 12, 12)]);
+        });
+        let stranger = folder.path.join("notes");
+        fs::create_dir(&stranger).unwrap();
+        let nothing = folder.of_step(90, Namespace([1; 16]));
+        fs::create_dir(&nothing).unwrap();
+        File::open(&nothing).unwrap().set_modified(UNIX_EPOCH).unwrap();
+        let begun = folder.of_step(400, Namespace([2; 16]));
+        fs::create_dir(&begun).unwrap();
+        folder.prune(2).unwrap();
+        let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
+        assert_eq!(left, [400, 160, 150, 300]);
+        assert!(stranger.exists() && !nothing.exists());
+    }
+}

@@ -1,0 +1,208 @@
+//! What a new job gets from a checkpoint that an old one has left.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use paramhub_core::checkpoint::Resume;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::limits::STATE_UPDATES_MAX;
+
+use super::folder::{Flaw, Found, JobFolder};
+use super::manifest::{Holds, Manifest, TensorEntry};
+use super::tensors;
+use super::write::{shape_of, state_shapes};
+use crate::core::{Restored, ShardPlan};
+
+/// What each of a hub's shards begins with, in the order of the plans, and the step.
+pub(crate) type Loaded = (u32, Vec<Arc<Restored>>);
+
+/// Reads the checkpoint that was asked for.
+///
+/// # Errors
+/// Why it cannot be used, and which one before it can.
+pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    let path = folder.path().display();
+    let found = folder.list().map_err(|error| format!("{path} cannot be read: {error}"))?;
+    let mut candidates = found.iter().filter(|found| found.flaw != Some(Flaw::Incomplete));
+    let asked = candidates.find(|found| which == Resume::Latest || which == Resume::Step(found.step));
+    let Some(asked) = asked else {
+        let what = match which {
+            Resume::Latest => "no complete checkpoint".to_string(),
+            Resume::Step(step) => format!("no complete checkpoint of step {step}"),
+        };
+        return Err(format!("there is {what} in {path}: begin without --resume, or put one there"));
+    };
+    load_one(asked, plans).map_err(|why| {
+        let usable = candidates
+            .find(|found| found.flaw.is_none() && fits(found, plans).is_ok() && found.verify().is_ok());
+        let instead = match usable {
+            Some(before) => {
+                format!("the one before it, of step {0}, can be used: resume with {0}", before.step)
+            }
+            None => "there is none before it that can be used".into(),
+        };
+        format!(
+            "the checkpoint of step {} in {} cannot be used: {why}; {instead}",
+            asked.step,
+            asked.path.display()
+        )
+    })
+}
+
+fn load_one(found: &Found, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    if let Some(Flaw::Damaged(why)) = &found.flaw {
+        return Err(why.clone());
+    }
+    fits(found, plans)?;
+    let about = &found.parts[0];
+    let mut shards = Vec::with_capacity(plans.len());
+    for plan in plans {
+        let room = Restored::room(plan, about.step, about.hyperparameters.clone());
+        shards.push(room.ok_or("the operating system has no memory left to read it")?);
+    }
+    let place = Place::new(plans);
+    for tensor in found.parts.iter().flat_map(|part| &part.tensors) {
+        let mut first = tensor.first;
+        for &(elements, _, updates) in &tensor.updates {
+            place.each(tensor.key, first, elements, |shard, slot, _, _, _| {
+                shards[shard].put_updates(slot, updates)
+            });
+            first += elements;
+        }
+    }
+    read(found, |tensor, holds, slot, at, values| {
+        let (first, elements) = (tensor.first + at, values.len() as u64);
+        place.each(tensor.key, first, elements, |shard, index, within, from, to| {
+            let values = &values[from..to];
+            match holds {
+                Holds::Parameters => shards[shard].put_parameters(index, within, values),
+                Holds::State => shards[shard].put_state(index, slot, within, values),
+            }
+        });
+    })?;
+    Ok((about.step, shards.into_iter().map(Arc::new).collect()))
+}
+
+/// Reads all files of all parts, and says where something is not as it was written; `take` gets the tensor, what it is, the
+/// state's slot, the position of the first value in the tensor, and the values.
+pub(super) fn read(
+    found: &Found,
+    mut take: impl FnMut(&TensorEntry, Holds, usize, u64, &[f32]),
+) -> Result<(), String> {
+    match &found.flaw {
+        Some(Flaw::Damaged(why)) => return Err(why.clone()),
+        Some(Flaw::Incomplete) => return Err("not all of its parts were written".into()),
+        None => {}
+    }
+    for part in &found.parts {
+        let holds: Vec<Holds> = part.files.iter().map(|file| file.holds).collect();
+        let expected: &[Holds] =
+            if part.state_slots > 0 { &[Holds::Parameters, Holds::State] } else { &[Holds::Parameters] };
+        if holds != expected {
+            return Err(format!("hub {} wrote other files than this release reads", part.hub));
+        }
+        for file in &part.files {
+            let slots = if file.holds == Holds::State { part.state_slots } else { 1 };
+            let shapes = match file.holds {
+                Holds::Parameters => {
+                    part.tensors.iter().map(|tensor| (tensor.name.clone(), shape_of(tensor, part))).collect()
+                }
+                Holds::State => state_shapes(&part.tensors, slots, part),
+            };
+            let path: &Path = &found.path.join(&file.name);
+            tensors::read(path, &shapes, file.bytes, &file.blake3, |number, at, values| {
+                take(&part.tensors[number / slots], file.holds, number % slots, at, values);
+            })
+            .map_err(|why| format!("{} {why}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a checkpoint is one of such a job.
+fn fits(found: &Found, plans: &[ShardPlan]) -> Result<(), String> {
+    let (Some(about), Some(plan)) = (found.parts.first(), plans.first()) else { return Ok(()) };
+    let settings = &plan.settings;
+    if let Some((index, theirs, mine)) = unhurried(&about.keys).first_difference(&unhurried(&settings.keys)) {
+        let side = |key: Option<&Key>| key.map_or("no such key".to_string(), ToString::to_string);
+        return Err(format!(
+            "it is of another key table: key {index} is {} there, {} in this job",
+            side(theirs),
+            side(mine)
+        ));
+    }
+    let differs =
+        |what: &str, theirs: String, mine: String| Err(format!("it has {what} {theirs}, this job {mine}"));
+    let slots = plan.groups.iter().map(|group| plan.optimizer.state_slots(group)).max().unwrap_or(0);
+    if about.optimizer != settings.optimizer.name {
+        return differs("the optimizer", about.optimizer.clone(), settings.optimizer.name.clone());
+    }
+    if about.hyperparameters.len() != plan.groups.len() {
+        let (theirs, mine) = (about.hyperparameters.len(), plan.groups.len());
+        return differs("groups of hyperparameters, in number", theirs.to_string(), mine.to_string());
+    }
+    if about.state_slots != slots {
+        return differs(
+            "values of optimizer state a parameter:",
+            about.state_slots.to_string(),
+            slots.to_string(),
+        );
+    }
+    for hyperparameters in &about.hyperparameters {
+        plan.optimizer.check(hyperparameters).map_err(|error| error.to_string())?;
+    }
+    let all = found.parts.iter().flat_map(|part: &Manifest| &part.tensors).flat_map(|tensor| &tensor.updates);
+    match all.map(|(.., updates)| *updates).max() {
+        Some(updates) if updates > STATE_UPDATES_MAX => {
+            Err(format!("its state has had {updates} updates, which none has"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// In which order keys are sent is nothing that parameters depend on.
+fn unhurried(keys: &KeyTable) -> KeyTable {
+    let keys = keys.keys().iter().map(|key| Key { priority: 0, ..key.clone() });
+    KeyTable::new(keys.collect()).expect("it was one with priorities")
+}
+
+/// Where elements of keys lie in a hub's shards.
+struct Place<'a> {
+    plans: &'a [ShardPlan],
+    /// Of every route of the site, the number of its plan.
+    plan_of: Vec<Option<usize>>,
+}
+
+impl Place<'_> {
+    fn new(plans: &[ShardPlan]) -> Place<'_> {
+        let routes = plans.first().map_or(0, |plan| plan.placement().routes().len());
+        let mut plan_of = vec![None; routes];
+        for (number, plan) in plans.iter().enumerate() {
+            plan_of[usize::from(plan.route)] = Some(number);
+        }
+        Place { plans, plan_of }
+    }
+
+    /// Calls `each` for every chunk here that has some of `elements` of a key from `first` on: with the plan's number, the
+    /// slot, the position in the chunk, and where these elements begin and end among those asked about.
+    fn each(
+        &self,
+        key: u32,
+        first: u64,
+        elements: u64,
+        mut each: impl FnMut(usize, u32, usize, usize, usize),
+    ) {
+        let Some(plan) = self.plans.first() else { return };
+        let size = u64::from(plan.map.chunk_elements());
+        let (mut at, end) = (first, first + elements);
+        while at < end {
+            let chunk = plan.map.chunks_of(key).start + (at / size) as u32;
+            let to = end.min((at / size + 1) * size);
+            let (route, slot) = plan.placement().locate(chunk).expect("every chunk is placed");
+            if let Some(number) = self.plan_of[usize::from(route)] {
+                each(number, slot, (at % size) as usize, (at - first) as usize, (to - first) as usize);
+            }
+            at = to;
+        }
+    }
+}

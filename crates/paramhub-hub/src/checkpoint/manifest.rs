@@ -1,0 +1,242 @@
+//! What a hub says of its part of a checkpoint, in the file that makes the part count.
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::key::{Key, KeyTable};
+use serde::{Deserialize, Serialize};
+
+/// What is written, and all that is read.
+pub(super) const FORMAT: u32 = 1;
+
+const HEAD: &str = "{\"blake3\":\"";
+const MIDDLE: &str = "\",\"manifest\":";
+const TAIL: &str = "}\n";
+/// Hexadecimal digits of a digest.
+const DIGEST: usize = 64;
+
+/// A hub's part of a checkpoint. All parts of one job and step that together hold every element are a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// 1, which is all that there is.
+    pub format: u32,
+    /// The job's name.
+    pub job: String,
+    /// The job: a name can belong to one after another.
+    pub namespace: Namespace,
+    /// Which of the job's hubs wrote it.
+    pub hub: u32,
+    /// The version of every chunk; where workers take no steps together, the steps that all of them had contributed to all of
+    /// this part.
+    pub step: u32,
+    /// Whether all chunks are of that very version.
+    pub is_consistent: bool,
+    /// When it was written, in milliseconds since the Unix epoch.
+    pub written_ms: u64,
+    /// Ranks in the job.
+    pub workers: u32,
+    /// The optimizer's name.
+    pub optimizer: String,
+    /// Of every group, for the step to come: for people to read.
+    pub hyperparameters: Vec<Hyperparameters>,
+    /// The same in hexadecimal, as they travel: what is read, since numbers in JSON may come back with another last bit.
+    pub(super) exact: Vec<String>,
+    /// Values of optimizer state a parameter.
+    pub state_slots: usize,
+    /// The job's key table.
+    pub keys: KeyTable,
+    /// The files of this part, beside this one.
+    pub files: Vec<FileEntry>,
+    /// What is in them, in their order.
+    pub tensors: Vec<TensorEntry>,
+}
+
+/// A file of tensors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// In the manifest's folder.
+    pub name: String,
+    /// What its tensors are.
+    pub holds: Holds,
+    /// Its length.
+    pub bytes: u64,
+    /// Of all its bytes.
+    pub blake3: String,
+}
+
+/// What a file's tensors are. Errors that codecs at hubs feed back will be another kind: a reader that does not know a kind
+/// refuses the checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Holds {
+    /// Parameters, one tensor an entry of [`Manifest::tensors`].
+    Parameters,
+    /// Optimizer state: of every entry, one tensor a slot.
+    State,
+}
+
+/// A key, or the part of one that lies at this hub without a gap.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorEntry {
+    /// In the parameters' file.
+    pub name: String,
+    /// Position in the key table.
+    pub key: u32,
+    /// Its first element there.
+    pub first: u64,
+    /// How many there are.
+    pub elements: u64,
+    /// From the first on: so many elements, the version they are of, and the updates their state has had.
+    pub updates: Vec<(u64, u32, u64)>,
+}
+
+impl TensorEntry {
+    /// The name of a slot of its state.
+    pub fn state_name(&self, slot: usize) -> String {
+        format!("state.{slot}.{}", self.name)
+    }
+}
+
+impl Manifest {
+    /// As a file, with a digest of itself.
+    pub fn encode(&self) -> String {
+        let exact = self.hyperparameters.iter().map(|values| hex(&values.to_wire())).collect();
+        let body =
+            serde_json::to_string(&Manifest { exact, ..self.clone() }).expect("a manifest is plain data");
+        let digest = blake3::hash(body.as_bytes()).to_hex();
+        format!("{HEAD}{digest}{MIDDLE}{body}{TAIL}")
+    }
+
+    /// Reads such a file, or says what is wrong with it.
+    pub fn decode(file: &str) -> Result<Manifest, String> {
+        #[derive(Deserialize)]
+        struct AnyFormat {
+            format: u32,
+        }
+
+        let torn = || "it is torn, or no manifest".to_string();
+        let rest = file.strip_prefix(HEAD).and_then(|rest| rest.strip_suffix(TAIL)).ok_or_else(torn)?;
+        let (digest, rest) = rest.split_at_checked(DIGEST).ok_or_else(torn)?;
+        let body = rest.strip_prefix(MIDDLE).ok_or_else(torn)?;
+        if blake3::hash(body.as_bytes()).to_hex().as_str() != digest {
+            return Err("its digest is not that of its contents: it has been damaged".into());
+        }
+        let AnyFormat { format } = serde_json::from_str(body).map_err(|error| error.to_string())?;
+        if format != FORMAT {
+            return Err(format!(
+                "it is of format {format}, which this release, of format {FORMAT}, cannot read"
+            ));
+        }
+        let mut manifest: Manifest = serde_json::from_str(body).map_err(|error| error.to_string())?;
+        let exact = manifest.exact.drain(..).map(|text| Hyperparameters::from_wire(&from_hex(&text)?));
+        let exact: Option<Vec<Hyperparameters>> = exact.collect();
+        manifest.hyperparameters = exact
+            .filter(|exact| exact.len() == manifest.hyperparameters.len())
+            .ok_or("its hyperparameters cannot be read")?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    /// What its writer would not have written.
+    fn check(&self) -> Result<(), String> {
+        for tensor in &self.tensors {
+            let key = self.keys.keys().get(tensor.key as usize);
+            let fits = key.and_then(Key::elements).is_some_and(|elements| {
+                tensor.elements > 0
+                    && tensor.first.checked_add(tensor.elements).is_some_and(|end| end <= elements)
+            });
+            let counted =
+                tensor.updates.iter().try_fold(0_u64, |sum, (elements, ..)| sum.checked_add(*elements));
+            if !fits || counted != Some(tensor.elements) {
+                return Err(format!("its tensor `{}` does not fit its own key table", tensor.name));
+            }
+        }
+        let local = |name: &str| !name.is_empty() && !name.contains('/') && !name.starts_with('.');
+        match self.files.iter().find(|file| !local(&file.name)) {
+            Some(file) => Err(format!("its file {:?} is not one beside it", file.name)),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes of its files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex<const BYTES: usize>(text: &str) -> Option<[u8; BYTES]> {
+    let digits = text.as_bytes();
+    let mut bytes = [0; BYTES];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::from_str_radix(str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    (digits.len() == 2 * BYTES).then_some(bytes)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(crate) fn manifest() -> Manifest {
+        Manifest {
+            format: FORMAT,
+            job: "run/a".into(),
+            namespace: Namespace([7; 16]),
+            hub: 0,
+            step: 12,
+            is_consistent: true,
+            written_ms: 1,
+            workers: 2,
+            optimizer: "sgd".into(),
+            hyperparameters: vec![Hyperparameters { learning_rate: 0.1 + 0.2, ..Default::default() }],
+            exact: Vec::new(),
+            state_slots: 1,
+            keys: KeyTable::new(vec![Key::new("w", [10])]).unwrap(),
+            files: vec![FileEntry {
+                name: "hub-0.safetensors".into(),
+                holds: Holds::Parameters,
+                bytes: 5,
+                blake3: "00".into(),
+            }],
+            tensors: vec![TensorEntry {
+                name: "w".into(),
+                key: 0,
+                first: 0,
+                elements: 10,
+                updates: vec![(10, 12, 12)],
+            }],
+        }
+    }
+
+    #[test]
+    fn a_manifest_survives_its_file_and_damage_is_told() {
+        let manifest = manifest();
+        let file = manifest.encode();
+        assert_eq!(Manifest::decode(&file), Ok(manifest.clone()), "to the last bit of every number");
+        assert!(serde_json::from_str::<serde_json::Value>(&file).unwrap()["manifest"]["step"] == 12);
+        for end in 0..file.len() {
+            assert!(Manifest::decode(&file[..end]).is_err(), "torn after {end}");
+        }
+        for at in 0..file.len() {
+            let mut bytes = file.clone().into_bytes();
+            bytes[at] ^= 1;
+            if let Ok(text) = String::from_utf8(bytes) {
+                assert!(Manifest::decode(&text).is_err(), "flipped at {at}");
+            }
+        }
+        let other = Manifest { format: 2, ..manifest.clone() };
+        assert!(Manifest::decode(&other.encode()).unwrap_err().contains("format 2"));
+        let mut beyond = manifest.clone();
+        beyond.tensors[0].elements = 11;
+        assert!(Manifest::decode(&beyond.encode()).unwrap_err().contains("key table"));
+        let mut outside = manifest;
+        outside.files[0].name = "../x".into();
+        assert!(Manifest::decode(&outside.encode()).unwrap_err().contains("beside"));
+    }
+}

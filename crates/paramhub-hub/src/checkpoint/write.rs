@@ -1,0 +1,158 @@
+//! One hub's part of a checkpoint, from memory to the disk.
+
+use std::collections::HashSet;
+use std::io;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::folder::{JobFolder, settle, temporary_of, write_whole};
+use super::manifest::{FileEntry, Holds, Manifest, TensorEntry};
+use super::tensors::{self, Put, Shape};
+use crate::core::{Mark, Snapshot};
+
+/// A chunk of a tensor: its snapshot, and its number there.
+type Source = (usize, usize);
+
+/// Writes the files of a part and, when they are on the disk for good, the manifest that makes it count. `about` is filled
+/// in. What a failure leaves does not count, and is removed as well as that can be done.
+pub(super) fn write(folder: &JobFolder, snapshots: &[Snapshot], mut about: Manifest) -> io::Result<Manifest> {
+    let path = folder.of_step(about.step, about.namespace);
+    let written = folder.make(&path).and_then(|()| fill(&path, snapshots, &mut about));
+    if let Err(error) = written {
+        clear(&path, about.hub);
+        return Err(error);
+    }
+    Ok(about)
+}
+
+fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result<()> {
+    let (tensors, sources) = tensors_of(snapshots, about);
+    let of_keys: Vec<Shape> =
+        tensors.iter().map(|tensor| (tensor.name.clone(), shape_of(tensor, about))).collect();
+    about.files.push(file(
+        path,
+        &format!("hub-{}.safetensors", about.hub),
+        Holds::Parameters,
+        of_keys,
+        |tensor, put| {
+            sources[tensor]
+                .iter()
+                .try_for_each(|&(snapshot, chunk)| put(snapshots[snapshot].parameters(chunk)))
+        },
+    )?);
+    let slots = about.state_slots;
+    if slots > 0 {
+        let of_state = state_shapes(&tensors, slots, about);
+        let name = format!("hub-{}.state.safetensors", about.hub);
+        about.files.push(file(path, &name, Holds::State, of_state, |tensor, put| {
+            let (tensor, slot) = (tensor / slots, tensor % slots);
+            sources[tensor].iter().try_for_each(|&(snapshot, chunk)| {
+                snapshots[snapshot].state(chunk, slot).try_for_each(&mut *put)
+            })
+        })?);
+    }
+    about.tensors = tensors;
+    about.written_ms = now_ms();
+    write_whole(&path.join(format!("hub-{}.json", about.hub)), &about.encode())
+}
+
+/// The tensors of the state file.
+pub(super) fn state_shapes(tensors: &[TensorEntry], slots: usize, about: &Manifest) -> Vec<Shape> {
+    let slots_of = |tensor: &TensorEntry| {
+        let shape = shape_of(tensor, about);
+        (0..slots).map(|slot| (tensor.state_name(slot), shape.clone())).collect::<Vec<_>>()
+    };
+    tensors.iter().flat_map(slots_of).collect()
+}
+
+/// A whole key has its own shape; a part of one has none.
+pub(super) fn shape_of(tensor: &TensorEntry, about: &Manifest) -> Vec<usize> {
+    let key = &about.keys.keys()[tensor.key as usize];
+    match key.elements() == Some(tensor.elements) {
+        true => key.shape.iter().map(|&extent| extent as usize).collect(),
+        false => vec![tensor.elements as usize],
+    }
+}
+
+fn file(
+    folder: &Path,
+    name: &str,
+    holds: Holds,
+    shapes: Vec<Shape>,
+    values: impl FnMut(usize, Put<'_>) -> io::Result<()>,
+) -> io::Result<FileEntry> {
+    let path = folder.join(name);
+    let temporary = temporary_of(&path);
+    let (bytes, digest) = tensors::write(&temporary, shapes, values)?;
+    settle(&temporary, &path)?;
+    Ok(FileEntry { name: name.to_owned(), holds, bytes, blake3: digest.to_hex().to_string() })
+}
+
+/// Puts chunks together that follow each other in a key.
+fn tensors_of(snapshots: &[Snapshot], about: &Manifest) -> (Vec<TensorEntry>, Vec<Vec<Source>>) {
+    let mut chunks: Vec<(u32, u64, u32, Mark, Source)> = Vec::new();
+    for (number, snapshot) in snapshots.iter().enumerate() {
+        let here = snapshot.chunks().enumerate();
+        chunks.extend(
+            here.map(|(chunk, (key, first, elements, mark))| (key, first, elements, mark, (number, chunk))),
+        );
+    }
+    chunks.sort_unstable_by_key(|&(key, first, ..)| (key, first));
+    let (mut tensors, mut sources): (Vec<TensorEntry>, Vec<Vec<Source>>) = (Vec::new(), Vec::new());
+    for (key, first, elements, mark, source) in chunks {
+        let elements = u64::from(elements);
+        let known = (elements, mark.version, mark.updates);
+        match tensors.last_mut() {
+            Some(last) if last.key == key && last.first + last.elements == first => {
+                last.elements += elements;
+                match last.updates.last_mut() {
+                    Some(run) if (run.1, run.2) == (known.1, known.2) => run.0 += elements,
+                    _ => last.updates.push(known),
+                }
+                sources.last_mut().expect("as many as tensors").push(source);
+            }
+            _ => {
+                let name = String::new();
+                tensors.push(TensorEntry { name, key, first, elements, updates: vec![known] });
+                sources.push(vec![source]);
+            }
+        }
+    }
+    let keys = about.keys.keys();
+    let names: HashSet<&str> = keys.iter().map(|key| key.name.as_str()).collect();
+    // Of a part of a key the name must not be another key's.
+    let is_free = |separator: &String| {
+        let name = |tensor: &TensorEntry| part_name(&keys[tensor.key as usize].name, separator, tensor.first);
+        !tensors.iter().any(|tensor| names.contains(name(tensor).as_str()))
+    };
+    let separator = (1..).map(|length| "@".repeat(length)).find(is_free).expect("names are bounded");
+    for tensor in &mut tensors {
+        let key = &keys[tensor.key as usize];
+        tensor.name = match key.elements() == Some(tensor.elements) {
+            true => key.name.clone(),
+            false => part_name(&key.name, &separator, tensor.first),
+        };
+    }
+    (tensors, sources)
+}
+
+fn part_name(key: &str, separator: &str, first: u64) -> String {
+    format!("{key}{separator}{first}")
+}
+
+fn clear(path: &Path, hub: u32) {
+    let Ok(entries) = std::fs::read_dir(path) else { return };
+    let mine = [format!("hub-{hub}."), format!("hub-{hub}.state.")];
+    for entry in entries.flatten() {
+        if mine.iter().any(|mine| entry.file_name().to_string_lossy().starts_with(mine)) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+    // Fails where others have written to it.
+    let _ = std::fs::remove_dir(path);
+}
+
+pub(super) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}

@@ -1,0 +1,215 @@
+use std::sync::Arc;
+
+use paramhub_core::consistency::Consistency;
+use paramhub_core::key::Key;
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_kernels::Hyperparameters;
+
+use super::tests::{header, push_pull, shard, take, wire};
+use super::*;
+use crate::core::restored::Restored;
+use crate::core::snapshot::{Outcome, Snapshot, Wanted};
+
+/// Chunks of 256 elements: of one key three and a bit, of another one element.
+const SIZES: [u64; 2] = [3 * 256 + 9, 1];
+const CHUNKS: u32 = 5;
+
+/// A shard with snapshots that has its parameters, and memory for one.
+fn begun(change: impl FnOnce(&mut Settings)) -> (Shard, Box<Snapshot>) {
+    let keys = (0..).zip(SIZES).map(|(number, size)| Key::new(format!("k{number}"), [size])).collect();
+    let plan = shard(1, keys, |settings| {
+        let hyperparameters = Hyperparameters { learning_rate: 0.1, momentum: 0.9, ..Default::default() };
+        settings.optimizer =
+            OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sgd") };
+        change(settings);
+    });
+    let mut shard = Shard::new(ShardPlan { checkpoints: true, ..plan.plan().clone() }).unwrap();
+    let snapshot = shard.hand_out_snapshot().expect("it was asked for");
+    for chunk in 0..CHUNKS {
+        let payload = wire(&vec![1.0; len(&shard, chunk)]);
+        take(&mut shard, 0, &header(Operation::Initialise, chunk, 0, &payload), &payload).unwrap();
+        forget_answers(&mut shard, chunk);
+    }
+    (shard, snapshot)
+}
+
+fn len(shard: &Shard, chunk: u32) -> usize {
+    shard.slot(chunk).unwrap().1.elements as usize
+}
+
+fn forget_answers(shard: &mut Shard, chunk: u32) {
+    let (index, _) = shard.slot(chunk).unwrap();
+    while shard.outboxes[0].applied.pop_first().or_else(|| shard.outboxes[0].parameters.pop_first()).is_some()
+    {
+    }
+    shard.answer_begun(0, index);
+}
+
+fn step(shard: &mut Shard, chunk: u32) {
+    let (index, _) = shard.slot(chunk).unwrap();
+    let step = shard.exchange.step(index);
+    let gradient: Vec<f32> = (0..len(shard, chunk))
+        .map(|i| ((i as u32 * 7 + chunk * 31 + step * 13) % 97) as f32 / 97.0)
+        .collect();
+    push_pull(shard, 0, chunk, step, &gradient).unwrap();
+    forget_answers(shard, chunk);
+}
+
+/// What a chunk is after so many steps, without snapshots.
+fn expected(chunk: u32, steps: u32) -> (Vec<f32>, Vec<f32>) {
+    let (mut shard, _) = begun(|_| {});
+    (0..steps).for_each(|_| step(&mut shard, chunk));
+    let (_, slot) = shard.slot(chunk).unwrap();
+    (shard.model[slot.range()].to_vec(), shard.state[slot.range()].to_vec())
+}
+
+fn is_of_version(snapshot: &Snapshot, version: u32) {
+    assert_eq!(snapshot.outcome, Outcome::Complete);
+    for (position, (key, first, elements, mark)) in snapshot.chunks().enumerate() {
+        assert_eq!((mark.version, mark.updates), (version, u64::from(version)));
+        let chunk = if key == 1 { 4 } else { (first / 256) as u32 };
+        let (model, state) = expected(chunk, version);
+        assert_eq!(model.len(), elements as usize);
+        assert_eq!(snapshot.parameters(position), model, "chunk {chunk} at {version}");
+        assert_eq!(
+            snapshot.state(position, 0).collect::<Vec<_>>().concat(),
+            state,
+            "chunk {chunk} at {version}"
+        );
+    }
+}
+
+#[test]
+fn every_chunk_is_copied_at_the_version_however_chunks_and_turns_race() {
+    let mut random = 12_345_u32;
+    let mut next = |below: u32| {
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (random >> 8) % below
+    };
+    let (mut shard, mut snapshot) = begun(|_| {});
+    let mut version = 0;
+    for round in 0..40 {
+        // Some chunks are there already, none is beyond.
+        version += 1 + next(3);
+        let at = |shard: &Shard, chunk: u32| shard.exchange.step(shard.slot(chunk).unwrap().0);
+        for _ in 0..next(60) {
+            let chunk = next(CHUNKS);
+            if at(&shard, chunk) < version {
+                step(&mut shard, chunk);
+            }
+        }
+        shard.arm(Wanted::Version(version), snapshot);
+        let ended = loop {
+            match next(3) {
+                0 => shard.copy_some(1),
+                _ => {
+                    let chunk = next(CHUNKS);
+                    // One chunk may be two steps ahead of another.
+                    if at(&shard, chunk) <= version + 1 {
+                        step(&mut shard, chunk);
+                    }
+                }
+            }
+            if let Some(ended) = shard.ended_snapshot() {
+                break ended;
+            }
+        };
+        is_of_version(&ended, version);
+        assert!(shard.ended_snapshot().is_none() && !shard.is_copying(), "round {round}");
+        version += 1;
+        snapshot = ended;
+    }
+}
+
+#[test]
+fn a_version_that_is_past_is_missed_and_one_to_come_is_called_off() {
+    let (mut shard, snapshot) = begun(|_| {});
+    (0..4).for_each(|_| step(&mut shard, 2));
+    shard.arm(Wanted::Version(3), snapshot);
+    assert!(shard.ended_snapshot().is_none());
+    shard.copy_some(usize::MAX);
+    let missed = shard.ended_snapshot().unwrap();
+    assert_eq!((missed.outcome, missed.newest), (Outcome::Missed, 4));
+
+    shard.arm(Wanted::Version(5), missed);
+    shard.copy_some(usize::MAX);
+    step(&mut shard, 2);
+    assert!(shard.ended_snapshot().is_none(), "four chunks are missing");
+    shard.disarm();
+    let off = shard.ended_snapshot().unwrap();
+    assert_eq!((off.outcome, off.newest), (Outcome::Disarmed, 5));
+}
+
+#[test]
+fn a_chunk_that_is_not_updated_with_the_others_is_told() {
+    let (mut shard, snapshot) = begun(|_| {});
+    shard.arm(Wanted::Version(2), snapshot);
+    shard.copy_some(usize::MAX);
+    for round in 0..11 {
+        assert!(shard.ended_snapshot().is_none(), "round {round}");
+        (0..4).for_each(|chunk| step(&mut shard, chunk));
+    }
+    step(&mut shard, 0);
+    let lagging = shard.ended_snapshot().unwrap();
+    assert_eq!((lagging.outcome, lagging.newest, lagging.missing_key()), (Outcome::Lagging, 12, Some(1)));
+}
+
+#[test]
+fn chunks_without_a_common_version_are_copied_as_they_are() {
+    let (mut shard, snapshot) = begun(|settings| settings.consistency = Consistency::Asynchronous);
+    (0..3).for_each(|_| step(&mut shard, 0));
+    step(&mut shard, 4);
+    shard.arm(Wanted::Now, snapshot);
+    shard.copy_some(1);
+    // One that was copied moves on, and one that was not.
+    step(&mut shard, 0);
+    step(&mut shard, 1);
+    shard.copy_some(usize::MAX);
+    let ended = shard.ended_snapshot().unwrap();
+    let versions: Vec<u32> = ended.chunks().map(|(.., mark)| mark.version).collect();
+    assert_eq!(versions, [3, 1, 0, 0, 1]);
+    for (position, (&version, chunk)) in versions.iter().zip(0..).enumerate() {
+        assert_eq!(ended.parameters(position), expected(chunk, version).0);
+    }
+}
+
+#[test]
+fn a_shard_goes_on_from_what_another_has_left() {
+    let (mut shard, snapshot) = begun(|_| {});
+    for chunk in 0..CHUNKS {
+        (0..3).for_each(|_| step(&mut shard, chunk));
+    }
+    shard.arm(Wanted::Version(3), snapshot);
+    shard.copy_some(usize::MAX);
+    let ended = shard.ended_snapshot().unwrap();
+    // Other chunks than those it was copied from.
+    let keys = (0..).zip(SIZES).map(|(number, size)| Key::new(format!("k{number}"), [size])).collect();
+    let optimizer = shard.plan.settings.optimizer.clone();
+    let other = super::tests::shard(1, keys, |settings| {
+        (settings.chunk_bytes, settings.optimizer) = (4096, optimizer);
+    });
+    let mut restored = Restored::room(other.plan(), 3, ended.hyperparameters.clone()).unwrap();
+    for (position, (key, first, _, mark)) in ended.chunks().enumerate() {
+        let slot = other.slots.iter().position(|slot| slot.key == key).unwrap() as u32;
+        restored.put_parameters(slot, first as usize, ended.parameters(position));
+        let state = ended.state(position, 0).collect::<Vec<_>>().concat();
+        restored.put_state(slot, 0, first as usize, &state);
+        restored.put_updates(slot, mark.updates);
+    }
+    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..other.plan().clone() };
+    let mut resumed = Shard::new(plan).unwrap();
+    let payload = wire(&vec![0.0; 777]);
+    let refused = take(&mut resumed, 0, &header(Operation::Initialise, 0, 0, &payload), &payload);
+    assert!(refused.unwrap_err().message("rank 0").contains("parameters to start from come once"));
+    let early = push_pull(&mut resumed, 0, 0, 2, &[0.0; 777]).unwrap_err().message("rank 0");
+    assert!(early.contains("step 2 was pushed, but step 3 is due"), "{early}");
+    let gradient: Vec<f32> = (0..4)
+        .flat_map(|chunk: u32| {
+            (0..len(&shard, chunk)).map(move |i| ((i as u32 * 7 + chunk * 31 + 39) % 97) as f32 / 97.0)
+        })
+        .collect();
+    push_pull(&mut resumed, 0, 0, 3, &gradient).unwrap();
+    let slot = resumed.slots.iter().find(|slot| slot.key == 0).unwrap();
+    let whole: Vec<f32> = (0..4).flat_map(|chunk| expected(chunk, 4).0).collect();
+    assert_eq!(resumed.model[slot.range()], whole);
+}

@@ -1,0 +1,79 @@
+//! What a shard begins with where its job goes on from a checkpoint.
+
+use paramhub_core::hyperparameters::Hyperparameters;
+
+use super::plan::{Layout, ShardPlan, Slot};
+
+/// Parameters and optimizer state of one shard, laid out as the shard will have them.
+pub(crate) struct Restored {
+    /// The version that every chunk begins at.
+    pub(crate) step: u32,
+    /// Of every group.
+    pub(crate) hyperparameters: Vec<Hyperparameters>,
+    pub(super) model: Vec<f32>,
+    pub(super) state: Vec<f32>,
+    /// Of every slot.
+    pub(super) updates: Vec<u64>,
+    slots: Vec<Slot>,
+    state_slots: usize,
+    block_elements: usize,
+}
+
+impl Restored {
+    /// Room for all of a shard, or `None` where the system has not so much.
+    pub(crate) fn room(
+        plan: &ShardPlan,
+        step: u32,
+        hyperparameters: Vec<Hyperparameters>,
+    ) -> Option<Restored> {
+        let layout = Layout::new(plan);
+        let zeros = |len: usize| {
+            let mut values = Vec::new();
+            values.try_reserve_exact(len).ok()?;
+            values.resize(len, 0.0_f32);
+            Some(values)
+        };
+        Some(Restored {
+            step,
+            hyperparameters,
+            model: zeros(layout.elements)?,
+            state: zeros(layout.elements * layout.state_slots)?,
+            updates: vec![u64::MAX; layout.slots.len()],
+            state_slots: layout.state_slots,
+            block_elements: plan.block_elements(),
+            slots: layout.slots,
+        })
+    }
+
+    /// Takes parameters of a slot's chunk from its element `first` on.
+    pub(crate) fn put_parameters(&mut self, index: u32, first: usize, values: &[f32]) {
+        let start = self.slots[index as usize].offset + first;
+        self.model[start..start + values.len()].copy_from_slice(values);
+    }
+
+    /// Takes a slot of optimizer state, likewise.
+    pub(crate) fn put_state(&mut self, index: u32, state_slot: usize, first: usize, values: &[f32]) {
+        let slot = self.slots[index as usize];
+        let (mut at, end) = (0, first + values.len());
+        for block in slot.state_blocks(self.state_slots, state_slot, self.block_elements) {
+            let (from, to) = (first.max(at), end.min(at + block.len()));
+            if from < to {
+                let here = block.start + from - at..block.start + to - at;
+                self.state[here].copy_from_slice(&values[from - first..to - first]);
+            }
+            at += block.len();
+        }
+    }
+
+    /// Some elements of a slot's chunk have had so many updates; the smallest number counts.
+    pub(crate) fn put_updates(&mut self, index: u32, updates: u64) {
+        let known = &mut self.updates[index as usize];
+        *known = updates.min(*known);
+    }
+}
+
+impl std::fmt::Debug for Restored {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restored").field("step", &self.step).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,196 @@
+//! A copy of a shard's parameters and optimizer state, all of one version, taken while the exchange goes on.
+//!
+//! Its memory is the core's from the day the job opens, goes to whoever writes it when the copy is complete, and comes back
+//! with the next wish for one. The copy itself is made in [`Shard`](super::shard::Shard).
+
+use std::sync::Arc;
+
+use paramhub_core::hyperparameters::Hyperparameters;
+use paramhub_core::placement::RouteId;
+
+use super::buffer::{Buffer, OutOfMemory, whole_lines};
+use super::plan::{Layout, ShardPlan, Slot};
+
+/// Where a slot is of no concern to the snapshot.
+const NONE: u32 = u32::MAX;
+
+/// What a snapshot is to be of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// Every chunk exactly at that version.
+    Version(u32),
+    /// Every chunk as it is when its turn comes: there is no common version where steps are not taken together.
+    Now,
+}
+
+/// How it stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Chunks are missing.
+    Open,
+    /// All are here.
+    Complete,
+    /// Some chunk was beyond the wanted version before it could be copied.
+    Missed,
+    /// Others went far beyond the wanted version while some chunk was still before it: they are not updated together.
+    Lagging,
+    /// It was called off.
+    Disarmed,
+}
+
+/// What is known of a chunk that was copied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub(crate) version: u32,
+    /// Updates its optimizer state has had.
+    pub(crate) updates: u64,
+    /// Steps that every member had contributed to.
+    pub(crate) steps: u32,
+}
+
+/// A chunk's place in a snapshot.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    slot: Slot,
+}
+
+/// The copy of a shard's chunks that are this hub's to keep: those whose sums do not go on to a site above.
+pub(crate) struct Snapshot {
+    pub(crate) route: RouteId,
+    pub(crate) outcome: Outcome,
+    /// The newest version of a chunk that was met.
+    pub(crate) newest: u32,
+    /// Of every group, at the wanted version.
+    pub(crate) hyperparameters: Vec<Hyperparameters>,
+    pieces: Arc<[Piece]>,
+    marks: Vec<Mark>,
+    taken: Vec<bool>,
+    missing: usize,
+    /// Of every slot of the shard.
+    piece_of: Arc<[u32]>,
+    model: Buffer,
+    state: Buffer,
+    state_slots: usize,
+    block_elements: usize,
+}
+
+impl Snapshot {
+    /// With memory that the calling thread has touched; `None` where none of the chunks is this hub's to keep.
+    pub(super) fn new(
+        plan: &ShardPlan,
+        layout: &Layout,
+        block_elements: usize,
+    ) -> Result<Option<Box<Snapshot>>, OutOfMemory> {
+        let (mut offset, mut pieces) = (0, Vec::new());
+        let mut piece_of = vec![NONE; layout.slots.len()];
+        for (index, slot) in (0..).zip(&layout.slots).filter(|(index, _)| plan.ports.above(*index).is_none())
+        {
+            piece_of[index as usize] = pieces.len() as u32;
+            pieces.push(Piece { slot: Slot { offset, ..*slot } });
+            offset += whole_lines(slot.elements as usize);
+        }
+        if pieces.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(Snapshot {
+            route: plan.route,
+            outcome: Outcome::Open,
+            newest: 0,
+            hyperparameters: Vec::with_capacity(plan.groups.len()),
+            marks: vec![Mark::default(); pieces.len()],
+            taken: vec![false; pieces.len()],
+            missing: pieces.len(),
+            pieces: pieces.into(),
+            piece_of: piece_of.into(),
+            model: Buffer::zeroed(offset, 5)?,
+            state: Buffer::zeroed(offset * layout.state_slots, 6)?,
+            state_slots: layout.state_slots,
+            block_elements,
+        })))
+    }
+
+    /// Bytes that one of this plan takes.
+    pub(super) fn memory_bytes(plan: &ShardPlan, layout: &Layout) -> u64 {
+        let here = |(index, _): &(u32, &Slot)| plan.ports.above(*index).is_none();
+        let of_a_chunk = |(_, slot): (u32, &Slot)| {
+            (whole_lines(slot.elements as usize) * size_of::<f32>() * (1 + layout.state_slots)
+                + size_of::<Piece>()
+                + size_of::<Mark>()
+                + 1) as u64
+        };
+        (0..).zip(&layout.slots).filter(here).map(of_a_chunk).sum()
+    }
+
+    /// Begins anew.
+    pub(super) fn begin(&mut self) {
+        self.outcome = Outcome::Open;
+        self.newest = 0;
+        self.missing = self.pieces.len();
+        self.taken.fill(false);
+    }
+
+    /// Whether this slot's chunk belongs here and is missing.
+    pub(super) fn lacks(&self, index: u32) -> bool {
+        let piece = self.piece_of[index as usize];
+        piece != NONE && !self.taken[piece as usize]
+    }
+
+    /// Copies the chunk of a slot, which [`Snapshot::lacks`] it.
+    pub(super) fn take(&mut self, index: u32, model: &[f32], state: &[f32], mark: Mark) {
+        let piece = self.piece_of[index as usize] as usize;
+        let range = self.pieces[piece].slot.range();
+        self.state[range.start * self.state_slots..range.end * self.state_slots].copy_from_slice(state);
+        self.model[range].copy_from_slice(model);
+        self.marks[piece] = mark;
+        self.taken[piece] = true;
+        self.missing -= 1;
+        if self.missing == 0 {
+            self.outcome = Outcome::Complete;
+        }
+    }
+
+    /// The key of the first chunk that is missing.
+    pub(crate) fn missing_key(&self) -> Option<u32> {
+        let mut chunks = self.pieces.iter().zip(&self.taken);
+        chunks.find(|(_, taken)| !**taken).map(|(piece, _)| piece.slot.key)
+    }
+
+    /// Its chunks: key, first element there, elements, and what is known of each.
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = (u32, u64, u32, Mark)> + '_ {
+        self.pieces
+            .iter()
+            .zip(&self.marks)
+            .map(|(Piece { slot }, &mark)| (slot.key, slot.first, slot.elements, mark))
+    }
+
+    #[cfg(test)]
+    pub(super) fn floats(&self) -> usize {
+        self.model.len() + self.state.len()
+    }
+
+    /// Values of state a parameter.
+    pub(crate) fn state_slots(&self) -> usize {
+        self.state_slots
+    }
+
+    /// The parameters of its `chunk`-th chunk.
+    pub(crate) fn parameters(&self, chunk: usize) -> &[f32] {
+        &self.model[self.pieces[chunk].slot.range()]
+    }
+
+    /// A slot of the optimizer state of its `chunk`-th chunk, in the order of the elements.
+    pub(crate) fn state(&self, chunk: usize, state_slot: usize) -> impl Iterator<Item = &[f32]> + '_ {
+        let blocks = self.pieces[chunk].slot.state_blocks(self.state_slots, state_slot, self.block_elements);
+        blocks.map(|block| &self.state[block])
+    }
+}
+
+impl std::fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Snapshot")
+            .field("route", &self.route)
+            .field("outcome", &self.outcome)
+            .field("newest", &self.newest)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,61 @@
+//! Snapshots of the shards that a core hosts: rare commands, and turns among those of streams.
+
+use paramhub_core::auth::Namespace;
+use paramhub_core::placement::RouteId;
+
+use super::snapshot::{Snapshot, Wanted};
+use super::turns::Unit;
+use super::{Core, CoreEvent};
+
+/// Elements that are looked at and copied before the streams have their turn: about as many as one of them brings in its.
+const COPY_TURN_ELEMENTS: usize = 64 << 10;
+
+impl Core {
+    /// Begins a snapshot. That of a job which has ended is dropped: whoever asked is told of the end otherwise.
+    pub(super) fn arm(&mut self, namespace: Namespace, wanted: Wanted, snapshot: Box<Snapshot>) {
+        let Some(shard) = self.living(namespace, snapshot.route) else { return };
+        self.shards.index_mut(shard).shard.arm(wanted, snapshot);
+        self.wish_to_copy(shard);
+    }
+
+    pub(super) fn disarm(&mut self, namespace: Namespace, route: RouteId) {
+        if let Some(shard) = self.living(namespace, route) {
+            self.shards.index_mut(shard).shard.disarm();
+            self.end_snapshot(shard);
+        }
+    }
+
+    /// Copies some chunks.
+    pub(super) fn copy(&mut self, shard: usize) {
+        let hosted = self.shards.index_mut(shard);
+        hosted.copies = false;
+        if hosted.ending {
+            return;
+        }
+        hosted.shard.copy_some(COPY_TURN_ELEMENTS);
+        self.wish_to_copy(shard);
+        self.end_snapshot(shard);
+    }
+
+    /// Gives a snapshot away that is complete, or will not be.
+    #[inline]
+    pub(super) fn end_snapshot(&mut self, shard: usize) {
+        let hosted = self.shards.index_mut(shard);
+        if let Some(snapshot) = hosted.shard.ended_snapshot() {
+            let namespace = hosted.shard.plan().namespace;
+            self.mailbox.tell(CoreEvent::Snapshot { namespace, snapshot });
+        }
+    }
+
+    fn wish_to_copy(&mut self, shard: usize) {
+        let hosted = self.shards.index_mut(shard);
+        if hosted.shard.is_copying() && !std::mem::replace(&mut hosted.copies, true) {
+            self.turns.add(hosted.job, Unit::Copy(shard));
+        }
+    }
+
+    fn living(&self, namespace: Namespace, route: RouteId) -> Option<usize> {
+        let shard = self.shard_of.get(&(namespace, route)).copied();
+        shard.filter(|&shard| !self.shards.index(shard).ending)
+    }
+}
