@@ -12,7 +12,7 @@ use crate::quantise;
 /// becomes quiet and keeps the upper bits of its payload. `wire` may have any alignment.
 ///
 /// # Panics
-/// If `wire.len() != model.len() * codec.bytes()`, or the codec is quantised, which takes [`quantise`](crate::quantise).
+/// If `wire.len() != model.len() * codec.bytes()`, or the codec is quantised, which takes [`quantise`](mod@crate::quantise).
 pub fn encode(model: &[f32], wire: &mut [u8], codec: Codec) {
     encode_with(Isa::best(), model, wire, codec);
 }
