@@ -125,15 +125,16 @@ fn a_job_goes_on_as_often_as_an_interface_is_left() {
     let Some(rails) = Rails::lay() else { return };
     let hub = hub(&rails);
     let workers = job(&rails, "twice", ENDLESS);
+    let counters = || ask(&rails, |client| client.job("twice")).unwrap().counters;
+    // Each is waited for while an interface is down: streams that are heard again in time stay where they are.
     rails.switch_hub("eth1", "down");
     everybody_moves(&hub, "twice", "eth0");
+    wait_until("half of the streams have moved", || counters().streams_moved >= 4);
     rails.switch_hub("eth1", "up");
     wait_until("the hub sees it again", || hub.stderr().contains("eth1 (10.77.9.100:7771) is back"));
     rails.switch_hub("eth0", "down");
     everybody_moves(&hub, "twice", "eth1");
-    let counters = || ask(&rails, |client| client.job("twice")).unwrap().counters;
-    // While it is down: streams that are heard again in time stay where they are.
-    wait_until("half of the streams, then all of them", || counters().streams_moved >= 12);
+    wait_until("then all of them", || counters().streams_moved >= 12);
     rails.switch_hub("eth0", "up");
     let before = counters();
     wait_until("it goes on", || counters().updates > before.updates + 1000);
