@@ -553,11 +553,15 @@ mod tests {
         let good = Settings { optimizer: OptimizerChoice::named("sgd"), ..settings(1) };
         assert_eq!(good.may_leave_out(), Ok(()));
         let stale = Consistency::BoundedStaleness(2);
+        let matrix = KeyTable::new(vec![Key::new("fc.weight", [4, 3])]).unwrap();
         for (odd, what) in [
             (Settings { consistency: stale, ..good.clone() }, "staleness:2"),
             (settings(1), "with `mean`"),
             (Settings { reproducible: true, ..good.clone() }, "reproducible was asked for"),
-            (Settings { codec: Some(Codec::OneBit), ..good.clone() }, "the changes since its own step"),
+            (
+                Settings { codec: Some(Codec::OneBit), keys: matrix, ..good.clone() },
+                "the changes since its own step",
+            ),
             (Settings { clip_norm: Some(1.0), ..good.clone() }, "clipping"),
         ] {
             let refused = odd.may_leave_out().unwrap_err().to_string();
