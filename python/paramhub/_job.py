@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -243,11 +243,13 @@ class Job:
         Properties are ``workers``, ``hubs``, ``place``, ``layers``, ``layers.NAME``, and ``layers.NAME.FIELD`` with the FIELD
         type, outputs, inputs, samples, parameters, keys, scheme or why. Without any it is the whole book.
         """
-        return json.loads(self._running().query(list(properties)))
+        found: dict[str, Any] = json.loads(self._running().query(list(properties)))
+        return found
 
     def best_scheme(self, layer: str) -> str:
         """How a layer is exchanged: ``hub``, ``factors`` or ``factors-to-hub``. `query` says why."""
-        return json.loads(self._running().best_scheme(layer))["scheme"]
+        scheme: str = json.loads(self._running().best_scheme(layer))["scheme"]
+        return scheme
 
     def leave(self) -> None:
         """Waits for the requests under way and leaves the job. Left before, it does nothing."""
@@ -295,7 +297,7 @@ class Job:
 
 
 def _layer(
-    name: str, layer: Mapping[str, Any], tensors: list[str], shapes: list[tuple[int, ...]]
+    name: str, layer: Mapping[str, Any], tensors: list[str], shapes: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """A layer as the job's settings have it, with its tensors by number."""
     known = {"tensors", "samples", "scheme", "tied"}
@@ -314,10 +316,10 @@ def _layer(
     if "scheme" in layer:
         settings["scheme"] = layer["scheme"]
     if "samples" in layer:
-        shape = shapes[keys[0]] if keys else ()
+        shape = tuple(shapes[keys[0]]) if keys else ()
         if len(shape) != 2:
             raise MisuseError(
-                f"layer {name!r} has samples, but its first tensor has the shape {tuple(shape)}: a fully connected layer's is "
+                f"layer {name!r} has samples, but its first tensor has the shape {shape}: a fully connected layer's is "
                 "its weight, of outputs by inputs"
             )
         size = {"outputs": shape[0], "inputs": shape[1], "samples": layer["samples"]}
