@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use paramhub_collective::MeshError;
+use paramhub_core::hyperparameters::HyperparameterError;
+use paramhub_worker::WorkerError;
 use thiserror::Error;
 
 /// Why a layer cannot be exchanged.
@@ -12,6 +14,17 @@ pub enum SyncError {
     /// The connections between the workers.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// The job, at its hubs.
+    #[error(transparent)]
+    Job(#[from] WorkerError),
+    /// The optimizer cannot go on so.
+    #[error("rank {rank}: layers that go by factors cannot take new hyperparameters: {reason}")]
+    Hyperparameters {
+        /// Who asked.
+        rank: u32,
+        /// What the optimizer says.
+        reason: HyperparameterError,
+    },
     /// The workers cannot reach one another.
     #[error("rank {rank}: the workers cannot exchange factors: {reason}")]
     Meeting {

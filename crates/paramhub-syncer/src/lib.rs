@@ -1,5 +1,7 @@
-//! Each layer by its own way: sufficient factors between the workers where they are fewer than the gradient's numbers
-//! (Poseidon sections 3.2 and 4.1).
+//! Each layer by its own way: through the hub, or by sufficient factors between the workers where they are fewer than the
+//! gradient's numbers (Poseidon sections 3.2 and 4.1).
+//!
+//! A training loop holds [`Syncers`]. Below them, [`FactorExchange`] can be used by itself:
 //!
 //! Rank r's batch gives a fully connected layer K rows of inputs and K rows of output gradients. [`FactorExchange::push`] sends
 //! both to every other worker; when all have come, each worker multiplies them out to the sum of all gradients and runs the hub's
@@ -43,6 +45,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod completion;
 mod error;
 mod exchange;
 mod layer;
@@ -51,6 +54,8 @@ mod message;
 mod open;
 mod parameters;
 mod plan;
+mod syncer;
+mod syncers;
 
 pub use error::SyncError;
 pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
@@ -58,3 +63,4 @@ pub use layer::{FactorLayer, LayerFactors, Outputs};
 pub use meeting::{Meeting, Peers, Ports, address_towards};
 pub use open::open_factors;
 pub use plan::{PlannedFactors, planned_factors};
+pub use syncers::{SyncStatistics, Syncers};

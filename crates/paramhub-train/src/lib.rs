@@ -15,7 +15,6 @@
 
 pub mod data;
 pub mod exchange;
-pub mod factors;
 pub mod hub;
 pub mod local;
 pub mod net;

@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::Args;
 use paramhub_core::scheme::SchemeChoice;
-use paramhub_syncer::{Meeting, Peers, Ports, open_factors};
+use paramhub_syncer::Syncers;
 use paramhub_train::data::Data;
-use paramhub_train::factors::FactorLayers;
 use paramhub_train::hub::HubExchange;
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::Network;
@@ -19,7 +18,7 @@ use super::parameters;
 use super::spec::{Message, Spec, WorkerReport};
 use crate::cli::ExitCode;
 use crate::config::ExchangeKind;
-use crate::{Member, Membership, Options, Registry};
+use crate::{Membership, Options, Registry};
 
 /// A bar moves smoothly enough at this pace.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -46,31 +45,22 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
 /// The rank, what it did, and whether it shared memory with a hub.
 fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report, bool)> {
     let membership = Membership::from_env()?;
-    let may_meet = spec.train.scheme != SchemeChoice::default();
-    let meeting = may_meet.then(|| Meeting::listen(&membership, Ports::ANY)).transpose()?;
-    let peer_address = meeting.as_ref().map(Meeting::address);
-    let options = Options { transport: spec.train.transport, peer_address, ..Options::from_env()? };
-    let member = Member::connect_with(membership, options)?;
-    let (rank, peers) = (member.rank() as usize, Peers::of(&member));
-    let job = member.init(spec.train.settings(network)?)?;
+    let options = Options { transport: spec.train.transport, ..Options::from_env()? };
+    // A worker computes in one thread.
+    let settings = spec.train.settings(network)?;
+    let syncers = Syncers::join(membership, options, settings, &Registry::with_builtins(), 1)?;
+    let job = syncers.job();
+    let rank = job.rank() as usize;
     if rank == 0 {
         job.on_notice(|notice| eprintln!("{notice}"));
     }
     let shares_memory = job.shares_memory();
-    if rank == 0 && may_meet {
+    if rank == 0 && spec.train.scheme != SchemeChoice::default() {
         for planned in &job.book().plan.layers {
             eprintln!("layer {} goes by {}: {}", planned.layer.name, planned.scheme, planned.why);
         }
     }
-    let factors = match meeting {
-        // A worker computes in one thread.
-        Some(meeting) => open_factors(&job, meeting, &peers, &Registry::with_builtins(), 1)?,
-        None => None,
-    };
-    let mut exchange = HubExchange::new(job);
-    if let Some((factors, planned)) = factors {
-        exchange = exchange.with_factors(FactorLayers::new(factors, &planned));
-    }
+    let mut exchange = HubExchange::new(syncers);
     let config = spec.train.trainer(rank == 0);
     let mut progress = progress_of(rank);
     let report = train(&config, data, network, &mut exchange, &mut progress)?;

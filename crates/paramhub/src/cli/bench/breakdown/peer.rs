@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use paramhub_syncer::Syncers;
 use paramhub_train::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 use paramhub_train::hub::HubExchange;
 use paramhub_train::net::Network;
@@ -72,7 +73,8 @@ pub(in crate::cli::bench) fn learn(
             let membership = Membership { url, namespace: job.namespace, nonce: job.nonce, rank };
             let options = Options { transport: Transport::Tcp, ..Options::default() };
             let settings = lesson.train.settings(&network)?;
-            Some(HubExchange::new(Member::connect_with(membership, options)?.init(settings)?))
+            let job = Member::connect_with(membership, options)?.init(settings)?;
+            Some(HubExchange::new(Syncers::new(job)))
         }
         None => None,
     };

@@ -2,13 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use paramhub_core::scheme::{LayerSettings, SchemeChoice};
+use anyhow::bail;
+use paramhub_core::scheme::LayerSettings;
 use paramhub_kernels::Registry;
-use paramhub_syncer::{FactorExchange, LayerFactors, Outputs, Peers, Ports, SyncError, open_factors};
-use paramhub_transport::ReceiveRegion;
+use paramhub_syncer::{LayerFactors, Syncers};
 use serde::{Deserialize, Serialize};
-use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::profile::Passes;
 use super::system::System;
@@ -16,7 +14,7 @@ use crate::cli::bench::numbers;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report, Spec};
 use crate::cli::bench::usage;
 use crate::settings::Settings;
-use crate::{Handle, Job, Member, Membership, Options};
+use crate::{Membership, Options};
 
 /// What a worker plays.
 #[derive(Clone, Serialize, Deserialize)]
@@ -76,98 +74,65 @@ pub(in crate::cli::bench) fn play(part: Part, rank: u32, at: Meeting, line: &mut
         let Order::Turn { start, .. } = order else { bail!("the launcher gave a player another's order") };
         line.say(&Report::Played(player.turn(start)?))?;
     }
-    player.leave()
+    Ok(player.syncers.leave()?)
 }
 
 /// A rank and what it exchanges.
 struct Player {
     part: Part,
-    job: Job,
-    factors: Option<FactorExchange>,
-    layers: Vec<Layer>,
+    syncers: Syncers,
+    /// Of each layer.
+    memory: Vec<Memory>,
 }
 
-/// How one layer is exchanged.
-enum Layer {
-    Hub(Vec<HubKey>),
+/// What a layer exchanges from.
+struct Memory {
+    /// Of its syncer.
+    number: usize,
+    update: Update,
+    /// Of each key.
+    parameters: Vec<Vec<f32>>,
+}
+
+enum Update {
+    /// Of each key.
+    Gradients(Vec<Vec<f32>>),
     Factors {
-        /// In the exchange of factors.
-        number: usize,
         inputs: Vec<f32>,
         output_gradients: Vec<f32>,
-        state: FactorState,
     },
-}
-
-/// A key that goes through the hub.
-enum HubKey {
-    Idle {
-        gradient: Vec<f32>,
-        parameters: Vec<f32>,
-    },
-    Underway(Handle<Vec<f32>, Vec<f32>>),
-    /// Only while it changes from one to the other.
-    Moving,
-}
-
-enum FactorState {
-    Idle(Vec<f32>, Option<Vec<f32>>),
-    Underway(Receiver<Result<Outputs, SyncError>>),
-    Moving,
 }
 
 impl Player {
     fn join(part: Part, rank: u32, at: Meeting) -> anyhow::Result<Player> {
         let membership = Membership { url: at.url, namespace: at.job.namespace, nonce: at.job.nonce, rank };
-        let settings = part.settings()?;
-        let meeting = (settings.scheme != SchemeChoice::default())
-            .then(|| paramhub_syncer::Meeting::listen(&membership, Ports::ANY))
-            .transpose()?;
-        let peer_address = meeting.as_ref().map(paramhub_syncer::Meeting::address);
-        let options = Options { transport: crate::Transport::Tcp, peer_address, ..Default::default() };
-        let member = Member::connect_with(membership, options)?;
-        let peers = Peers::of(&member);
-        let job = member.init(settings)?;
-        let opened = match meeting {
-            Some(meeting) => open_factors(&job, meeting, &peers, &Registry::with_builtins(), 1)?,
-            None => None,
-        };
-        let (factors, planned) =
-            opened.map_or((None, Vec::new()), |(factors, planned)| (Some(factors), planned));
-        let mut layers = Vec::with_capacity(part.layers.len());
+        let options = Options { transport: crate::Transport::Tcp, ..Default::default() };
+        let registry = Registry::with_builtins();
+        let mut syncers = Syncers::join(membership, options, part.settings()?, &registry, 1)?;
+        let elements = |key: u32| part.spec.keys.keys()[key as usize].elements().unwrap_or(0) as usize;
+        let numbers =
+            |seed: usize, count: usize| (0..count).map(|at| numbers::small(rank, seed, at)).collect();
+        let mut memory = Vec::with_capacity(part.layers.len());
         for layer in &part.layers {
-            let number = planned.iter().position(|planned| layer.keys[0] == planned.weight);
-            layers.push(match (number, layer.fully_connected) {
-                (Some(number), Some([outputs, inputs])) => {
-                    let samples = part.samples as usize;
-                    let fill = |count: u64, seed: usize| {
-                        (0..count as usize * samples).map(|at| numbers::small(rank, seed, at)).collect()
-                    };
-                    let bias = (layer.keys.len() > 1).then(|| vec![0.0; outputs as usize]);
-                    let weight = vec![0.0; (outputs * inputs) as usize];
-                    let exchange = factors.as_ref().expect("planned layers are opened");
-                    exchange.initialise(number, &weight, bias.as_deref().unwrap_or(&[]), 0)?;
-                    Layer::Factors {
-                        number,
-                        inputs: fill(inputs, 1),
-                        output_gradients: fill(outputs, 2),
-                        state: FactorState::Idle(weight, bias),
-                    }
+            let mut parameters: Vec<Vec<f32>> =
+                layer.keys.iter().map(|&key| vec![0.0; elements(key)]).collect();
+            for (&key, parameters) in layer.keys.iter().zip(&mut parameters) {
+                syncers.begin(key, parameters)?;
+            }
+            let number = syncers.of_key(layer.keys[0]);
+            let update = match layer.fully_connected.filter(|_| syncers.takes_factors(number)) {
+                Some([outputs, inputs]) => Update::Factors {
+                    inputs: numbers(1, (inputs * part.samples) as usize),
+                    output_gradients: numbers(2, (outputs * part.samples) as usize),
+                },
+                None => {
+                    let of_key = |&key: &u32| numbers(key as usize, elements(key));
+                    Update::Gradients(layer.keys.iter().map(of_key).collect())
                 }
-                _ => Layer::Hub(layer.keys.iter().map(|&key| HubKey::new(&job, key)).collect()),
-            });
+            };
+            memory.push(Memory { number, update, parameters });
         }
-        if job.settings().has_parameters() {
-            let mut zeros: Vec<Vec<f32>> = part
-                .spec
-                .keys
-                .keys()
-                .iter()
-                .map(|key| vec![0.0; key.elements().unwrap_or(0) as usize])
-                .collect();
-            job.broadcast(&mut zeros, 0)?;
-        }
-        Ok(Player { part, job, factors, layers })
+        Ok(Player { part, syncers, memory })
     }
 
     fn turn(&mut self, start: Duration) -> anyhow::Result<Played> {
@@ -182,7 +147,7 @@ impl Player {
             }
         }
         let seconds = (clock.now - led_in).as_secs_f64() / f64::from(self.part.steps);
-        for layer in 0..self.layers.len() {
+        for layer in 0..self.memory.len() {
             self.receive(layer)?;
         }
         let after = usage::network_bytes();
@@ -197,7 +162,7 @@ impl Player {
 
     /// Forward, each layer as soon as its parameters are there, and backward (algorithm 2).
     fn step(&mut self, clock: &mut Clock) -> anyhow::Result<()> {
-        let count = self.layers.len();
+        let count = self.memory.len();
         if self.part.system == System::Sequential {
             for layer in 0..count {
                 self.receive(layer)?;
@@ -224,29 +189,17 @@ impl Player {
         Ok(())
     }
 
-    /// Sends a layer's gradient or its factors.
+    /// Sends a layer's gradients or its factors.
     fn send(&mut self, layer: usize) -> anyhow::Result<()> {
-        match &mut self.layers[layer] {
-            Layer::Hub(keys) => {
-                for (key, &number) in keys.iter_mut().zip(&self.part.layers[layer].keys) {
-                    let HubKey::Idle { gradient, parameters } = std::mem::replace(key, HubKey::Moving) else {
-                        bail!("key {number} is pushed twice")
-                    };
-                    *key = HubKey::Underway(self.job.push_pull(number, gradient, parameters)?);
+        let Memory { number, update, .. } = &mut self.memory[layer];
+        match update {
+            Update::Gradients(gradients) => {
+                for (&key, gradient) in self.part.layers[layer].keys.iter().zip(gradients) {
+                    self.syncers.send(key, std::mem::take(gradient))?;
                 }
             }
-            Layer::Factors { number, inputs, output_gradients, state } => {
-                let FactorState::Idle(weight, bias) = std::mem::replace(state, FactorState::Moving) else {
-                    bail!("layer {layer} is pushed twice")
-                };
-                let outputs =
-                    Outputs { weight: ReceiveRegion::owned(weight), bias: bias.map(ReceiveRegion::owned) };
-                let (tell, told) = sync_channel(1);
-                let exchange = self.factors.as_ref().context("a layer without its exchange")?;
-                let factors = LayerFactors::of_f32(inputs, output_gradients);
-                // Nobody waits any more if the turn has failed.
-                exchange.push(*number, factors, outputs, move |outcome| drop(tell.send(outcome)))?;
-                *state = FactorState::Underway(told);
+            Update::Factors { inputs, output_gradients } => {
+                self.syncers.send_factors(*number, LayerFactors::of_f32(inputs, output_gradients))?;
             }
         }
         Ok(())
@@ -254,44 +207,17 @@ impl Player {
 
     /// Waits for a layer's parameters; says whether they were under way.
     fn receive(&mut self, layer: usize) -> anyhow::Result<bool> {
-        match &mut self.layers[layer] {
-            Layer::Hub(keys) => {
-                let mut waited = false;
-                for key in keys {
-                    *key = match std::mem::replace(key, HubKey::Moving) {
-                        HubKey::Underway(handle) => {
-                            waited = true;
-                            let (gradient, parameters) = handle.wait()?;
-                            HubKey::Idle { gradient, parameters }
-                        }
-                        idle => idle,
-                    };
-                }
-                Ok(waited)
-            }
-            Layer::Factors { state, .. } => {
-                let FactorState::Underway(told) = state else { return Ok(false) };
-                let outputs = told.recv().context("an exchange of factors ended without an answer")??;
-                let memory = |region: ReceiveRegion| region.into_owned().expect("it was given as a vector");
-                *state = FactorState::Idle(memory(outputs.weight), outputs.bias.map(memory));
-                Ok(true)
+        let Memory { number, update, parameters } = &mut self.memory[layer];
+        if !self.syncers.receive(*number)? {
+            return Ok(false);
+        }
+        for (place, &key) in self.part.layers[layer].keys.iter().enumerate() {
+            let gradient = self.syncers.move_out(key, &mut parameters[place]);
+            if let Update::Gradients(gradients) = update {
+                gradients[place] = gradient;
             }
         }
-    }
-
-    fn leave(self) -> anyhow::Result<()> {
-        if let Some(factors) = &self.factors {
-            factors.leave(Options::default().leave_timeout)?;
-        }
-        Ok(self.job.leave()?)
-    }
-}
-
-impl HubKey {
-    fn new(job: &Job, key: u32) -> HubKey {
-        let elements = job.settings().keys.keys()[key as usize].elements().unwrap_or(0) as usize;
-        let gradient = (0..elements).map(|at| numbers::small(job.rank(), key as usize, at)).collect();
-        HubKey::Idle { gradient, parameters: vec![0.0; elements] }
+        Ok(true)
     }
 }
 

@@ -1,0 +1,134 @@
+//! Which layers of an iteration are synchronised, and what waiting for the others cost (Poseidon section 4.1).
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The completion vector: an entry a syncer, set when nothing of its layer is under way. Beside it, the time in which anything
+/// was under way, and the part of it that whoever computes spent waiting.
+///
+/// A job's own clock starts when its I/O thread takes a request up, which on a busy machine is long after the push.
+#[derive(Debug)]
+pub(crate) struct CompletionVector {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Of each layer, how much of it is under way.
+    under_way: Vec<u32>,
+    /// Of all of them.
+    total: u64,
+    /// When the first of `total` left; none while nothing is under way.
+    since: Option<Instant>,
+    /// When last nothing was under way any more.
+    ended: Option<Instant>,
+    in_flight: Duration,
+    waits_since: Option<Instant>,
+    exposed: Duration,
+}
+
+impl CompletionVector {
+    pub(crate) fn new(layers: usize) -> Self {
+        CompletionVector { state: Mutex::new(State { under_way: vec![0; layers], ..State::default() }) }
+    }
+
+    /// Something of a layer leaves.
+    pub(crate) fn begin(&self, layer: usize) {
+        let mut state = self.state();
+        state.under_way[layer] += 1;
+        state.total += 1;
+        state.since.get_or_insert_with(Instant::now);
+    }
+
+    /// Its answer has come, or will not.
+    pub(crate) fn end(&self, layer: usize) {
+        let mut state = self.state();
+        state.under_way[layer] -= 1;
+        state.total -= 1;
+        if state.total == 0 {
+            let since = state.since.take().expect("set by the first of them");
+            let now = Instant::now();
+            state.in_flight += now - since;
+            state.ended = Some(now);
+        }
+    }
+
+    /// A layer's entry.
+    pub(crate) fn is_complete(&self, layer: usize) -> bool {
+        self.state().under_way[layer] == 0
+    }
+
+    /// Runs `wait` and counts the time until it returns or nothing is under way any more: what is waited after the last
+    /// arrival, for a processor to run on, is no part of the exchange.
+    pub(crate) fn waiting<R>(&self, wait: impl FnOnce() -> R) -> R {
+        {
+            let mut state = self.state();
+            state.waits_since = state.since.map(|_| Instant::now());
+        }
+        let result = wait();
+        let mut state = self.state();
+        if let Some(waits_since) = state.waits_since.take() {
+            let until = if state.since.is_some() { Some(Instant::now()) } else { state.ended };
+            state.exposed +=
+                until.map_or(Duration::ZERO, |until| until.saturating_duration_since(waits_since));
+        }
+        result
+    }
+
+    /// The time in which anything was under way, and the part of it that was waited.
+    pub(crate) fn times(&self) -> (Duration, Duration) {
+        let state = self.state();
+        (state.in_flight + state.since.map_or(Duration::ZERO, |since| since.elapsed()), state.exposed)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread::sleep;
+
+    use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(30);
+
+    #[test]
+    fn an_entry_is_set_while_nothing_of_its_layer_is_under_way() {
+        let completion = CompletionVector::new(3);
+        completion.begin(1);
+        completion.begin(1);
+        completion.begin(2);
+        completion.end(1);
+        assert_eq!([0, 1, 2].map(|layer| completion.is_complete(layer)), [true, false, false]);
+        completion.end(1);
+        assert_eq!([0, 1, 2].map(|layer| completion.is_complete(layer)), [true, true, false]);
+    }
+
+    #[test]
+    fn what_passes_while_the_trainer_computes_is_hidden_and_what_it_waits_for_is_exposed() {
+        let completion = CompletionVector::new(2);
+        completion.waiting(|| sleep(PAUSE));
+        assert_eq!(completion.times(), (Duration::ZERO, Duration::ZERO), "nothing was under way");
+        completion.begin(0);
+        completion.begin(1);
+        // Computing.
+        sleep(PAUSE);
+        completion.end(0);
+        let in_flight = completion.waiting(|| {
+            sleep(PAUSE);
+            completion.end(1);
+            let (in_flight, _) = completion.times();
+            // Arrived, but the waiter gets no processor.
+            sleep(PAUSE);
+            in_flight
+        });
+        let (still, exposed) = completion.times();
+        assert_eq!(still, in_flight, "nothing is under way any more");
+        assert!(
+            exposed >= PAUSE && in_flight >= exposed + PAUSE,
+            "{in_flight:?} in flight, {exposed:?} exposed"
+        );
+    }
+}
