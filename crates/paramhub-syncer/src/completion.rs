@@ -1,6 +1,6 @@
 //! Which layers of an iteration are synchronised, and what waiting for the others cost (Poseidon section 4.1).
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The completion vector: an entry a syncer, set when nothing of its layer is under way. Beside it, the time in which anything
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(crate) struct CompletionVector {
     state: Mutex<State>,
+    is_set: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -29,7 +30,8 @@ struct State {
 
 impl CompletionVector {
     pub(crate) fn new(layers: usize) -> Self {
-        CompletionVector { state: Mutex::new(State { under_way: vec![0; layers], ..State::default() }) }
+        let state = State { under_way: vec![0; layers], ..State::default() };
+        CompletionVector { state: Mutex::new(state), is_set: Condvar::new() }
     }
 
     /// Something of a layer leaves.
@@ -45,6 +47,9 @@ impl CompletionVector {
         let mut state = self.state();
         state.under_way[layer] -= 1;
         state.total -= 1;
+        if state.under_way[layer] == 0 {
+            self.is_set.notify_all();
+        }
         if state.total == 0 {
             let since = state.since.take().expect("set by the first of them");
             let now = Instant::now();
@@ -56,6 +61,13 @@ impl CompletionVector {
     /// A layer's entry.
     pub(crate) fn is_complete(&self, layer: usize) -> bool {
         self.state().under_way[layer] == 0
+    }
+
+    /// Waits until a layer's entry is set. What has arrived may be seen a moment before.
+    pub(crate) fn wait(&self, layer: usize) {
+        let state = self.state();
+        let set = self.is_set.wait_while(state, |state| state.under_way[layer] > 0);
+        drop(set.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Runs `wait` and counts the time until it returns or nothing is under way any more: what is waited after the last

@@ -53,6 +53,8 @@ enum KeyState {
     Fresh,
     Idle,
     UnderWay(Handle<Vec<f32>, Vec<f32>>),
+    /// With the rest of its layer.
+    UnderWayByFactors,
     Arrived,
 }
 
@@ -146,6 +148,7 @@ impl Syncer {
                 "got factors without having moved the parameters that they belong to",
             ));
         }
+        let sizes: Vec<usize> = self.keys.iter().map(|key| key.parameters.len()).collect();
         let mut regions =
             self.keys.iter_mut().map(|key| ReceiveRegion::owned(std::mem::take(&mut key.parameters)));
         let weight = regions.next().expect("a layer has a weight");
@@ -158,21 +161,28 @@ impl Syncer {
             // A run that has ended needs no parameters.
             let _ = tell.send(outcome);
         });
-        pushed.inspect_err(|_| client.completion.end(self.number))?;
+        if let Err(refused) = pushed {
+            client.completion.end(self.number);
+            // What it was lent is gone with the refusal.
+            self.keys.iter_mut().zip(sizes).for_each(|(key, size)| key.parameters = vec![0.0; size]);
+            return Err(refused);
+        }
+        self.keys.iter_mut().for_each(|key| key.state = KeyState::UnderWayByFactors);
         *under_way = Some(told);
         Ok(())
     }
 
     /// Receive: waits for everything that is under way of the layer. Says whether there was something.
     pub(crate) fn receive(&mut self, client: &Client<'_>) -> Result<bool, SyncError> {
-        let Syncer { way, keys, .. } = self;
+        let Syncer { number, way, keys } = self;
         match way {
             Way::Hub => {
-                let mut waited = false;
-                for key in keys {
-                    waited |= client.completion.waiting(|| key.receive())?;
-                }
-                Ok(waited)
+                let was_under_way = keys.iter().any(|key| matches!(key.state, KeyState::UnderWay(_)));
+                client.completion.waiting(|| {
+                    keys.iter_mut().try_for_each(KeyMemory::receive)?;
+                    client.completion.wait(*number);
+                    Ok(was_under_way)
+                })
             }
             Way::Factors { under_way, .. } => {
                 let Some(told) = under_way.take() else { return Ok(false) };
@@ -225,17 +235,12 @@ impl KeyMemory {
         Ok(())
     }
 
-    fn receive(&mut self) -> Result<bool, SyncError> {
+    fn receive(&mut self) -> Result<(), SyncError> {
         match std::mem::replace(&mut self.state, KeyState::Arrived) {
-            KeyState::UnderWay(handle) => {
-                (self.gradient, self.parameters) = handle.wait()?;
-                Ok(true)
-            }
-            settled => {
-                self.state = settled;
-                Ok(false)
-            }
+            KeyState::UnderWay(handle) => (self.gradient, self.parameters) = handle.wait()?,
+            settled => self.state = settled,
         }
+        Ok(())
     }
 }
 

@@ -19,6 +19,7 @@ mod sites;
 mod state;
 mod stragglers;
 mod streams;
+mod syncers;
 mod tenants;
 
 use paramhub_worker::Transport;

@@ -1,0 +1,189 @@
+//! Layers that go by factors and layers that go through a hub, in one job and one training loop.
+
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
+use paramhub_core::settings::Settings;
+use paramhub_kernels::{Hyperparameters, Registry};
+use paramhub_syncer::{LayerFactors, Syncers};
+use paramhub_worker::Options;
+
+use crate::cluster::{Cluster, Ticket, gradient, sgd};
+
+const RANKS: u32 = 3;
+/// M, N and K of the fully connected layer.
+const SHAPE: [usize; 3] = [96, 64, 2];
+/// The positions of the keys, beside that of a key in no layer, 0.
+const WEIGHT: u32 = 1;
+const BIAS: u32 = 2;
+const WHOLE: u32 = 3;
+
+/// A key in no layer, a layer by factors with a bias, and one that could go so, but is to go through the hub.
+fn settings() -> Settings {
+    let [outputs, inputs, samples] = SHAPE.map(|size| size as u64);
+    let keys = vec![
+        Key::new("conv", [5000]),
+        Key::new("fc.weight", [outputs, inputs]),
+        Key::new("fc.bias", [outputs]),
+        Key::new("whole.weight", [outputs, inputs]),
+    ];
+    let whole = LayerSettings::fully_connected("whole", [WHOLE], [outputs, inputs, samples]);
+    let layers = vec![
+        LayerSettings::fully_connected("fc", [WEIGHT, BIAS], [outputs, inputs, samples]),
+        whole.by(SchemeChoice::Only(Scheme::Hub)),
+    ];
+    let scheme = SchemeChoice::Auto;
+    Settings { layers, scheme, optimizer: sgd(0.1, 0.5), ..Settings::new(KeyTable::new(keys).unwrap()) }
+}
+
+/// Joins as every rank at once.
+fn as_every_rank<T: Send>(ticket: &Ticket, work: impl Fn(Syncers) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..RANKS)
+            .map(|rank| {
+                let work = &work;
+                scope.spawn(move || {
+                    let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+                    let options = Options { transport, ..Default::default() };
+                    let registry = Registry::with_builtins();
+                    work(Syncers::join(ticket.membership(rank), options, settings(), &registry, 1).unwrap())
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn elements(key: u32) -> usize {
+    settings().keys.keys()[key as usize].elements().unwrap() as usize
+}
+
+/// Inputs and output gradients of one rank's samples in a step.
+fn factors(rank: u32, step: u32) -> [Vec<f32>; 2] {
+    let [outputs, inputs, samples] = SHAPE;
+    [(100, inputs), (101, outputs)].map(|(seed, width)| gradient(rank, seed, step, samples * width))
+}
+
+/// One rank's gradient of any key, multiplied out for those of the layer that goes by factors.
+fn dense(rank: u32, key: u32, step: u32) -> Vec<f32> {
+    let [outputs, inputs, samples] = SHAPE;
+    let [x, dy] = factors(rank, step);
+    match key {
+        WEIGHT => (0..outputs * inputs)
+            .map(|at| (0..samples).map(|k| dy[k * outputs + at / inputs] * x[k * inputs + at % inputs]).sum())
+            .collect(),
+        BIAS => (0..outputs).map(|row| (0..samples).map(|k| dy[k * outputs + row]).sum()).collect(),
+        _ => gradient(rank, key, step, elements(key)),
+    }
+}
+
+#[test]
+fn layers_by_factors_and_through_the_hub_learn_as_one() {
+    const STEPS: u32 = 5;
+    /// From here on the learning rate is another one.
+    const SLOWER: u32 = 3;
+    let slower = Hyperparameters { learning_rate: 0.01, momentum: 0.5, ..Default::default() };
+
+    let cluster = Cluster::new(2);
+    let learnt = as_every_rank(&cluster.job("mixed", RANKS), |mut syncers| {
+        let rank = syncers.job().rank();
+        assert_eq!(syncers.len(), 3, "two layers and the key in none");
+        assert_eq!(syncers.of_key(WEIGHT), syncers.of_key(BIAS));
+        let by_factors = syncers.of_key(WEIGHT);
+        assert!((0..3).all(|layer| syncers.takes_factors(layer) == (layer == by_factors)));
+        // Rank 0's count.
+        let mut model: Vec<Vec<f32>> = (0..4).map(|key| vec![rank as f32; elements(key)]).collect();
+        for (key, parameters) in (0..).zip(&mut model) {
+            assert!(!syncers.has_begun(key));
+            syncers.begin(key, parameters).unwrap();
+            assert!(syncers.has_begun(key) && parameters.iter().all(|&value| value == 0.0));
+        }
+        for step in 0..STEPS {
+            if step == SLOWER {
+                syncers.set_hyperparameters(0, step, &slower).unwrap();
+            }
+            syncers.send(WHOLE, dense(rank, WHOLE, step)).unwrap();
+            let [x, dy] = factors(rank, step);
+            syncers.send_factors(by_factors, LayerFactors::of_f32(&x, &dy)).unwrap();
+            syncers.send(0, dense(rank, 0, step)).unwrap();
+            syncers.wait().unwrap();
+            assert!((0..3).all(|layer| syncers.is_complete(layer)));
+            for (key, parameters) in (0..).zip(&mut model) {
+                let gradient = syncers.move_out(key, parameters);
+                let lent = if [WEIGHT, BIAS].contains(&key) { 0 } else { elements(key) };
+                assert_eq!(gradient.len(), lent, "the memory of the gradient comes back");
+            }
+        }
+        let statistics = syncers.statistics();
+        assert!(statistics.bytes_sent > 0 && statistics.exposed <= statistics.in_flight, "{statistics:?}");
+        syncers.leave().unwrap();
+        model
+    });
+
+    let mut expected: Vec<Vec<f64>> = (0..4).map(|key| vec![0.0; elements(key)]).collect();
+    for (key, parameters) in (0..).zip(&mut expected) {
+        let mut momentum = vec![0.0; parameters.len()];
+        for step in 0..STEPS {
+            let rate = if step < SLOWER { 0.1 } else { 0.01 };
+            let of_ranks: Vec<Vec<f32>> = (0..RANKS).map(|rank| dense(rank, key, step)).collect();
+            for (at, parameter) in parameters.iter_mut().enumerate() {
+                let mean = of_ranks.iter().map(|rank| f64::from(rank[at])).sum::<f64>() / f64::from(RANKS);
+                momentum[at] = if step == 0 { mean } else { 0.5 * momentum[at] + mean };
+                *parameter -= rate * momentum[at];
+            }
+        }
+    }
+    for model in &learnt {
+        assert!(model == &learnt[0], "all ranks have the same bits");
+        for (key, (parameters, expected)) in model.iter().zip(&expected).enumerate() {
+            let wrong = parameters
+                .iter()
+                .zip(expected)
+                .position(|(&is, &should)| (f64::from(is) - should).abs() > 1e-5 * should.abs().max(1.0));
+            assert_eq!(wrong, None, "key {key}");
+        }
+    }
+}
+
+#[test]
+fn a_loop_out_of_order_is_told_and_may_go_on() {
+    let cluster = Cluster::new(1);
+    as_every_rank(&cluster.job("confused", RANKS), |mut syncers| {
+        let rank = syncers.job().rank();
+        let (by_factors, whole) = (syncers.of_key(WEIGHT), syncers.of_key(WHOLE));
+        let [x, dy] = factors(rank, 0);
+        let of_layer = LayerFactors::of_f32(&x, &dy);
+        let early = syncers.send(WHOLE, dense(rank, WHOLE, 0)).unwrap_err().to_string();
+        assert!(early.contains("whole.weight") && early.contains("without having moved"), "{early}");
+        let early = syncers.send_factors(by_factors, of_layer).unwrap_err().to_string();
+        assert!(early.contains("fc.weight") && early.contains("without having moved"), "{early}");
+
+        let mut model: Vec<Vec<f32>> = (0..4).map(|key| vec![0.0; elements(key)]).collect();
+        (0..).zip(&mut model).for_each(|(key, parameters)| syncers.begin(key, parameters).unwrap());
+        let wrong = syncers.send(WEIGHT, dense(rank, WEIGHT, 0)).unwrap_err().to_string();
+        assert!(wrong.contains("goes by its factors, and a gradient came"), "{wrong}");
+        let wrong = syncers.send_factors(whole, of_layer).unwrap_err().to_string();
+        assert!(wrong.contains("does not go by its factors, and factors came"), "{wrong}");
+
+        let short = syncers.send_factors(by_factors, LayerFactors::of_f32(&x[1..], &dy)).unwrap_err();
+        assert!(short.to_string().contains("takes rows of 64 inputs"), "{short}");
+
+        syncers.send(WHOLE, dense(rank, WHOLE, 0)).unwrap();
+        syncers.send_factors(by_factors, of_layer).unwrap();
+        let twice = syncers.send(WHOLE, dense(rank, WHOLE, 1)).unwrap_err().to_string();
+        assert!(twice.contains("without having moved"), "{twice}");
+        let twice = syncers.send_factors(by_factors, of_layer).unwrap_err().to_string();
+        assert!(twice.contains("without having moved"), "{twice}");
+        assert!(syncers.receive(whole).unwrap() && syncers.receive(by_factors).unwrap());
+        assert!(!syncers.receive(whole).unwrap(), "nothing is under way any more");
+        // Received, but not moved out.
+        let behind = syncers.send(WHOLE, dense(rank, WHOLE, 1)).unwrap_err().to_string();
+        assert!(behind.contains("without having moved"), "{behind}");
+        for (key, parameters) in (0..).zip(&mut model) {
+            syncers.move_out(key, parameters);
+        }
+        assert!(model[WHOLE as usize].iter().any(|&parameter| parameter != 0.0));
+        syncers.send(WHOLE, dense(rank, WHOLE, 1)).unwrap();
+        syncers.wait().unwrap();
+        syncers.leave().unwrap();
+    });
+}
