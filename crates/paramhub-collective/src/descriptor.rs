@@ -63,7 +63,7 @@ pub(crate) struct Descriptor {
     pub(crate) root: u32,
     /// In all.
     pub(crate) bytes: u64,
-    /// A digest of the ranks' lengths, of those where they may differ.
+    /// A digest of the ranks' lengths, of those where they may differ, and of their hosts where these matter.
     pub(crate) lengths: u64,
 }
 
@@ -73,14 +73,19 @@ impl Descriptor {
     }
 
     pub(crate) fn with_lengths(self, lengths: impl Iterator<Item = usize>) -> Self {
-        // FNV-1a over whole lengths: it finds mistakes, nobody attacks it.
         let mut digest = 0xcbf2_9ce4_8422_2325_u64;
         let mut bytes = 0_u64;
         for length in lengths {
             bytes += length as u64;
-            digest = (digest ^ length as u64).wrapping_mul(0x0000_0100_0000_01b3);
+            digest = digested(digest, length as u64);
         }
         Descriptor { bytes, lengths: digest, ..self }
+    }
+
+    /// After the lengths: where they come from counts as well.
+    pub(crate) fn with_hosts(self, hosts: &[u32]) -> Self {
+        let lengths = hosts.iter().fold(self.lengths, |digest, &host| digested(digest, host.into()));
+        Descriptor { lengths, ..self }
     }
 
     pub(crate) fn encode(&self) -> [u8; DESCRIPTOR_BYTES] {
@@ -110,6 +115,11 @@ impl Descriptor {
             lengths: number(16),
         })
     }
+}
+
+/// FNV-1a over whole numbers: it finds mistakes, nobody attacks it.
+const fn digested(digest: u64, number: u64) -> u64 {
+    (digest ^ number).wrapping_mul(0x0000_0100_0000_01b3)
 }
 
 impl fmt::Display for Descriptor {

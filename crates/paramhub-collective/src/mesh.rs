@@ -203,13 +203,38 @@ impl Mesh {
         input: Option<SendRegion>,
         outputs: Vec<ReceiveRegion>,
     ) -> Result<Handle, MeshError> {
+        self.allgather_as(|descriptor| descriptor, schedule::allgather, input, outputs)
+    }
+
+    /// The same where several ranks share a host, of which `hosts` tells for each rank: a block crosses to another host once and
+    /// is passed on there, so that links carry it once for all ranks of a host. All ranks name the same hosts, by any numbers.
+    pub fn allgather_between_hosts(
+        &self,
+        input: Option<SendRegion>,
+        outputs: Vec<ReceiveRegion>,
+        hosts: &[u32],
+    ) -> Result<Handle, MeshError> {
+        self.check_count(&What::Collective(Descriptor::new(Collective::AllGather)), "hosts", hosts.len())?;
+        let schedule = |rank, lengths: &[usize], has_input| {
+            schedule::allgather_between_hosts(rank, hosts, lengths, has_input)
+        };
+        self.allgather_as(|descriptor| descriptor.with_hosts(hosts), schedule, input, outputs)
+    }
+
+    fn allgather_as(
+        &self,
+        describe: impl FnOnce(Descriptor) -> Descriptor,
+        schedule: impl FnOnce(u32, &[usize], bool) -> Schedule,
+        input: Option<SendRegion>,
+        outputs: Vec<ReceiveRegion>,
+    ) -> Result<Handle, MeshError> {
         let lengths: Vec<usize> = outputs.iter().map(|region| region.bytes().len()).collect();
         let descriptor = Descriptor::new(Collective::AllGather).with_lengths(lengths.iter().copied());
-        let what = What::Collective(descriptor);
+        let what = What::Collective(describe(descriptor));
         self.check_count(&what, "outputs", lengths.len())?;
         let own = lengths[self.rank() as usize];
         self.check_same(&what, input.as_ref().map(|input| input.bytes().len()), own)?;
-        let schedule = schedule::allgather(self.rank(), &lengths, input.is_some());
+        let schedule = schedule(self.rank(), &lengths, input.is_some());
         let buffers = outputs.into_iter().map(Buffer::Receive).chain(input.map(Buffer::Send)).collect();
         self.issue(what, buffers, schedule)
     }

@@ -30,22 +30,26 @@ pub struct FactorConfig {
     pub hyperparameters: Vec<Hyperparameters>,
     /// Threads that multiply; by default as many as there are processors.
     pub threads: usize,
+    /// Of each rank, which host it is on, by any numbers that all ranks agree on: factors cross to another host once and are
+    /// passed on there. By default each is on one of its own.
+    pub hosts: Vec<u32>,
 }
 
 impl FactorConfig {
     /// With one group and a thread for each processor.
     pub fn new(mesh: Mesh, optimizer: Arc<dyn Optimizer>, hyperparameters: Hyperparameters) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        FactorConfig { mesh, optimizer, hyperparameters: vec![hyperparameters], threads }
+        let hosts = (0..mesh.size()).collect();
+        FactorConfig { mesh, optimizer, hyperparameters: vec![hyperparameters], threads, hosts }
     }
 }
 
 /// What has been exchanged since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FactorStatistics {
-    /// Bytes of factors that left for all peers together.
+    /// Bytes of factors that left: for the peers on this host, one on each other host, and those of others that were passed on.
     pub bytes_sent: u64,
-    /// And that came from them.
+    /// And that came, of every peer's.
     pub bytes_received: u64,
     /// Time spent multiplying and updating, of all layers together.
     pub rebuilding: Duration,
@@ -64,6 +68,7 @@ struct Inner {
     rank: u32,
     workers: u32,
     mesh: Mesh,
+    hosts: Vec<u32>,
     optimizer: Arc<dyn Optimizer>,
     /// Of each group. Rank 0's count.
     schedules: Mutex<Vec<Schedule>>,
@@ -71,6 +76,7 @@ struct Inner {
     states: Vec<Mutex<State>>,
     pool: ThreadPool,
     failure: OnceLock<SyncError>,
+    /// Of this rank's messages, each once.
     bytes: AtomicU64,
     rebuilding_ns: AtomicU64,
     updates: AtomicU64,
@@ -98,7 +104,7 @@ impl FactorExchange {
     /// If a layer has no elements or too many, the optimizer cannot run on parts of a layer, threads cannot be started, or the
     /// ranks' processors round differently.
     pub fn new(config: FactorConfig, layers: Vec<FactorLayer>) -> Result<FactorExchange, SyncError> {
-        let FactorConfig { mesh, optimizer, hyperparameters, threads } = config;
+        let FactorConfig { mesh, optimizer, hyperparameters, threads, hosts } = config;
         let (rank, workers) = (mesh.rank(), mesh.size());
         layers.iter().try_for_each(|layer| check_layer(rank, workers, layer, hyperparameters.len()))?;
         if let (true, Some(layer)) = (optimizer.needs_whole_chunks(), layers.first()) {
@@ -118,6 +124,7 @@ impl FactorExchange {
             rank,
             workers,
             mesh,
+            hosts,
             optimizer,
             schedules: Mutex::new(schedules),
             layers,
@@ -251,7 +258,7 @@ impl FactorExchange {
             .messages
             .iter()
             .map(|home| ReceiveRegion::owned(home.lend().expect("messages are home between steps")));
-        let handle = inner.mesh.allgather(None, regions.collect())?;
+        let handle = inner.mesh.allgather_between_hosts(None, regions.collect(), &inner.hosts)?;
         state.is_under_way = true;
         drop(state);
         let (inner, done): (_, Done) = (Arc::clone(inner), Box::new(done));
@@ -269,8 +276,8 @@ impl FactorExchange {
         // Messages of a layer are equally long at all ranks.
         let bytes = inner.bytes.load(Ordering::Relaxed);
         FactorStatistics {
-            bytes_sent: bytes,
-            bytes_received: bytes,
+            bytes_sent: bytes * copies_sent(inner.rank, &inner.hosts),
+            bytes_received: bytes * u64::from(inner.workers - 1),
             rebuilding: Duration::from_nanos(inner.rebuilding_ns.load(Ordering::Relaxed)),
             updates: inner.updates.load(Ordering::Relaxed),
         }
@@ -420,7 +427,7 @@ impl Inner {
         *step += 1;
         *is_under_way = false;
         let bytes = message::bytes(spec).expect("counted when the layer was made") as u64;
-        self.bytes.fetch_add(bytes * u64::from(self.workers - 1), Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.updates.fetch_add(1, Ordering::Relaxed);
         let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.rebuilding_ns.fetch_add(took, Ordering::Relaxed);
@@ -476,6 +483,19 @@ fn check_layer(rank: u32, workers: u32, layer: &FactorLayer, groups: usize) -> R
         return Ok(());
     };
     Err(misplaced(rank, layer, reason))
+}
+
+/// How many messages a rank sends for each of its own, with those that it passes on to the others of its host.
+fn copies_sent(rank: u32, hosts: &[u32]) -> u64 {
+    let here = hosts[rank as usize];
+    let on_host: Vec<usize> = (0..hosts.len()).filter(|&peer| hosts[peer] == here).collect();
+    let seat = on_host.iter().position(|&peer| peer == rank as usize).expect("a rank is on its host");
+    let mut others: Vec<u32> = hosts.iter().copied().filter(|&host| host != here).collect();
+    let passed_on =
+        (0..hosts.len()).filter(|&peer| hosts[peer] != here && peer % on_host.len() == seat).count();
+    others.sort_unstable();
+    others.dedup();
+    ((1 + passed_on) * (on_host.len() - 1) + others.len()) as u64
 }
 
 /// The first peer whose numbers are not this rank's.

@@ -31,7 +31,8 @@ pub fn open_factors(
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("checked with the settings");
     let hyperparameters = settings.optimizer.of_groups(optimizer.defaults());
     let mesh = meeting.join(peers, "factors")?;
-    let config = FactorConfig { mesh, optimizer, hyperparameters, threads };
+    let hosts = job.book().roster.workers.iter().map(|worker| worker.machine).collect();
+    let config = FactorConfig { mesh, optimizer, hyperparameters, threads, hosts };
     let layers = planned.iter().map(|planned| planned.layer.clone()).collect();
     Ok(Some((FactorExchange::new(config, layers)?, planned)))
 }

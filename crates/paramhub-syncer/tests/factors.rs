@@ -14,7 +14,7 @@ use paramhub_transport::ReceiveRegion;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs `work` at every rank of a mesh, each on a thread of its own.
+/// Runs `work` at every rank of a mesh, each on a thread of its own and as if on a host of its own.
 fn at_ranks<T: Send>(
     workers: usize,
     layers: &[FactorLayer],
@@ -22,6 +22,19 @@ fn at_ranks<T: Send>(
     hyperparameters: &[Hyperparameters],
     work: impl Fn(usize, FactorExchange) -> T + Sync,
 ) -> Vec<T> {
+    let hosts: Vec<u32> = (0..workers as u32).collect();
+    at_ranks_of(&hosts, layers, optimizer, hyperparameters, work)
+}
+
+/// The same with these hosts.
+fn at_ranks_of<T: Send>(
+    hosts: &[u32],
+    layers: &[FactorLayer],
+    optimizer: &str,
+    hyperparameters: &[Hyperparameters],
+    work: impl Fn(usize, FactorExchange) -> T + Sync,
+) -> Vec<T> {
+    let workers = hosts.len();
     let listeners: Vec<_> =
         (0..workers).map(|_| MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap()).collect();
     let addresses: Vec<_> = listeners.iter().map(MeshListener::address).collect();
@@ -41,6 +54,7 @@ fn at_ranks<T: Send>(
                         optimizer,
                         hyperparameters: hyperparameters.to_vec(),
                         threads: rank + 1,
+                        hosts: hosts.to_vec(),
                     };
                     work(rank, FactorExchange::new(config, layers.to_vec()).unwrap())
                 })
@@ -186,6 +200,43 @@ fn every_rank_gets_the_dense_step_with_the_same_bits() {
             }
         }
     }
+}
+
+#[test]
+fn hosts_change_who_sends_to_whom_and_no_bit() {
+    let shape = (60, 300);
+    let layer = FactorLayer::new("fc", shape, 3).with_bias();
+    let learn = |hosts: &[u32]| {
+        at_ranks_of(
+            hosts,
+            std::slice::from_ref(&layer),
+            "mean",
+            &[Hyperparameters::default()],
+            |rank, exchanged| {
+                let mut last = Vec::new();
+                for step in 0..3 {
+                    let (inputs, gradients) = factors_of(rank, step, shape, 3);
+                    last.push(exchange(&exchanged, 0, LayerFactors::of_f32(&inputs, &gradients)).unwrap());
+                }
+                let statistics = exchanged.statistics();
+                exchanged.leave(PATIENCE).unwrap();
+                (last, statistics.bytes_sent, statistics.bytes_received)
+            },
+        )
+    };
+    let apart = learn(&[0, 1, 2, 3, 4]);
+    // Four peers, three steps.
+    let bytes = apart[0].1 / 4 / 3;
+    assert!(bytes > 0 && apart.iter().all(|rank| (rank.1, rank.2) == (12 * bytes, 12 * bytes)));
+    let together = learn(&[8, 8, 3, 3, 8]);
+    for (rank, (apart, together)) in apart.iter().zip(&together).enumerate() {
+        assert!(apart.0 == together.0, "rank {rank}: other bits");
+        assert_eq!(together.2, apart.2, "everybody gets everybody's");
+    }
+    // Ranks 0, 1 and 4: two peers and the other host; 2's is passed on by 4, 3's by 0. Ranks 2 and 3: one peer, the other host,
+    // and two of those blocks or one.
+    let copies: Vec<u64> = together.iter().map(|rank| rank.1 / 3 / bytes).collect();
+    assert_eq!(copies, [3 + 2, 3, 2 + 2, 2 + 1, 3 + 2]);
 }
 
 #[test]

@@ -95,14 +95,17 @@ fn quantised_exchanges_of_two_to_four_processes_are_exact_and_small_both_ways() 
 fn a_training_is_played_by_every_system() {
     let arguments =
         ["bench", "poseidon", "--model", "vgg19", "--scale", "1024", "--workers", "2", "--steps", "2"];
-    let more = ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors", "--json", "out.json"];
-    let ended = paramhub(arguments.into_iter().chain(more)).finish().expect_code(0);
+    let more = ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors,one-bit", "--link", "1gbit"];
+    let written = ["--json", "out.json", "--svg", "out.svg"];
+    let ended = paramhub(arguments.into_iter().chain(more).chain(written)).finish().expect_code(0);
     let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let drawn = String::from_utf8(ended.read("out.svg")).unwrap();
+    assert!(["1-bit", "Poseidon", "stalled"].iter().all(|text| drawn.contains(text)), "{drawn}");
     let compute = results["setting"]["compute_seconds"].as_f64().unwrap();
     // 32 images at 35.5 a second, divided by the scale.
     assert!((compute - 32.0 / 35.5 / 1024.0).abs() < 1e-9, "{compute}");
     let systems = results["systems"].as_array().unwrap();
-    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors"]) {
+    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors", "one-bit"]) {
         assert_eq!(row["system"], name);
         let number = |name: &str| row[name].as_f64().unwrap();
         assert!(number("seconds") >= compute && number("lowest") <= number("highest"), "{row}");
@@ -111,7 +114,12 @@ fn a_training_is_played_by_every_system() {
     let planned = |system: usize| &results["setting"]["expected"][system];
     assert_eq!(planned(1)["by_factors"].as_array().map(Vec::len), Some(0));
     assert_eq!(planned(3)["by_factors"].as_array().map(Vec::len), Some(3));
-    assert!(planned(2)["bytes_sent"].as_f64() < planned(1)["bytes_sent"].as_f64());
+    let sent = |system: usize| planned(system)["bytes_sent"].as_f64().unwrap();
+    assert!(sent(2) < sent(1) && sent(4) < sent(1));
+    // One byte takes 8 ns, and without overlap all of them are added to the computation.
+    let bound = planned(0)["seconds"].as_f64().unwrap();
+    assert!((bound - compute - 8e-9 * sent(0)).abs() < 1e-9 * sent(0), "{bound}");
+    assert!((1..5).all(|system| planned(system)["seconds"].as_f64().unwrap() < bound));
     for row in ["WFBP, hub only", "Poseidon", "speed-up", "classifier.0"] {
         assert!(ended.stdout.contains(row), "no {row} in\n{}", ended.stdout);
     }

@@ -9,6 +9,7 @@
 mod allreduce;
 mod broadcast;
 mod direct;
+mod hosts;
 mod reduce;
 #[cfg(test)]
 mod simulation;
@@ -16,6 +17,7 @@ mod simulation;
 pub(crate) use allreduce::allreduce;
 pub(crate) use broadcast::{barrier, broadcast};
 pub(crate) use direct::{all_to_all, allgather, gather, scatter};
+pub(crate) use hosts::allgather_between_hosts;
 pub(crate) use reduce::{reduce, reduce_scatter};
 
 /// Up to here an operation is bound by latency: fewer rounds count for more than fewer bytes.

@@ -215,6 +215,25 @@ proptest! {
     }
 
     #[test]
+    fn allgather_between_hosts_gives_every_block_to_every_rank(hosts in prop::collection::vec(0..4_u32, 1..9), lengths in prop::collection::vec(elements(), 9), in_place: bool, seed: u64) {
+        let size = hosts.len() as u32;
+        let lengths: Vec<usize> = lengths[..hosts.len()].iter().map(|elements| elements * WIDTH).collect();
+        let block = |rank: u32| numbers(seed ^ u64::from(rank), lengths[rank as usize] / WIDTH);
+        let schedules = (0..size).map(|rank| allgather_between_hosts(rank, &hosts, &lengths, !in_place));
+        let buffers = (0..size).map(|rank| {
+            let outputs = (0..size).map(|from| match in_place && from == rank {
+                true => block(rank),
+                false => vec![0x55; lengths[from as usize]],
+            });
+            outputs.chain((!in_place).then(|| block(rank))).collect()
+        });
+        let after = simulate(schedules.collect(), buffers.collect(), ReduceOp::Sum, dice(seed));
+        for buffers in after {
+            prop_assert!((0..size).all(|from| buffers[from as usize] == block(from)));
+        }
+    }
+
+    #[test]
     fn broadcast_reaches_everybody(size in 1..12_u32, root in 0..12_u32, bytes in prop_oneof![0..100_usize, Just(70_001), Just(3_000_001)], seed: u64) {
         let root = root % size;
         let schedules = (0..size).map(|rank| broadcast(rank, size, root, bytes)).collect();

@@ -41,6 +41,8 @@ pub struct WorkerEntry {
     pub rank: u32,
     /// Its host's name, as it told it.
     pub host: String,
+    /// Which machine it is on: machines are counted in the order of their first ranks. Those that nobody knows count as one each.
+    pub machine: u32,
 }
 
 /// A hub of a job.
@@ -58,7 +60,7 @@ pub struct HubEntry {
 impl Roster {
     /// Of a job at one site whose hubs run beside workers, as far as is known.
     pub fn beside_workers(workers: u32, hubs: &[HubShape]) -> Roster {
-        let worker = |rank| WorkerEntry { rank, host: String::new() };
+        let worker = |rank| WorkerEntry { rank, host: String::new(), machine: rank };
         let hub = |shape| HubEntry { addresses: addresses(shape), site: 0, is_beside_worker: true };
         Roster {
             workers: (0..workers).map(worker).collect(),
@@ -67,15 +69,17 @@ impl Roster {
         }
     }
 
-    /// The cluster that costs are computed for. Every rank and every hub counts as a machine of its own, a hub beside workers as
-    /// one with one of them, so that there are no more of those than workers.
+    /// The cluster that costs are computed for. Where all ranks are on one machine, whose link is idle, each counts as a machine
+    /// of its own: what would cross links is copied instead.
     pub fn cluster(&self) -> Cluster {
         let (workers, hubs) = (self.workers.len() as u32, self.hubs.len() as u32);
+        let machines = self.workers.iter().map(|worker| worker.machine + 1).max().unwrap_or(0);
+        let machines = if machines <= 1 { workers } else { machines };
         let hubs = match self.place {
-            HubPlace::BesideWorkers => hubs.min(workers),
+            HubPlace::BesideWorkers => hubs.min(machines),
             HubPlace::Dedicated { .. } | HubPlace::Sites => hubs,
         };
-        Cluster { workers, hubs, place: self.place, encoding: Encoding::F32 }
+        Cluster { workers, machines, hubs, place: self.place, encoding: Encoding::F32 }
     }
 }
 
@@ -294,6 +298,21 @@ mod tests {
         let roster = Roster::beside_workers(4, &[shape(&[("10.0.0.1:7771", 10), ("10.0.0.1:7771", 10)])]);
         let plan = Plan::new(&settings, &roster.cluster());
         Book { job: "digits".into(), roster, plan }
+    }
+
+    #[test]
+    fn ranks_of_one_machine_are_counted_together_unless_there_is_no_other() {
+        let on = |machines: &[u32]| {
+            let hubs = [shape(&[("10.0.0.1:7771", 10)]), shape(&[("10.0.0.2:7771", 10)])];
+            let mut roster = Roster::beside_workers(machines.len() as u32, &hubs);
+            roster.workers.iter_mut().zip(machines).for_each(|(worker, &machine)| worker.machine = machine);
+            let cluster = roster.cluster();
+            [cluster.workers, cluster.machines, cluster.hubs]
+        };
+        assert_eq!(on(&[0, 0, 1, 1, 0]), [5, 2, 2]);
+        assert_eq!(on(&[0, 1, 2]), [3, 3, 2]);
+        assert_eq!(on(&[0, 0, 0]), [3, 3, 2], "no link is busy, so each stands for a machine");
+        assert_eq!(on(&[0]), [1, 1, 1]);
     }
 
     #[test]

@@ -173,6 +173,11 @@ impl Plan {
         Cluster { encoding: Encoding::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
+    /// How long one layer's exchange as planned keeps the busiest link busy, in bytes of a worker's link.
+    pub fn cost(&self, planned: &PlannedLayer) -> f64 {
+        self.traffic(planned, planned.scheme).map_or(0.0, |traffic| self.cluster.busiest(&traffic))
+    }
+
     /// Bytes of a whole step as planned.
     pub fn total(&self) -> Traffic {
         self.sum(|planned| self.traffic(planned, planned.scheme))

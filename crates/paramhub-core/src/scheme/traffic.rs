@@ -46,7 +46,9 @@ impl Encoding {
 pub struct Cluster {
     /// P1.
     pub workers: u32,
-    /// P2, over which layers are spread evenly; at most one beside each worker.
+    /// Those on which they are, as evenly as can be; the ranks of one share its link. The paper has as many as workers.
+    pub machines: u32,
+    /// P2, over which layers are spread evenly; at most one on each machine with workers.
     pub hubs: u32,
     /// Where they run.
     pub place: HubPlace,
@@ -86,13 +88,14 @@ pub struct Traffic {
 impl Cluster {
     /// CS: a hub beside each of the workers, f32.
     pub fn beside_workers(workers: u32) -> Cluster {
-        Cluster { workers, hubs: workers, place: HubPlace::BesideWorkers, encoding: Encoding::F32 }
+        let place = HubPlace::BesideWorkers;
+        Cluster { workers, machines: workers, hubs: workers, place, encoding: Encoding::F32 }
     }
 
     /// NCC: one hub with as many links as there are workers, f32.
     pub fn balanced_hub(workers: u32) -> Cluster {
         let place = HubPlace::Dedicated { width: f64::from(workers) };
-        Cluster { workers, hubs: 1, place, encoding: Encoding::F32 }
+        Cluster { workers, machines: workers, hubs: 1, place, encoding: Encoding::F32 }
     }
 
     /// What a scheme puts on the machines; `None` for a layer that has no factors, or at several sites, where the scheme sends
@@ -102,26 +105,30 @@ impl Cluster {
             return self.traffic_at_sites(layer, scheme);
         }
         let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
+        // Of the fullest machine, and those that are not on it.
+        let ranks = f64::from(self.workers.div_ceil(self.machines.max(1)));
+        let others = workers - ranks;
         let Encoding { gradient, parameter, factor } = self.encoding;
         let numbers = layer.parameters() as f64;
         let (up, down) = (numbers * gradient, numbers * parameter);
         let factors = layer.factors().map(|factors| factors as f64 * factor);
         let is_dedicated = matches!(self.place, HubPlace::Dedicated { .. });
-        let has_plain_workers = is_dedicated || self.hubs < self.workers;
+        let has_plain_workers = is_dedicated || self.hubs < self.machines;
         Some(match scheme {
             Scheme::Hub => Traffic {
-                worker: has_plain_workers.then_some(Direction { sent: up, received: down }),
+                worker: has_plain_workers.then_some(Direction { sent: ranks * up, received: ranks * down }),
                 hub: is_dedicated
                     .then_some(Direction { sent: workers * down / hubs, received: workers * up / hubs }),
-                // As a worker to the other hubs, and as a hub to the other workers.
+                // As workers to the other hubs, and as a hub to the other workers.
                 both: (!is_dedicated).then_some(Direction {
-                    sent: ((hubs - 1.0) * up + (workers - 1.0) * down) / hubs,
-                    received: ((hubs - 1.0) * down + (workers - 1.0) * up) / hubs,
+                    sent: ((hubs - 1.0) * ranks * up + others * down) / hubs,
+                    received: ((hubs - 1.0) * ranks * down + others * up) / hubs,
                 }),
             },
             Scheme::Factors => {
-                let each_way = factors? * (workers - 1.0);
-                let direction = Some(Direction { sent: each_way, received: each_way });
+                // To each other machine once.
+                let sent = factors? * ranks * f64::from(self.machines.saturating_sub(1));
+                let direction = Some(Direction { sent, received: factors? * others });
                 Traffic {
                     worker: direction.filter(|_| has_plain_workers),
                     hub: is_dedicated.then_some(Direction::default()),
@@ -130,16 +137,14 @@ impl Cluster {
             }
             Scheme::FactorsToHub => {
                 let factors = factors?;
-                let worker = Direction { sent: factors, received: down };
+                let worker = Direction { sent: ranks * factors, received: ranks * down };
                 Traffic {
                     // Workers beside the other hubs are as busy as those without one.
                     worker: (has_plain_workers || self.hubs > 1).then_some(worker),
                     hub: is_dedicated
                         .then_some(Direction { sent: workers * down, received: workers * factors }),
-                    both: (!is_dedicated).then_some(Direction {
-                        sent: (workers - 1.0) * down,
-                        received: (workers - 1.0) * factors,
-                    }),
+                    both: (!is_dedicated)
+                        .then_some(Direction { sent: others * down, received: others * factors }),
                 }
             }
         })
@@ -217,6 +222,7 @@ mod tests {
         let layer = Layer::fully_connected("fc", 300, 200, 8);
         let cluster = Cluster {
             workers: 6,
+            machines: 6,
             hubs: 3,
             place: HubPlace::Dedicated { width: 1.0 },
             encoding: Encoding::NUMBERS,
@@ -246,6 +252,26 @@ mod tests {
         assert_eq!(Cluster::balanced_hub(8).best_scheme(&more), Scheme::Hub);
         let narrow = Cluster { place: HubPlace::Dedicated { width: 1.0 }, ..Cluster::balanced_hub(8) };
         assert_eq!(narrow.best_scheme(&more), Scheme::Factors);
+    }
+
+    /// Ranks of one machine share its link: gradients cross it once for each, factors once for each other machine.
+    #[test]
+    fn ranks_of_one_machine_send_their_factors_once_to_each_other() {
+        let layer = Layer::fully_connected("fc", 1000, 1000, 50);
+        let spread = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(8) };
+        let together = Cluster { machines: 2, hubs: 2, ..spread };
+        let factors = 50.0 * 2000.0;
+        let each_way = |numbers| Some(Direction { sent: numbers, received: numbers });
+        assert_eq!(spread.traffic(&layer, Scheme::Factors).unwrap().both, each_way(7.0 * factors));
+        assert_eq!(together.traffic(&layer, Scheme::Factors).unwrap().both, each_way(4.0 * factors));
+        // Four gradients to the other hub and four to this one; as many parameters back.
+        assert_eq!(together.traffic(&layer, Scheme::Hub).unwrap().both, each_way(4e6));
+        let dedicated = Cluster { place: HubPlace::Dedicated { width: 8.0 }, hubs: 1, ..together };
+        assert_eq!(dedicated.traffic(&layer, Scheme::Hub).unwrap().worker, each_way(4e6));
+        assert_eq!(dedicated.traffic(&layer, Scheme::Factors).unwrap().worker, each_way(4.0 * factors));
+        let uneven = Cluster { workers: 7, ..together };
+        let fullest = Direction { sent: 4.0 * factors, received: 3.0 * factors };
+        assert_eq!(uneven.traffic(&layer, Scheme::Factors).unwrap().both, Some(fullest));
     }
 
     #[test]

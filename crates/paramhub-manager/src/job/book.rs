@@ -1,5 +1,6 @@
 //! A job's information book: what the manager fills in at InitService.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use paramhub_core::scheme::{Book, HubEntry, HubPlace, Roster, WorkerEntry, addresses};
@@ -25,7 +26,22 @@ impl Job {
             true => HubPlace::Sites,
             false => HubPlace::of_hubs(self.members.iter().map(|member| &member.shape), is_any_beside_worker),
         };
-        let worker = |rank| WorkerEntry { rank, host: self.seats.host(rank).to_owned() };
+        // By what tells it from others, the machine; unknown ones are nobody else's.
+        let mut known: HashMap<&str, u32> = HashMap::new();
+        let mut count = 0;
+        let mut machine_of = |rank: u32| {
+            let identity = self.places.get(rank as usize).map_or("", |place| &place.host);
+            let machine = known.get(identity).copied().unwrap_or(count);
+            if machine == count {
+                count += 1;
+                if !identity.is_empty() {
+                    known.insert(identity, machine);
+                }
+            }
+            machine
+        };
+        let worker =
+            |rank| WorkerEntry { rank, host: self.seats.host(rank).to_owned(), machine: machine_of(rank) };
         Roster { workers: (0..self.workers).map(worker).collect(), hubs, place }
     }
 

@@ -111,6 +111,14 @@ impl Hosts {
         self.deployment
     }
 
+    /// Those with ranks; none where all are on this machine.
+    pub(super) fn machines(&self) -> Option<u32> {
+        let mut names: Vec<&str> = self.workers.iter().map(|(host, _)| host.as_str()).collect();
+        names.sort_unstable();
+        names.dedup();
+        (names.len() > 1).then_some(names.len() as u32)
+    }
+
     /// Of the hub that has most.
     pub(super) fn interfaces(&self) -> usize {
         self.hubs.iter().map(|hub| hub.listen.len()).max().unwrap_or(0)

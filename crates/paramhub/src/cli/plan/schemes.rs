@@ -43,7 +43,7 @@ fn cluster(deployment: Deployment, workers: u32, hubs: Option<u32>, width: f64) 
         Deployment::Ncc => (1, HubPlace::Dedicated { width }),
         Deployment::Ncs => (hubs.unwrap_or(workers), HubPlace::Dedicated { width }),
     };
-    Cluster { workers, hubs, place, encoding: Encoding::F32 }
+    Cluster { workers, machines: workers, hubs, place, encoding: Encoding::F32 }
 }
 
 fn of_model(model: Model, dtype: Codec, samples: u64, cluster: &Cluster) -> anyhow::Result<Plan> {

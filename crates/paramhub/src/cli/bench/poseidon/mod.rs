@@ -1,5 +1,6 @@
 //! `paramhub bench poseidon`: trainings whose computation is played and whose exchange is real (Poseidon, section 5).
 
+mod bound;
 mod conduct;
 mod part;
 mod profile;
@@ -19,6 +20,7 @@ use super::spec::{Optimizer, Spec, Transport};
 use crate::cli::models::Model;
 use crate::cli::{ExitCode, Usage};
 use crate::config::Deployment;
+use crate::cost::Rate;
 use crate::launch::Signals;
 use crate::limits::{CHUNK_BYTES_DEFAULT, CORES_MAX};
 
@@ -71,9 +73,16 @@ pub(super) struct PoseidonCommand {
     /// Turns of each system that count
     #[arg(long, value_name = "R", default_value_t = 5, value_parser = value_parser!(u32).range(1..=10_000))]
     rounds: u32,
+    /// Payload that a host's link carries each way, as in 477mbit: shows how long a step would take if only links and computation
+    /// took time
+    #[arg(long, value_name = "RATE")]
+    link: Option<Rate>,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Draw the systems' steps
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     #[command(flatten)]
     hosts: HostsFlags,
 }
@@ -89,6 +98,7 @@ pub(super) fn poseidon(command: &PoseidonCommand) -> anyhow::Result<ExitCode> {
         return Err(Usage(format!("--stretch {}: times cannot be multiplied by it", command.stretch)).into());
     }
     check_destination("--json", command.json.as_deref())?;
+    check_destination("--svg", command.svg.as_deref())?;
     // Ranks of all systems beside one another, so that each system is spread over all hosts.
     let seats = command.systems.len() as u32 * command.workers;
     let hosts = command.hosts.hosts(seats)?;
@@ -105,6 +115,9 @@ pub(super) fn poseidon(command: &PoseidonCommand) -> anyhow::Result<ExitCode> {
     println!("{}", summary.table());
     if let Some(path) = &command.json {
         write_json(&summary, path)?;
+    }
+    if let Some(path) = &command.svg {
+        summary.bars().write(path)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -152,8 +165,14 @@ impl PoseidonCommand {
             let total = plan.total();
             let by_factors =
                 plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
+            let seconds = self.link.map(|link| {
+                let transfers: Vec<f64> =
+                    plan.layers.iter().map(|layer| link.seconds(plan.cost(layer))).collect();
+                bound::step_seconds(&profile.passes, &transfers, system.overlaps())
+            });
             expected.push(Expected {
                 system,
+                seconds,
                 // What a host with a worker sends, with a hub beside it or without.
                 bytes_sent: total.both.or(total.worker).map_or(0.0, |direction| direction.sent),
                 by_factors: by_factors.map(|planned| planned.layer.name.clone()).collect(),
@@ -166,6 +185,7 @@ impl PoseidonCommand {
             batch: self.batch,
             scale: self.scale,
             stretch: self.stretch,
+            link_bits_per_second: self.link.map(Rate::bits_per_second),
             samples,
             bytes: spec.keys.bytes(),
             compute_seconds: profile.seconds(),
@@ -188,7 +208,8 @@ impl PoseidonCommand {
             }
             Some(Deployment::Cc | Deployment::Cs) | None => HubPlace::BesideWorkers,
         };
-        Cluster { workers: self.workers, hubs, place, encoding: Encoding::F32 }
+        let machines = hosts.machines().unwrap_or(self.workers).min(self.workers);
+        Cluster { workers: self.workers, machines, hubs, place, encoding: Encoding::F32 }
     }
 }
 

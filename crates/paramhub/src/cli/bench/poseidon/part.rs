@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
+use paramhub_core::codec::Codec;
+use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::scheme::LayerSettings;
 use paramhub_kernels::Registry;
 use paramhub_syncer::{LayerFactors, Syncers};
@@ -62,7 +64,18 @@ impl Part {
             }
             None => LayerSettings::other(&layer.name, layer.keys.clone()),
         });
-        Ok(Settings { scheme, layers: layers.collect(), ..self.spec.settings()? })
+        let layers = layers.collect();
+        let mut settings = self.spec.settings()?;
+        if self.system == System::OneBit {
+            let weights = self.layers.iter().filter(|layer| layer.fully_connected.is_some());
+            let weights: Vec<u32> = weights.map(|layer| layer.keys[0]).collect();
+            let in_one_bit = |(number, key): (u32, &Key)| match weights.contains(&number) {
+                true => key.clone().in_codec(Codec::OneBit),
+                false => key.clone(),
+            };
+            settings.keys = KeyTable::new((0..).zip(settings.keys.keys()).map(in_one_bit).collect())?;
+        }
+        Ok(Settings { scheme, layers, ..settings })
     }
 }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::conduct::Measured;
 use super::part::Played;
 use super::system::System;
+use crate::cli::bench::plot::{Bar, Bars, Heading, Part};
 use crate::cli::bench::report::{megabytes, milliseconds};
 use crate::cli::bench::statistics::{quantile, sorted};
 use crate::config::Deployment;
@@ -18,6 +19,8 @@ pub(super) struct Setting {
     pub(super) batch: u64,
     pub(super) scale: u64,
     pub(super) stretch: f64,
+    /// Payload of a host's link, as it was given.
+    pub(super) link_bits_per_second: Option<f64>,
     /// K as it was exchanged.
     pub(super) samples: u64,
     /// Gradients of a worker.
@@ -37,6 +40,8 @@ pub(super) struct Setting {
 #[derive(Serialize)]
 pub(super) struct Expected {
     pub(super) system: System,
+    /// Of a step if only links and computation took time, where a link's payload was given.
+    pub(super) seconds: Option<f64>,
     /// Of a step, by a host with a worker, without headers.
     pub(super) bytes_sent: f64,
     /// Layers that go by factors.
@@ -113,10 +118,12 @@ impl Summary {
             "step",
             "lowest",
             "highest",
+            "bound",
             "speed-up",
             "stalled",
             "sent by a host",
             "planned",
+            "busiest",
             "by factors",
         ]);
         for (row, expected) in self.systems.iter().zip(&self.setting.expected) {
@@ -125,13 +132,63 @@ impl Summary {
                 milliseconds(row.seconds),
                 milliseconds(row.lowest),
                 milliseconds(row.highest),
+                expected.seconds.map(milliseconds).unwrap_or_default(),
                 format!("{:.2} of {}", row.speed_up, self.setting.workers),
                 format!("{:.0} %", 100.0 * row.stalled),
                 megabytes(row.bytes_sent as u64),
                 megabytes(expected.bytes_sent as u64),
+                format!("{:.2} times", row.busiest_by_mean),
                 expected.by_factors.join(", "),
             ]);
         }
         table.to_string()
+    }
+
+    /// Each system's step: computation, and what it waits beside that.
+    pub(super) fn bars(&self) -> Bars {
+        let Setting { model, workers, batch, scale, compute_seconds, link_bits_per_second, rounds, .. } =
+            &self.setting;
+        let scaled = match scale {
+            1 => String::new(),
+            _ => format!(", bytes and times divided by {scale}"),
+        };
+        let link = link_bits_per_second
+            .map(|rate| format!("; links of {:.0} Mbit/s of payload each way", rate / 1e6))
+            .unwrap_or_default();
+        let bars = self.systems.iter().zip(&self.setting.expected).map(|(row, expected)| {
+            let part = |seconds: f64, colour, text: &str| Part {
+                length: 1e3 * seconds,
+                colour,
+                text: text.to_owned(),
+            };
+            let stalled = row.seconds - compute_seconds;
+            Bar {
+                name: row.system.label().to_owned(),
+                parts: vec![
+                    part(*compute_seconds, 0, ""),
+                    part(stalled.max(0.0), 1, &format!("{:.0} %", 100.0 * row.stalled)),
+                ],
+                range: (*rounds > 1).then_some((1e3 * row.lowest, 1e3 * row.highest)),
+                mark: expected.seconds.map(|seconds| 1e3 * seconds),
+                note: format!("{:.2} of {workers}, {}", row.speed_up, megabytes(row.bytes_sent as u64)),
+            }
+        });
+        Bars {
+            heading: Heading {
+                title: format!("{model}: a step of {workers} workers"),
+                notes: vec![
+                    format!(
+                        "batch {batch}{scaled}; medians of {rounds} turns of {} steps, lowest and highest{link}",
+                        self.setting.steps
+                    ),
+                    "beside each bar the speed-up over one worker, and what a host sends in a step".into(),
+                ],
+            },
+            x_label: "milliseconds".into(),
+            parts: vec!["computing".into(), "stalled".into()],
+            line: None,
+            marks: link_bits_per_second.map(|_| "if only links and computation took time".into()),
+            bars: bars.collect(),
+        }
     }
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// How a training exchanges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum System {
     /// All gradients through the hubs after the backward pass, and all parameters before the next
     Sequential,
@@ -15,12 +15,15 @@ pub(super) enum System {
     Poseidon,
     /// The same, with factors for every fully connected layer
     Factors,
+    /// Each layer through the hubs as soon as it exists, with fully connected layers' weights in one bit, both ways, and what that
+    /// loses fed back: CNTK's 1-bit SGD
+    OneBit,
 }
 
 impl System {
     pub(super) fn scheme(self) -> SchemeChoice {
         match self {
-            System::Sequential | System::Wfbp => SchemeChoice::default(),
+            System::Sequential | System::Wfbp | System::OneBit => SchemeChoice::default(),
             System::Poseidon => SchemeChoice::Auto,
             System::Factors => SchemeChoice::Only(Scheme::Factors),
         }
@@ -32,6 +35,12 @@ impl System {
             System::Wfbp => "WFBP, hub only",
             System::Poseidon => "Poseidon",
             System::Factors => "factors always",
+            System::OneBit => "1-bit",
         }
+    }
+
+    /// Whether layers are exchanged while others compute.
+    pub(super) fn overlaps(self) -> bool {
+        self != System::Sequential
     }
 }
