@@ -6,7 +6,7 @@ use paramhub_kernels::{Hyperparameters, Registry};
 use paramhub_train::data::DataSource;
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::{NetKind, Network};
-use paramhub_train::trainer::{TrainConfig, train};
+use paramhub_train::trainer::{Evaluate, TrainConfig, train};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let given: Vec<String> = std::env::args().skip(1).collect();
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         epochs: argument(4, "20").parse()?,
         batch,
         seed: argument(8, "1").parse()?,
-        evaluate: true,
+        evaluate: Evaluate::AtEnd,
     };
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&argument(5, "sgd"))?;

@@ -18,8 +18,32 @@ pub struct TrainConfig {
     pub batch: usize,
     /// Decides the order of the examples. Every rank must have the same.
     pub seed: u64,
-    /// Whether to measure accuracy on the test set at the end.
-    pub evaluate: bool,
+    /// When to measure accuracy on the test set.
+    pub evaluate: Evaluate,
+}
+
+/// When accuracy on the test set is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Evaluate {
+    /// Not by this process.
+    Never,
+    /// With the final parameters.
+    AtEnd,
+    /// After every so many epochs, too, for which all parameters of the step are waited for.
+    Every(usize),
+}
+
+/// What an epoch came to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Epoch {
+    /// From 1.
+    pub epoch: usize,
+    /// Steps of the run when it ended.
+    pub step: usize,
+    /// Mean loss of this process's shards.
+    pub loss: f64,
+    /// Share of the test set that is classified correctly afterwards, if it was measured.
+    pub accuracy: Option<f64>,
 }
 
 /// Where a run is, after each step.
@@ -48,6 +72,8 @@ pub struct Report {
     pub loss: f64,
     /// Share of the test set that is classified correctly, if it was measured.
     pub accuracy: Option<f64>,
+    /// Every epoch whose end this process saw.
+    pub epochs: Vec<Epoch>,
     /// Time spent on anything but the exchange.
     pub compute_seconds: f64,
     /// Time spent inside the exchange: handing over gradients and waiting for parameters.
@@ -125,6 +151,7 @@ pub fn train(
     let started = Instant::now();
     let mut run = Run { network, exchange, waited: Duration::ZERO, labels: Vec::new() };
     let mut loss = Mean::default();
+    let (mut epochs, mut evaluating) = (Vec::new(), Duration::ZERO);
     let (mut next, mut taken, mut current) = (run.exchange.first_step(), 0, None);
     while next < of {
         let (epoch, step) = (next / steps_per_epoch, next % steps_per_epoch);
@@ -152,15 +179,29 @@ pub fn train(
             loss: step_loss.value(),
             examples_per_second,
         });
+        if next / steps_per_epoch > epoch {
+            let accuracy = match config.evaluate {
+                Evaluate::Every(every) if (epoch + 1) % every.max(1) == 0 => {
+                    run.collect()?;
+                    Some(timed(&mut evaluating, || run.network.accuracy(&data.test))?)
+                }
+                _ => None,
+            };
+            epochs.push(Epoch { epoch: epoch + 1, step: next.min(of), loss: loss.value(), accuracy });
+        }
     }
     run.collect()?;
-    let (elapsed, waited) = (started.elapsed(), run.waited);
+    let (elapsed, waited) = (started.elapsed().saturating_sub(evaluating), run.waited);
     let statistics = exchange.statistics();
     Ok(Report {
         steps: taken,
         seconds: elapsed.as_secs_f64(),
         loss: loss.value(),
-        accuracy: if config.evaluate { Some(network.accuracy(&data.test)?) } else { None },
+        accuracy: match config.evaluate {
+            Evaluate::Never => None,
+            Evaluate::AtEnd | Evaluate::Every(_) => Some(network.accuracy(&data.test)?),
+        },
+        epochs,
         compute_seconds: elapsed.saturating_sub(waited).as_secs_f64(),
         wait_seconds: waited.as_secs_f64(),
         exchange_seconds: statistics.in_flight.as_secs_f64(),

@@ -5,7 +5,7 @@ use paramhub_train::data::{Data, DataSource, EpochOrder};
 use paramhub_train::exchange::{Exchange, ExchangeError};
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::{LayerGradient, NetError, NetKind, Network};
-use paramhub_train::trainer::{Progress, Report, TrainConfig, TrainError, train};
+use paramhub_train::trainer::{Evaluate, Progress, Report, TrainConfig, TrainError, train};
 
 const SEED: u64 = 1;
 
@@ -32,7 +32,8 @@ struct Run {
 
 impl Run {
     fn report(&self, data: &Data, on_progress: &mut dyn FnMut(&Progress)) -> Result<Report, TrainError> {
-        let config = TrainConfig { epochs: self.epochs, batch: self.batch, seed: SEED, evaluate: true };
+        let config =
+            TrainConfig { epochs: self.epochs, batch: self.batch, seed: SEED, evaluate: Evaluate::AtEnd };
         let mut network = Network::new(self.kind, data.train.geometry(), SEED)?;
         let mut exchange = local(&network, self.workers, self.optimizer, self.learning_rate);
         train(&config, data, &mut network, &mut exchange, on_progress)

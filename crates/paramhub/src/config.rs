@@ -4,6 +4,7 @@ mod file;
 mod values;
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use crate::{Selector, Stragglers, Transport};
@@ -175,6 +176,7 @@ pub(crate) struct TrainSection {
     pub(crate) chunk_bytes: Bytes,
     pub(crate) cores: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) test_every: Option<NonZeroUsize>,
     pub(crate) json: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) save: Option<PathBuf>,
@@ -320,6 +322,7 @@ impl Default for TrainSection {
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),
             cores: 1,
+            test_every: None,
             json: None,
             save: None,
             name: None,

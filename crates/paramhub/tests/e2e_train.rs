@@ -221,6 +221,41 @@ fn quantised_gradients_learn_what_exact_ones_do_with_a_fraction_of_the_bytes() {
 }
 
 #[test]
+fn what_trainings_learn_is_told_epoch_by_epoch_and_drawn() {
+    let trained = |codec: &str| {
+        let more = ["--codec", codec, "--test-every", "3", "--workers", "2", "--json", "out.json"];
+        paramhub(with(&more)).finish().expect_code(0).read("out.json")
+    };
+    let [exact, quantised] = ["f32", "one-bit"].map(trained);
+    let results: serde_json::Value = serde_json::from_slice(&exact).unwrap();
+    let epochs = results["epochs"].as_array().unwrap();
+    assert_eq!(epochs.len(), 12);
+    let steps = results["steps"].as_u64().unwrap();
+    for (number, epoch) in (1..).zip(epochs) {
+        assert_eq!(
+            (epoch["epoch"].as_u64(), epoch["step"].as_u64()),
+            (Some(number), Some(number * steps / 12))
+        );
+        assert_eq!(epoch["accuracy"].is_number(), number % 3 == 0, "{epoch}");
+    }
+    assert_eq!(epochs[11]["accuracy"], results["accuracy"], "both are of the final parameters");
+    assert!(epochs[11]["loss"].as_f64() < epochs[0]["loss"].as_f64());
+
+    let plot = |more: &[&str]| {
+        let arguments = ["bench", "plot", "f32.json", "--svg", "out.svg"].into_iter();
+        let program = paramhub(arguments.chain(more.iter().copied()));
+        program.file("f32.json", &exact).file("one-bit.json", &quantised).finish()
+    };
+    let drawn = plot(&["one-bit.json", "--curve", "error"]).expect_code(0).read("out.svg");
+    let drawn = String::from_utf8(drawn).unwrap();
+    assert!(["mlp, f32", "mlp, one-bit", "% wrong"].iter().all(|text| drawn.contains(text)), "{drawn}");
+    let refused = plot(&["gone.json"]).expect_code(1).stderr;
+    assert!(refused.contains("cannot read gone.json"), "{refused}");
+    let refused = paramhub(with(&["--test-every", "0"])).finish().expect_code(2).stderr;
+    assert!(refused.contains("--test-every"), "{refused}");
+}
+
+#[test]
 fn a_running_hub_serves_two_trainings_at_once_and_forgets_both() {
     let (hub, url) = hub([]);
     let first = paramhub(with(&["--hub", &url])).start();

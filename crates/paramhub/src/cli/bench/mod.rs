@@ -3,6 +3,7 @@
 mod ablate;
 mod breakdown;
 mod conductor;
+mod curves;
 mod exchange;
 mod hosts;
 mod hub;

@@ -1,12 +1,14 @@
-//! `paramhub bench plot`: draws results that were written as JSON, by a scenario's run on a testbed or by `bench tenants`.
+//! `paramhub bench plot`: draws results that were written as JSON, by a scenario's run on a testbed, by `bench tenants` or by
+//! trainings.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
 use serde::Deserialize;
 
 use super::check_destination;
+use super::curves::{Curve, Training, curves};
 use super::plot::{Bar, Bars, Heading, Part};
 use super::statistics::{quantile, sorted};
 use crate::cli::{ExitCode, Usage};
@@ -15,12 +17,16 @@ use crate::cli::{ExitCode, Usage};
 ///
 /// What `cargo xtask testbed run --json` writes: each row's time by what a worker's own link takes for the model, which is the
 /// limit of whoever sends each gradient once and receives each parameter once, with the lowest and highest round. And what
-/// `paramhub bench tenants --json` writes: each job's time beside its fair share.
+/// `paramhub bench tenants --json` writes: each job's time beside its fair share. And what one or several of `paramhub train
+/// --json` write: what they learnt epoch by epoch, a line each.
 #[derive(Args)]
 pub(super) struct PlotFlags {
-    /// The results
-    #[arg(value_name = "JSON")]
-    results: PathBuf,
+    /// The results: one file, or those of several trainings
+    #[arg(value_name = "JSON", required = true)]
+    results: Vec<PathBuf>,
+    /// Of trainings: the loss of the training set, or the share of the test set that is wrong, which --test-every measures
+    #[arg(long, value_enum, default_value_t)]
+    curve: Curve,
     /// Where to draw them
     #[arg(long, value_name = "FILE")]
     svg: PathBuf,
@@ -28,23 +34,43 @@ pub(super) struct PlotFlags {
 
 pub(super) fn redraw(flags: &PlotFlags) -> anyhow::Result<ExitCode> {
     check_destination("--svg", Some(&flags.svg))?;
-    let path = flags.results.display();
-    let text = std::fs::read_to_string(&flags.results).with_context(|| format!("cannot read {path}"))?;
-    let results: Results = serde_json::from_str(&text).map_err(|_| {
-        Usage(format!("{path} has no results of `testbed run --json` or `bench tenants --json` in it"))
-    })?;
-    let bars = match results {
-        Results::Scenario(scenario) => scenario.bars(),
-        Results::Tenants(tenants) => Some(tenants.bars()),
-    };
-    bars.ok_or_else(|| Usage(format!("{path}: nothing was measured in it, so there is nothing to draw")))?
-        .write(&flags.svg)?;
+    let mut trainings = Vec::new();
+    for path in &flags.results {
+        let nothing =
+            || Usage(format!("{}: nothing was measured in it, so there is nothing to draw", path.display()));
+        let bars = match read(path)? {
+            Results::Training(training) => {
+                trainings.push(training);
+                continue;
+            }
+            Results::Scenario(scenario) => scenario.bars(),
+            Results::Tenants(tenants) => Some(tenants.bars()),
+        };
+        if flags.results.len() > 1 {
+            return Err(Usage(format!("{}: only trainings are drawn together", path.display())).into());
+        }
+        bars.ok_or_else(nothing)?.write(&flags.svg)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    curves(&trainings, flags.curve)?.write(&flags.svg)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn read(path: &Path) -> anyhow::Result<Results> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+    let results = serde_json::from_str(&text);
+    Ok(results.map_err(|_| {
+        Usage(format!(
+            "{shown} has no results of `testbed run --json`, `bench tenants --json` or `train --json` in it"
+        ))
+    })?)
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Results {
+    Training(Training),
     Scenario(Scenario),
     Tenants(Tenants),
 }

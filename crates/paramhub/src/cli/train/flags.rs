@@ -1,5 +1,6 @@
 //! The flags of `paramhub train`.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -103,6 +104,9 @@ pub(crate) struct TrainFlags {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_JSON")]
     json: Option<PathBuf>,
+    /// Measure the test set after every so many epochs, too, for --json and `bench plot` [default: only at the end]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_TEST_EVERY")]
+    test_every: Option<NonZeroUsize>,
     /// Save the final parameters as safetensors
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_SAVE")]
     save: Option<PathBuf>,
@@ -129,6 +133,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
-            lr, weight_decay, deployment, hubs, json, save, name, checkpoints, checkpoint_every, resume);
+            lr, weight_decay, deployment, hubs, test_every, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Context;
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
-use super::spec::WorkerReport;
+use super::spec::{EpochDone, WorkerReport};
 use crate::config::{ExchangeKind, TrainSection};
 
 /// Written with `--json`. Numbers of the exchange are null where there was none.
@@ -30,6 +30,7 @@ pub(super) struct Summary {
     /// Each core's busy share.
     hub_busy: Vec<f64>,
     workers: Vec<WorkerTimes>,
+    epochs: Vec<EpochDone>,
     settings: TrainSection,
     version: &'static str,
 }
@@ -79,6 +80,7 @@ impl Summary {
                 .enumerate()
                 .map(|(rank, report)| WorkerTimes::new(rank, report))
                 .collect(),
+            epochs: first.epochs.clone(),
             settings,
             version: env!("CARGO_PKG_VERSION"),
         }

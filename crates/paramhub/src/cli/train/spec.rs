@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use paramhub_core::scheme::{LayerSettings, SchemeChoice};
 use paramhub_train::net::Network;
-use paramhub_train::trainer::{Progress, Report, TrainConfig};
+use paramhub_train::trainer::{Epoch, Evaluate, Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::Usage;
@@ -61,6 +61,25 @@ pub(super) struct WorkerReport {
     pub(super) bytes_received: u64,
     /// With a hub of its host.
     pub(super) shares_memory: bool,
+    pub(super) epochs: Vec<EpochDone>,
+}
+
+/// What an epoch came to.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct EpochDone {
+    epoch: usize,
+    /// Of the run, when it ended.
+    step: usize,
+    /// Rank 0's mean.
+    loss: f64,
+    /// Of the test set, where it was measured.
+    accuracy: Option<f64>,
+}
+
+impl From<&Epoch> for EpochDone {
+    fn from(&Epoch { epoch, step, loss, accuracy }: &Epoch) -> Self {
+        EpochDone { epoch, step, loss, accuracy }
+    }
 }
 
 impl WorkerReport {
@@ -77,12 +96,18 @@ impl WorkerReport {
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
             shares_memory,
+            epochs: report.epochs.iter().map(EpochDone::from).collect(),
         }
     }
 }
 
 impl TrainSection {
     pub(in crate::cli) fn trainer(&self, evaluate: bool) -> TrainConfig {
+        let evaluate = match (evaluate, self.test_every) {
+            (false, _) => Evaluate::Never,
+            (true, None) => Evaluate::AtEnd,
+            (true, Some(every)) => Evaluate::Every(every.get()),
+        };
         TrainConfig { epochs: self.epochs, batch: self.batch, seed: self.seed, evaluate }
     }
 

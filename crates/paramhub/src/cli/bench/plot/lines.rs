@@ -149,7 +149,7 @@ impl Frame {
         } else {
             area.draw(&PathElement::new(line.clone(), colour.stroke_width(3)))?;
         }
-        for (x, point) in points() {
+        for (x, point) in points().filter(|(_, point)| point.low < point.high) {
             let (x, low, high) = (x + aside, self.y(point.low), self.y(point.high));
             for stroke in
                 [[(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]]

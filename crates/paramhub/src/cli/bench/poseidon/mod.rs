@@ -214,12 +214,21 @@ impl PoseidonCommand {
 }
 
 impl Setting {
-    fn headline(&self) -> String {
-        let Setting { model, workers, batch, scale, samples, bytes, compute_seconds, profile, .. } = self;
-        let scaled = match scale {
+    /// How sizes and times differ from the model's and the profile's.
+    fn scaled(&self) -> String {
+        let divided = match self.scale {
             1 => String::new(),
-            _ => format!(", bytes and times divided by {scale} (K = {samples})"),
+            scale => format!(", bytes and times divided by {scale} (K = {})", self.samples),
         };
+        match self.stretch {
+            1.0 => divided,
+            stretch => format!("{divided}, times multiplied by {stretch}"),
+        }
+    }
+
+    fn headline(&self) -> String {
+        let Setting { model, workers, batch, bytes, compute_seconds, profile, .. } = self;
+        let scaled = self.scaled();
         format!(
             "{model}: {} of gradients a worker, {workers} workers of {batch} samples{scaled}\n{:.1} ms of computation a step ({profile})",
             megabytes(*bytes),

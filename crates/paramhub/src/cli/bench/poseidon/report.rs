@@ -146,12 +146,9 @@ impl Summary {
 
     /// Each system's step: computation, and what it waits beside that.
     pub(super) fn bars(&self) -> Bars {
-        let Setting { model, workers, batch, scale, compute_seconds, link_bits_per_second, rounds, .. } =
+        let Setting { model, workers, batch, compute_seconds, link_bits_per_second, rounds, .. } =
             &self.setting;
-        let scaled = match scale {
-            1 => String::new(),
-            _ => format!(", bytes and times divided by {scale}"),
-        };
+        let scaled = self.setting.scaled();
         let link = link_bits_per_second
             .map(|rate| format!("; links of {:.0} Mbit/s of payload each way", rate / 1e6))
             .unwrap_or_default();
