@@ -59,7 +59,7 @@ fn what_nobody_can_exchange_is_refused_with_what_can_be() {
     let late = JobOptions { stragglers: "backup:1".parse().unwrap(), ..Default::default() };
     for (name, scheme, options, reason) in [
         ("late", Scheme::Factors, late, "every step waits for all workers' factors"),
-        ("late whole", Scheme::FactorsToHub, late, "every step waits for all workers' factors"),
+        ("late-whole", Scheme::FactorsToHub, late, "every step waits for all workers' factors"),
     ] {
         let settings =
             Settings { layers: vec![layer(scheme)], optimizer: sgd(0.1, 0.0), ..Settings::new(keys()) };
