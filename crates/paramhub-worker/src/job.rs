@@ -104,6 +104,11 @@ impl Job {
         &self.shared.book
     }
 
+    /// The layers whose factors go to a hub, in the plan's order: see [`push_pull_factors`](Self::push_pull_factors).
+    pub fn factor_blocks(&self) -> &[FactorBlock] {
+        &self.shared.blocks
+    }
+
     /// The step of the checkpoint that the hubs have begun with, if they have. All ranks, rank 0 too, [`pull`](Self::pull) its
     /// parameters then; there is nothing to initialise.
     pub fn resumed_step(&self) -> Option<u32> {

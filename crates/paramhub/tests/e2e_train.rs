@@ -102,8 +102,6 @@ fn layers_by_factors_reach_the_parameters_of_the_hub() {
     }
     let refused = paramhub(with(&["--scheme", "factors", "--exchange", "local"])).finish().expect_code(2);
     refused.expect_error(&["--scheme factors", "--exchange hub"]);
-    let refused = paramhub(with(&["--scheme", "factors-to-hub"])).finish().expect_code(1);
-    assert!(refused.stderr.contains("no hub multiplies factors yet"), "{}", refused.stderr);
 }
 
 #[test]
