@@ -9,6 +9,7 @@ use paramhub_worker::{Handle, Job, Options, WorkerError};
 
 use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 use crate::factors::FactorLayers;
+use crate::to_hub::ToHubLayers;
 
 /// An [`Exchange`] with the other ranks of a job, whose keys are the network's in the network's order.
 ///
@@ -19,6 +20,7 @@ pub struct HubExchange {
     job: Job,
     keys: Vec<HubKey>,
     factors: Option<FactorLayers>,
+    to_hub: ToHubLayers,
     under_way: Arc<UnderWay>,
 }
 
@@ -29,6 +31,10 @@ enum HubKey {
     Idle(Vec<f32>),
     /// The gradient has left.
     Underway(Handle<Vec<f32>, Vec<f32>>),
+    /// The layer's factors have left.
+    ByFactors,
+    /// Parameters that came with the rest of their layer's.
+    Come(Vec<f32>),
 }
 
 impl HubExchange {
@@ -36,7 +42,8 @@ impl HubExchange {
     pub fn new(job: Job) -> Self {
         let keys: Vec<HubKey> = job.settings().keys.keys().iter().map(|_| HubKey::Fresh).collect();
         let under_way = Arc::<UnderWay>::default();
-        HubExchange { job, keys, factors: None, under_way }
+        let to_hub = ToHubLayers::of(&job);
+        HubExchange { job, keys, factors: None, to_hub, under_way }
     }
 
     /// The same, with some layers exchanged by their factors.
@@ -68,6 +75,33 @@ impl HubExchange {
         }
         let ((), arrived) = self.job.pull(key, memory)?.wait()?;
         Ok(std::mem::replace(parameters, arrived))
+    }
+
+    fn push_factors_to_hub(&mut self, weight: usize, factors: [&[f32]; 2]) -> Result<(), ExchangeError> {
+        let mut memory_of =
+            |key: usize| match std::mem::replace(find(&mut self.keys, key)?, HubKey::ByFactors) {
+                HubKey::Idle(memory) => Ok(memory),
+                _ => {
+                    let reason = "factors without the parameters that they belong to";
+                    Err(ExchangeError::Sequence { key, reason })
+                }
+            };
+        let memory = (memory_of(weight)?, self.to_hub.bias(weight).map(memory_of).transpose()?);
+        self.under_way.begin();
+        let under_way = self.under_way.clone();
+        self.to_hub.push(&self.job, weight, factors, memory, move || under_way.end()).map_err(remote)
+    }
+
+    /// Waits for the layer of a key whose factors went to a hub, if it is under way.
+    fn await_layer(&mut self, key: usize) -> Result<(), ExchangeError> {
+        if self.to_hub.is_under_way(key) {
+            self.under_way.wait();
+            for (key, arrived) in self.to_hub.wait(key).map_err(remote)? {
+                self.keys[key] = HubKey::Come(arrived);
+            }
+            self.under_way.go_on();
+        }
+        Ok(())
     }
 
     fn parameters_by_factors(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
@@ -120,7 +154,7 @@ impl Exchange for HubExchange {
     }
 
     fn takes_factors(&self, weight: usize) -> bool {
-        self.factors.as_ref().is_some_and(|factors| factors.has(weight))
+        self.to_hub.has(weight) || self.factors.as_ref().is_some_and(|factors| factors.has(weight))
     }
 
     fn push_factors(
@@ -129,6 +163,9 @@ impl Exchange for HubExchange {
         inputs: &[f32],
         output_gradients: &[f32],
     ) -> Result<(), ExchangeError> {
+        if self.to_hub.has(weight) {
+            return self.push_factors_to_hub(weight, [inputs, output_gradients]);
+        }
         let Some(factors) = self.factors.as_mut().filter(|factors| factors.has(weight)) else {
             let reason = "factors of a key that takes none";
             return Err(ExchangeError::Sequence { key: weight, reason });
@@ -141,9 +178,10 @@ impl Exchange for HubExchange {
     }
 
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError> {
-        if self.takes_factors(key) {
+        if self.factors.as_ref().is_some_and(|factors| factors.has(key)) {
             return self.parameters_by_factors(key, parameters);
         }
+        self.await_layer(key)?;
         let memory = match std::mem::replace(find(&mut self.keys, key)?, HubKey::Fresh) {
             HubKey::Fresh => {
                 self.under_way.begin();
@@ -154,6 +192,11 @@ impl Exchange for HubExchange {
                 memory
             }
             HubKey::Idle(memory) => memory,
+            HubKey::Come(arrived) => std::mem::replace(parameters, arrived),
+            HubKey::ByFactors => {
+                let reason = "parameters of a layer whose factors have left and were not waited for";
+                return Err(ExchangeError::Sequence { key, reason });
+            }
             HubKey::Underway(handle) => {
                 self.under_way.wait();
                 let (_gradient, arrived) = handle.wait().map_err(remote)?;

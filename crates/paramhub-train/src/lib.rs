@@ -20,6 +20,7 @@ pub mod hub;
 pub mod local;
 pub mod net;
 pub mod random;
+mod to_hub;
 pub mod trainer;
 
 /// The environment variable with candle's number of compute threads; set it to `1` for each worker process.

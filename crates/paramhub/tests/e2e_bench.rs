@@ -95,14 +95,14 @@ fn quantised_exchanges_of_two_to_four_processes_are_exact_and_small_both_ways() 
 fn a_training_is_played_by_every_system() {
     let arguments =
         ["bench", "poseidon", "--model", "vgg19", "--scale", "1024", "--workers", "2", "--steps", "2"];
-    let more = ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors", "--json", "out.json"];
+    let more = ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors,adam", "--json", "out.json"];
     let ended = paramhub(arguments.into_iter().chain(more)).finish().expect_code(0);
     let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
     let compute = results["setting"]["compute_seconds"].as_f64().unwrap();
     // 32 images at 35.5 a second, divided by the scale.
     assert!((compute - 32.0 / 35.5 / 1024.0).abs() < 1e-9, "{compute}");
     let systems = results["systems"].as_array().unwrap();
-    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors"]) {
+    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors", "adam"]) {
         assert_eq!(row["system"], name);
         let number = |name: &str| row[name].as_f64().unwrap();
         assert!(number("seconds") >= compute && number("lowest") <= number("highest"), "{row}");
@@ -111,8 +111,9 @@ fn a_training_is_played_by_every_system() {
     let planned = |system: usize| &results["setting"]["expected"][system];
     assert_eq!(planned(1)["by_factors"].as_array().map(Vec::len), Some(0));
     assert_eq!(planned(3)["by_factors"].as_array().map(Vec::len), Some(3));
+    assert_eq!(planned(4)["by_factors"].as_array().map(Vec::len), Some(3));
     assert!(planned(2)["bytes_sent"].as_f64() < planned(1)["bytes_sent"].as_f64());
-    for row in ["WFBP, hub only", "Poseidon", "speed-up", "classifier.0"] {
+    for row in ["WFBP, hub only", "Poseidon", "Adam", "speed-up", "classifier.0"] {
         assert!(ended.stdout.contains(row), "no {row} in\n{}", ended.stdout);
     }
     for (flags, reason) in [

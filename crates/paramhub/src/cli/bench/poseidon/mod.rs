@@ -9,7 +9,7 @@ mod system;
 use std::path::PathBuf;
 
 use clap::{Args, value_parser};
-use paramhub_core::scheme::{Cluster, Encoding, HubPlace, Plan};
+use paramhub_core::scheme::{Cluster, Encoding, HubPlace, Plan, PlannedLayer, Scheme};
 
 use super::check_destination;
 use super::hosts::{Hosts, HostsFlags};
@@ -149,13 +149,10 @@ impl PoseidonCommand {
             let settings = part.settings()?;
             settings.check().map_err(|error| Usage(error.to_string()))?;
             let plan = Plan::new(&settings, &cluster);
-            let total = plan.total();
-            let by_factors =
-                plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
+            let by_factors = plan.layers.iter().filter(|planned| planned.scheme != Scheme::Hub);
             expected.push(Expected {
                 system,
-                // What a host with a worker sends, with a hub beside it or without.
-                bytes_sent: total.both.or(total.worker).map_or(0.0, |direction| direction.sent),
+                bytes_sent: self.bytes_sent(&plan),
                 by_factors: by_factors.map(|planned| planned.layer.name.clone()).collect(),
             });
             parts.push(part);
@@ -177,6 +174,22 @@ impl PoseidonCommand {
             expected,
         };
         Ok((parts, setting))
+    }
+
+    /// What a host with a worker sends by plan, with a hub beside it or without; the mean of all where a layer has one hub to
+    /// itself.
+    fn bytes_sent(&self, plan: &Plan) -> f64 {
+        let of_layer = |planned: &PlannedLayer| {
+            let traffic = plan.traffic(planned, planned.scheme)?;
+            Some(match (planned.scheme, traffic.both, traffic.worker) {
+                (Scheme::FactorsToHub, Some(both), Some(worker)) => {
+                    let workers = f64::from(self.workers);
+                    (both.sent + (workers - 1.0) * worker.sent) / workers
+                }
+                (_, both, worker) => both.or(worker)?.sent,
+            })
+        };
+        plan.rows().filter_map(of_layer).sum()
     }
 
     /// As the manager will find it.

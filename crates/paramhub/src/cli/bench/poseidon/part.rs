@@ -16,7 +16,7 @@ use crate::cli::bench::numbers;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report, Spec};
 use crate::cli::bench::usage;
 use crate::settings::Settings;
-use crate::{Handle, Job, Member, Membership, Options};
+use crate::{FactorBuffers, FactorHandle, Handle, Job, Member, Membership, Options};
 
 /// What a worker plays.
 #[derive(Clone, Serialize, Deserialize)]
@@ -97,6 +97,14 @@ enum Layer {
         output_gradients: Vec<f32>,
         state: FactorState,
     },
+    /// None only while it changes from idle to under way or back.
+    ToHub(Option<ToHub>),
+}
+
+/// A layer whose factors go to a hub.
+enum ToHub {
+    Idle(FactorBuffers<Vec<f32>, Vec<f32>>),
+    Underway(FactorHandle<Vec<f32>, Vec<f32>>),
 }
 
 /// A key that goes through the hub.
@@ -137,7 +145,20 @@ impl Player {
         let mut layers = Vec::with_capacity(part.layers.len());
         for layer in &part.layers {
             let number = planned.iter().position(|planned| layer.keys[0] == planned.weight);
+            let goes_to_hub = job.factor_blocks().iter().any(|block| block.weight == layer.keys[0]);
             layers.push(match (number, layer.fully_connected) {
+                (None, Some([outputs, inputs])) if goes_to_hub => {
+                    let samples = part.samples as usize;
+                    let fill = |count: u64, seed: usize| {
+                        (0..count as usize * samples).map(|at| numbers::small(rank, seed, at)).collect()
+                    };
+                    Layer::ToHub(Some(ToHub::Idle(FactorBuffers {
+                        inputs: fill(inputs, 1),
+                        output_gradients: fill(outputs, 2),
+                        weight: vec![0.0; (outputs * inputs) as usize],
+                        bias: (layer.keys.len() > 1).then(|| vec![0.0; outputs as usize]),
+                    })))
+                }
                 (Some(number), Some([outputs, inputs])) => {
                     let samples = part.samples as usize;
                     let fill = |count: u64, seed: usize| {
@@ -235,6 +256,11 @@ impl Player {
                     *key = HubKey::Underway(self.job.push_pull(number, gradient, parameters)?);
                 }
             }
+            Layer::ToHub(state) => {
+                let Some(ToHub::Idle(buffers)) = state.take() else { bail!("layer {layer} is pushed twice") };
+                let weight = self.part.layers[layer].keys[0];
+                *state = Some(ToHub::Underway(self.job.push_pull_factors(weight, buffers)?));
+            }
             Layer::Factors { number, inputs, output_gradients, state } => {
                 let FactorState::Idle(weight, bias) = std::mem::replace(state, FactorState::Moving) else {
                     bail!("layer {layer} is pushed twice")
@@ -268,6 +294,13 @@ impl Player {
                     };
                 }
                 Ok(waited)
+            }
+            Layer::ToHub(state) => {
+                let waits = matches!(state, Some(ToHub::Underway(_)));
+                if let Some(ToHub::Underway(handle)) = state.take_if(|_| waits) {
+                    *state = Some(ToHub::Idle(handle.wait()?));
+                }
+                Ok(waits)
             }
             Layer::Factors { state, .. } => {
                 let FactorState::Underway(told) = state else { return Ok(false) };

@@ -37,7 +37,7 @@ pub(super) struct Setting {
 #[derive(Serialize)]
 pub(super) struct Expected {
     pub(super) system: System,
-    /// Of a step, by a host with a worker, without headers.
+    /// Of a step, by a host with a worker in the mean, without headers.
     pub(super) bytes_sent: f64,
     /// Layers that go by factors.
     pub(super) by_factors: Vec<String>,

@@ -15,6 +15,8 @@ pub(super) enum System {
     Poseidon,
     /// The same, with factors for every fully connected layer
     Factors,
+    /// The same, with the factors of every fully connected layer sent to the hub that has it: Project Adam's way
+    Adam,
 }
 
 impl System {
@@ -23,6 +25,7 @@ impl System {
             System::Sequential | System::Wfbp => SchemeChoice::default(),
             System::Poseidon => SchemeChoice::Auto,
             System::Factors => SchemeChoice::Only(Scheme::Factors),
+            System::Adam => SchemeChoice::Only(Scheme::FactorsToHub),
         }
     }
 
@@ -32,6 +35,7 @@ impl System {
             System::Wfbp => "WFBP, hub only",
             System::Poseidon => "Poseidon",
             System::Factors => "factors always",
+            System::Adam => "Adam",
         }
     }
 }
