@@ -19,6 +19,7 @@ pub mod composition;
 pub mod consistency;
 pub mod cost;
 pub mod exchange;
+pub mod factors;
 pub mod hyperparameters;
 pub mod key;
 pub mod limits;

@@ -20,6 +20,9 @@ pub const KEY_ELEMENTS_MAX: u64 = 1 << 40;
 pub const GROUPS_MAX: usize = 1024;
 /// Layers that a job's settings may name: every node keeps the plan of each, about 200 bytes.
 pub const LAYERS_MAX: usize = 1 << 16;
+/// Numbers in one worker's factors of a layer that go to a hub in a step: with 16 GiB of f32 they are no shorter way any more, and
+/// their pieces are numbered in 32 bits.
+pub const FACTOR_ELEMENTS_MAX: u64 = u32::MAX as u64;
 /// Properties of the information book in one query.
 pub const PROPERTIES_MAX: usize = 64;
 /// Bytes of a job's name.

@@ -247,14 +247,14 @@ fn assign_routes(
     let hub_weights: Vec<u64> = hubs.iter().map(HubShape::weight).collect();
     let order = spread::Order::new(table, map, &sizes, spreads);
     let mut route_of = vec![0; sizes.len()];
+    let deal = |chunks: &[ChunkId], weights: &[u64]| spread::deal(chunks, map, &sizes, spreads, weights);
     for chunks in [order.exchanged, order.aside] {
-        let of_hubs = spread::to_hubs(&chunks, map, &sizes, spreads, &hub_weights);
         let mut next_route = 0;
-        for (hub, chunks) in hubs.iter().zip(of_hubs) {
+        for (hub, chunks) in hubs.iter().zip(deal(&chunks, &hub_weights)) {
             let weights: Vec<u64> =
                 hub.interfaces.iter().map(|interface| u64::from(interface.weight)).collect();
-            for (interface, chunks) in hub.interfaces.iter().zip(longest_first(&chunks, &sizes, &weights)) {
-                for chunks in longest_first(&chunks, &sizes, &vec![1; interface.cores.len()]) {
+            for (interface, chunks) in hub.interfaces.iter().zip(deal(&chunks, &weights)) {
+                for chunks in deal(&chunks, &vec![1; interface.cores.len()]) {
                     for chunk in chunks {
                         route_of[chunk as usize] = next_route as RouteId;
                     }

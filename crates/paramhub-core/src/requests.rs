@@ -3,11 +3,16 @@
 //! One [`Requests`] keeps the books of all keys of a job. Like the hub's [`crate::exchange`] it sees neither data nor
 //! sockets: the worker's I/O thread tells it what was asked, what has begun to leave and what has come back whole.
 
+mod blocks;
+
 use thiserror::Error;
 
 use crate::chunk::{ChunkId, ChunkMap, Extent};
 use crate::codec::{Codec, Dtype};
 use crate::wire::{Header, Operation, State};
+
+pub use self::blocks::PieceId;
+use self::blocks::Sending;
 
 /// What a worker can ask for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +29,8 @@ pub enum Request {
     PullState,
     /// Rank 0: send a slot of the optimizer's state to start from.
     InitialiseState,
+    /// Contribute a layer's factors and receive the parameters that follow from them: of its weight and its bias together.
+    Factors,
 }
 
 impl Request {
@@ -36,13 +43,14 @@ impl Request {
             Request::Initialise => Operation::Initialise,
             Request::PullState => Operation::PullState,
             Request::InitialiseState => Operation::InitialiseState,
+            Request::Factors => Operation::Factors,
         }
     }
 
     /// The frame that answers it.
     pub const fn answer(self) -> Operation {
         match self {
-            Request::Pull | Request::PushPull => Operation::Parameters,
+            Request::Pull | Request::PushPull | Request::Factors => Operation::Parameters,
             Request::Push | Request::Initialise | Request::InitialiseState => Operation::Applied,
             Request::PullState => Operation::State,
         }
@@ -67,6 +75,8 @@ pub struct Requests {
     /// worker, each by itself, and its next push of one is for the step that it has the parameters of. Empty elsewhere, where
     /// all chunks of a key are at the key's step.
     versions: Vec<u32>,
+    /// Of layers whose factors go to a hub.
+    blocks: Vec<Sending>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -154,6 +164,7 @@ impl Requests {
             keys: vec![None; map.keys()],
             chunks: vec![Progress::Idle; map.len() as usize],
             versions: Vec::new(),
+            blocks: Vec::new(),
             map,
             dtypes,
             codecs,
@@ -205,11 +216,13 @@ impl Requests {
             Request::Push | Request::PushPull => self.codecs[extent.key as usize],
             Request::Initialise => self.dtypes[extent.key as usize].codec(),
             Request::Pull | Request::PullState | Request::InitialiseState => Codec::F32,
+            Request::Factors => unreachable!("blocks are sent in pieces"),
         };
         let length = match underway.request {
             Request::Pull | Request::PullState => 0,
             Request::InitialiseState => State::bytes(extent.elements),
             Request::Push | Request::PushPull | Request::Initialise => extent.bytes(codec),
+            Request::Factors => unreachable!("blocks are sent in pieces"),
         };
         let step = self.step(chunk, underway);
         (Header { operation: underway.request.operation(), codec, chunk, step, length }, extent)
@@ -233,7 +246,12 @@ impl Requests {
     }
 
     /// A chunk's stream was cut: whether its request must be sent again, which is so if it has left and was not answered whole.
+    /// Of [blocks](Self::resend_block) no chunk is.
     pub fn resend(&mut self, chunk: ChunkId) -> bool {
+        let key = self.map.extent(chunk).expect("a chunk on a stream is in the map").key;
+        if self.keys[key as usize].is_some_and(|underway| underway.request == Request::Factors) {
+            return false;
+        }
         let progress = &mut self.chunks[chunk as usize];
         let was_sent = *progress == Progress::Sent;
         if was_sent {
@@ -255,7 +273,9 @@ impl Requests {
         }
         let expected = match underway.request {
             Request::Pull | Request::Initialise => self.step(chunk, underway),
-            Request::Push | Request::PushPull => self.step(chunk, underway).wrapping_add(1),
+            Request::Push | Request::PushPull | Request::Factors => {
+                self.step(chunk, underway).wrapping_add(1)
+            }
             // What belongs to no version.
             Request::PullState | Request::InitialiseState => 0,
         };
@@ -297,6 +317,7 @@ impl Requests {
     /// An answer that [`Requests::expect`] accepted is here whole.
     pub fn answered(&mut self, header: &Header) -> Result<Answered, Unasked> {
         let key = self.expect(header)?.key;
+        let key = self.counted_at(key);
         self.chunks[header.chunk as usize] = Progress::Idle;
         let underway = self.keys[key as usize].as_mut().expect("an expected answer has a request");
         underway.unanswered -= 1;
@@ -310,6 +331,9 @@ impl Requests {
         let finished = (underway.unanswered == 0).then_some(underway.request);
         if finished.is_some() {
             self.keys[key as usize] = None;
+            if finished == Some(Request::Factors) {
+                self.end_bias(key);
+            }
         }
         Ok(Answered { key, finished, newest })
     }

@@ -50,18 +50,34 @@ impl<'a> Factors<'a> {
     /// # Panics
     /// If the rows or columns are not within the matrix, or `tile` is too short.
     pub fn weight_gradient(&self, rows: Range<usize>, columns: Range<usize>, tile: &mut [f32]) {
+        let stride = columns.len();
+        self.weight_gradient_into(rows, columns, tile, stride);
+    }
+
+    /// The same where a row of the tile begins `stride` elements behind the one before, as in a part of a larger matrix; what
+    /// lies between them is left as it is.
+    ///
+    /// # Panics
+    /// Likewise, or if a row is longer than `stride`.
+    pub fn weight_gradient_into(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        target: &mut [f32],
+        stride: usize,
+    ) {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
         assert!(
-            columns.start <= columns.end && columns.end <= self.columns,
-            "columns {columns:?} of {}",
+            columns.start <= columns.end && columns.end <= self.columns && columns.len() <= stride,
+            "columns {columns:?} of {}, {stride} apart",
             self.columns
         );
-        let tile = &mut tile[..rows.len() * columns.len()];
-        if self.samples == 0 {
-            tile.fill(0.0);
+        if rows.is_empty() || columns.is_empty() {
             return;
         }
-        if tile.is_empty() {
+        let target = &mut target[..(rows.len() - 1) * stride + columns.len()];
+        if self.samples == 0 {
+            target.chunks_mut(stride).for_each(|row| row[..columns.len()].fill(0.0));
             return;
         }
         // Row k begins at k times the stride; its first element of the tile is `start` further on.
@@ -70,8 +86,9 @@ impl<'a> Factors<'a> {
         // SAFETY: the product reads `gradients[k * self.rows + r]` for k < samples and r < rows.len(), at most element
         // `rows.start + (samples - 1) * self.rows + rows.len() - 1`, which is below `samples * self.rows` because `rows.end` is at
         // most `self.rows`; `new` has checked that the slice is that long. The same holds for `inputs` with columns. It writes
-        // `rows.len()` times `columns.len()` elements of `tile`, row by row, which was cut to that length above and is borrowed
-        // mutably, so that it overlaps neither. All strides are lengths of slices and fit isize.
+        // `target[r * stride + c]` for r < rows.len() and c < columns.len(), at most the last element of `target`, which was cut to
+        // that length above and is borrowed mutably, so that it overlaps neither; no two of them are one element, because a row is
+        // at most `stride` long. All strides are lengths of slices or less than one where there is a second row, and fit isize.
         unsafe {
             matrixmultiply::sgemm(
                 rows.len(),
@@ -85,8 +102,8 @@ impl<'a> Factors<'a> {
                 self.columns as isize,
                 1,
                 0.0,
-                tile.as_mut_ptr(),
-                columns.len() as isize,
+                target.as_mut_ptr(),
+                stride as isize,
                 1,
             );
         }
@@ -102,6 +119,46 @@ impl<'a> Factors<'a> {
         for sample in self.output_gradients.chunks_exact(self.rows.max(1)) {
             gradient.iter_mut().zip(sample).for_each(|(sum, value)| *sum += value);
         }
+    }
+}
+
+/// Elements of a tile at most: with parameters, state and what is given back it stays in a core's second cache.
+const TILE_ELEMENTS: usize = 1 << 17;
+/// Columns of a tile at most.
+const TILE_COLUMNS: usize = 2048;
+/// Samples with which a tile of so many elements takes about a millisecond.
+const TILE_SAMPLES: usize = 256;
+/// Rows and columns below which a product would spend its time on arranging its factors.
+const TILE_ROWS_MIN: usize = 64;
+const TILE_COLUMNS_MIN: usize = 128;
+
+/// How a gradient is made piece by piece: in bands of rows, and these in tiles of columns, each at most 512 KiB large and about a
+/// millisecond's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiling {
+    /// Rows of a band; the last may have fewer.
+    pub rows: usize,
+    /// Columns of a tile; the last of a band may have fewer.
+    pub columns: usize,
+}
+
+impl Tiling {
+    /// For a matrix of so many columns and products over so many samples.
+    pub fn new(columns: usize, samples: usize) -> Tiling {
+        let elements = TILE_ELEMENTS / samples.div_ceil(TILE_SAMPLES).max(1);
+        let rows = (elements / columns.max(1)).max(TILE_ROWS_MIN);
+        let width = (elements / rows).clamp(TILE_COLUMNS_MIN, TILE_COLUMNS);
+        Tiling { rows, columns: width.min(columns.max(1)) }
+    }
+
+    /// Elements of the largest tile.
+    pub fn elements(self) -> usize {
+        self.rows * self.columns
+    }
+
+    /// The tiles of a row of so many elements, left to right.
+    pub fn across(self, columns: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..columns).step_by(self.columns).map(move |start| start..columns.min(start + self.columns))
     }
 }
 
@@ -196,6 +253,45 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_tile_in_a_larger_matrix_leaves_what_is_around_it() {
+        let (samples, shape) = (3, (10, 20));
+        let value = |i: usize| (i % 17) as f32 - 8.0;
+        let inputs: Vec<f32> = (0..samples * shape.1).map(value).collect();
+        let gradients: Vec<f32> = (0..samples * shape.0).map(|i| value(i + 3)).collect();
+        for samples in [0, samples] {
+            let factors =
+                Factors::new(samples, shape, &inputs[..samples * shape.1], &gradients[..samples * shape.0]);
+            let mut whole = vec![0.0; shape.0 * shape.1];
+            factors.weight_gradient(0..shape.0, 0..shape.1, &mut whole);
+            let mut matrix = vec![0.5; shape.0 * shape.1];
+            factors.weight_gradient_into(2..7, 4..11, &mut matrix[2 * shape.1 + 4..], shape.1);
+            for (at, &got) in matrix.iter().enumerate() {
+                let is_inside = (2..7).contains(&(at / shape.1)) && (4..11).contains(&(at % shape.1));
+                assert_eq!(got, if is_inside { whole[at] } else { 0.5 }, "element {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_are_small_and_not_narrow() {
+        for columns in [1, 10, 784, 2048, 4096, 25_088] {
+            for samples in [0, 1, 64, 256, 1000, 100_000] {
+                let tiling = Tiling::new(columns, samples);
+                assert!(
+                    tiling.elements() <= TILE_ELEMENTS,
+                    "{columns} columns, {samples} samples: {tiling:?}"
+                );
+                assert!(tiling.rows >= TILE_ROWS_MIN && tiling.columns >= columns.min(TILE_COLUMNS_MIN));
+                let across: Vec<_> = tiling.across(columns).collect();
+                assert_eq!((across[0].start, across.last().unwrap().end), (0, columns));
+                assert!(across.windows(2).all(|pair| pair[0].end == pair[1].start));
+            }
+        }
+        assert_eq!(Tiling::new(25_088, 256), Tiling { rows: 64, columns: 2048 });
+        assert_eq!(Tiling::new(25_088, 2048), Tiling { rows: 64, columns: 256 });
     }
 
     /// The order of samples is the order of additions, and chains are cut at one place whatever the tile.

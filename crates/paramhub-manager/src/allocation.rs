@@ -67,25 +67,23 @@ fn plan_of(job: &Job, roster: Roster) -> impl FnOnce(Settings) -> (JobPlan, Rost
 
 /// Refuses layers that go another way than through the hubs where that does not fit the job's other wishes.
 fn check_schemes(schemes: &Plan, options: &JobOptions) -> Result<(), String> {
-    let Some(planned) = schemes.layers.iter().find(|planned| planned.scheme != Scheme::Hub) else {
-        return Ok(());
-    };
-    let (layer, scheme) = (&planned.layer.name, planned.scheme);
-    if scheme == Scheme::FactorsToHub {
-        return Err(format!(
-            "its layer `{layer}` asks for {scheme}, which is planned only: no hub multiplies factors yet. Use hub, factors or auto"
-        ));
-    }
-    if options.checkpoint_every.is_some() || options.resume.is_some() {
+    let first = |is_such: fn(Scheme) -> bool| schemes.layers.iter().find(|planned| is_such(planned.scheme));
+    if let Some(planned) = first(|scheme| scheme == Scheme::Factors)
+        && (options.checkpoint_every.is_some() || options.resume.is_some())
+    {
+        let (layer, scheme) = (&planned.layer.name, planned.scheme);
         return Err(format!(
             "its layer `{layer}` goes by {scheme}, so that its parameters are at the workers alone, but it is to have checkpoints, \
              which hubs write: use the scheme hub, or do without"
         ));
     }
-    if options.stragglers.leaves_out() {
+    if let Some(planned) = first(|scheme| scheme != Scheme::Hub)
+        && options.stragglers.leaves_out()
+    {
+        let (layer, scheme) = (&planned.layer.name, planned.scheme);
         return Err(format!(
-            "its layer `{layer}` goes by {scheme}, for which every worker waits for all others, but late workers are to be left \
-             out: use the scheme hub, or stragglers = wait"
+            "its layer `{layer}` goes by {scheme}, for which every step waits for all workers' factors, but late workers are to be \
+             left out: use the scheme hub, or stragglers = wait"
         ));
     }
     Ok(())

@@ -3,16 +3,11 @@
 use std::cell::RefCell;
 
 use paramhub_core::hyperparameters::Hyperparameters;
-use paramhub_kernels::factors::Factors;
+use paramhub_kernels::factors::{Factors, Tiling};
 use paramhub_kernels::{Codec, Optimizer, Step, convert};
 use rayon::prelude::*;
 
 use crate::layer::{FactorLayer, Outputs};
-
-/// Columns of a tile at most.
-const TILE_COLUMNS: usize = 2048;
-/// Elements of a tile: with its parameters, state and what is given back it stays in a core's second cache.
-const TILE_ELEMENTS: usize = 1 << 17;
 
 /// One layer's, in f32.
 pub(crate) struct Parameters {
@@ -168,7 +163,7 @@ impl Band<'_> {
         let Band { weight, state, output, columns, slots, codec } = self;
         let rows = weight.len() / columns;
         TILE.with_borrow_mut(|tile| {
-            tile.resize(TILE_ELEMENTS.max(columns.min(TILE_COLUMNS)), 0.0);
+            tile.resize(tiling(columns).elements(), 0.0);
             let mut first = 0;
             for width in tile_widths(columns) {
                 factors.weight_gradient(first_row..first_row + rows, first..first + width, tile);
@@ -190,12 +185,17 @@ thread_local! {
     static TILE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
+/// How a weight of so many columns is updated. Its state lies in this order, so that it does not depend on what a step brings.
+fn tiling(columns: usize) -> Tiling {
+    Tiling::new(columns, 0)
+}
+
 /// Rows that are updated together.
 fn band_rows(columns: usize) -> usize {
-    (TILE_ELEMENTS / columns.clamp(1, TILE_COLUMNS)).max(1)
+    tiling(columns).rows
 }
 
 /// How wide the tiles of a row are, left to right.
 fn tile_widths(columns: usize) -> impl Iterator<Item = usize> {
-    (0..columns).step_by(TILE_COLUMNS).map(move |start| TILE_COLUMNS.min(columns - start))
+    tiling(columns).across(columns).map(|tile| tile.len())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use paramhub_transport::ReceiveRegion;
-use paramhub_worker::{Handle, Job};
+use paramhub_worker::{FactorBuffers, FactorHandle, Handle, Job};
 
 use crate::completion::CompletionVector;
 use crate::error::SyncError;
@@ -35,6 +35,12 @@ enum Way {
         /// The layer's position in the exchange.
         position: usize,
         under_way: Option<Receiver<Result<Outputs, SyncError>>>,
+    },
+    /// Factors to the hub that has the layer.
+    FactorsToHub {
+        /// Copies of the factors, for the caller's own are free again as soon as they have been given: inputs, output gradients.
+        memory: [Vec<u8>; 2],
+        under_way: Option<FactorHandle<Vec<u8>, Vec<f32>>>,
     },
 }
 
@@ -69,8 +75,14 @@ impl Syncer {
         Syncer { way: Way::Factors { position, under_way: None }, ..Syncer::by_hub(number, keys) }
     }
 
+    /// With factors to the hub that has the layer.
+    pub(crate) fn by_factors_to_hub(number: usize, keys: impl IntoIterator<Item = u32>) -> Syncer {
+        let way = Way::FactorsToHub { memory: Default::default(), under_way: None };
+        Syncer { way, ..Syncer::by_hub(number, keys) }
+    }
+
     pub(crate) fn takes_factors(&self) -> bool {
-        matches!(self.way, Way::Factors { .. })
+        matches!(self.way, Way::Factors { .. } | Way::FactorsToHub { .. })
     }
 
     pub(crate) fn has_begun(&self, place: usize) -> bool {
@@ -107,9 +119,10 @@ impl Syncer {
         place: usize,
         gradient: Vec<f32>,
     ) -> Result<(), SyncError> {
+        let takes_factors = self.takes_factors();
         let memory = &mut self.keys[place];
         let key = memory.key;
-        if self.way.is_by_factors() {
+        if takes_factors {
             return Err(misplaced(client.job, key, "goes by its factors, and a gradient came"));
         }
         let KeyState::Idle = memory.state else {
@@ -131,16 +144,16 @@ impl Syncer {
         Ok(())
     }
 
-    /// Send: the layer's factors leave for all peers.
+    /// Send: the layer's factors leave, for all peers or for the hub.
     pub(crate) fn send_factors(
         &mut self,
         client: &Client<'_>,
         factors: LayerFactors<'_>,
     ) -> Result<(), SyncError> {
         let first = self.keys[0].key;
-        let Way::Factors { position, under_way } = &mut self.way else {
+        if !self.takes_factors() {
             return Err(misplaced(client.job, first, "does not go by its factors, and factors came"));
-        };
+        }
         if let Some(key) = self.keys.iter().find(|key| !matches!(key.state, KeyState::Idle)) {
             return Err(misplaced(
                 client.job,
@@ -149,26 +162,16 @@ impl Syncer {
             ));
         }
         let sizes: Vec<usize> = self.keys.iter().map(|key| key.parameters.len()).collect();
-        let mut regions =
-            self.keys.iter_mut().map(|key| ReceiveRegion::owned(std::mem::take(&mut key.parameters)));
-        let weight = regions.next().expect("a layer has a weight");
-        let outputs = Outputs { weight, bias: regions.next() };
-        let (tell, told) = sync_channel(1);
+        let mut memory = self.keys.iter_mut().map(|key| std::mem::take(&mut key.parameters));
+        let (weight, bias) = (memory.next().expect("a layer has a weight"), memory.next());
         client.completion.begin(self.number);
-        let (completion, number) = (Arc::clone(client.completion), self.number);
-        let pushed = client.exchange().push(*position, factors, outputs, move |outcome| {
-            completion.end(number);
-            // A run that has ended needs no parameters.
-            let _ = tell.send(outcome);
-        });
-        if let Err(refused) = pushed {
+        if let Err(refused) = self.way.push_factors(client, self.number, first, factors, (weight, bias)) {
             client.completion.end(self.number);
             // What it was lent is gone with the refusal.
             self.keys.iter_mut().zip(sizes).for_each(|(key, size)| key.parameters = vec![0.0; size]);
             return Err(refused);
         }
         self.keys.iter_mut().for_each(|key| key.state = KeyState::UnderWayByFactors);
-        *under_way = Some(told);
         Ok(())
     }
 
@@ -187,11 +190,16 @@ impl Syncer {
             Way::Factors { under_way, .. } => {
                 let Some(told) = under_way.take() else { return Ok(false) };
                 let outputs = client.completion.waiting(|| told.recv()).expect("every push is answered")?;
-                let arrived = [Some(outputs.weight), outputs.bias].into_iter().flatten();
-                for (key, region) in keys.iter_mut().zip(arrived) {
-                    key.parameters = region.into_owned().expect("it was given as a vector");
-                    key.state = KeyState::Arrived;
-                }
+                let memory = |region: ReceiveRegion| region.into_owned().expect("it was given as a vector");
+                arrive(keys, memory(outputs.weight), outputs.bias.map(memory));
+                Ok(true)
+            }
+            Way::FactorsToHub { memory, under_way } => {
+                let Some(handle) = under_way.take() else { return Ok(false) };
+                let done = client.completion.waiting(|| handle.wait())?;
+                client.completion.wait(*number);
+                *memory = [done.inputs, done.output_gradients];
+                arrive(keys, done.weight, done.bias);
                 Ok(true)
             }
         }
@@ -210,8 +218,56 @@ impl Syncer {
 }
 
 impl Way {
-    fn is_by_factors(&self) -> bool {
-        matches!(self, Way::Factors { .. })
+    fn push_factors(
+        &mut self,
+        client: &Client<'_>,
+        number: usize,
+        weight_key: u32,
+        factors: LayerFactors<'_>,
+        (weight, bias): (Vec<f32>, Option<Vec<f32>>),
+    ) -> Result<(), SyncError> {
+        let completion = Arc::clone(client.completion);
+        match self {
+            Way::Hub => unreachable!("checked by the caller"),
+            Way::Factors { position, under_way } => {
+                let outputs =
+                    Outputs { weight: ReceiveRegion::owned(weight), bias: bias.map(ReceiveRegion::owned) };
+                let (tell, told) = sync_channel(1);
+                client.exchange().push(*position, factors, outputs, move |outcome| {
+                    completion.end(number);
+                    // A run that has ended needs no parameters.
+                    let _ = tell.send(outcome);
+                })?;
+                *under_way = Some(told);
+            }
+            Way::FactorsToHub { memory, under_way } => {
+                let copied = |memory: &mut Vec<u8>, values: &[u8]| {
+                    let mut copy = std::mem::take(memory);
+                    copy.clear();
+                    copy.extend_from_slice(values);
+                    copy
+                };
+                let [inputs, output_gradients] = memory;
+                let buffers = FactorBuffers {
+                    inputs: copied(inputs, factors.inputs),
+                    output_gradients: copied(output_gradients, factors.output_gradients),
+                    weight,
+                    bias,
+                };
+                let handle = client.job.push_pull_factors(weight_key, buffers)?;
+                handle.on_complete(move |_| completion.end(number));
+                *under_way = Some(handle);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A layer's parameters have come.
+fn arrive(keys: &mut [KeyMemory], weight: Vec<f32>, bias: Option<Vec<f32>>) {
+    for (key, parameters) in keys.iter_mut().zip([Some(weight), bias].into_iter().flatten()) {
+        key.parameters = parameters;
+        key.state = KeyState::Arrived;
     }
 }
 

@@ -81,10 +81,10 @@ impl Syncers {
         Ok(Syncers { leave_timeout, ..Syncers::with_factors(job, factors) })
     }
 
-    /// Of a job all of whose layers go through the hub.
+    /// Of a job none of whose layers goes by factors between the workers.
     ///
     /// # Panics
-    /// If they do not: [`join`](Self::join) such a job.
+    /// If one does: [`join`](Self::join) such a job.
     pub fn new(job: Job) -> Syncers {
         Syncers::with_factors(job, None)
     }
@@ -107,7 +107,8 @@ impl Syncers {
                         positions.next().expect("a plan with layers by factors has their exchange");
                     Syncer::by_factors(number, keys, position)
                 }
-                Scheme::Hub | Scheme::FactorsToHub => Syncer::by_hub(number, keys),
+                Scheme::FactorsToHub => Syncer::by_factors_to_hub(number, keys),
+                Scheme::Hub => Syncer::by_hub(number, keys),
             });
         }
         let places = (0..).zip(places).map(|(key, place)| {

@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 use paramhub_core::arena::ArenaLayout;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
+use paramhub_core::codec::Codec;
+use paramhub_core::factors::FactorBlock;
 use paramhub_core::placement::{HubShape, Placement, RouteId};
 use paramhub_core::requests::Requests;
 use paramhub_core::scheme::{Book, Plan, Roster};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Caller, Direction, Hello, State};
+use paramhub_core::wire::{Caller, Direction, FACTORS_HEAD_BYTES, Hello, State};
 use paramhub_transport::shm::{Arena, RING_BYTES_DEFAULT, Segment};
 use paramhub_transport::{Connection, ShmStream, TcpStream, Waker};
 
@@ -116,7 +118,8 @@ impl Admission {
             let who = who.clone();
             move |error: std::io::Error| WorkerError::System { who, what, reason: error.to_string().into() }
         };
-        let staging_bytes = self.staging_bytes(&map);
+        let blocks = FactorBlock::planned(&self.settings, &map, &plan);
+        let staging_bytes = self.staging_bytes(&map, &blocks);
         let now = Instant::now();
         let (mut lanes, mut ways) = (Vec::new(), Vec::new());
         for Opened { route, hub, stream, source, way } in streams {
@@ -130,7 +133,10 @@ impl Admission {
         let waker = Waker::new().map_err(system("make a waker"))?;
         let keys = self.settings.keys.keys();
         let dtypes = keys.iter().map(|key| key.dtype).collect();
-        let codecs = keys.iter().map(|key| self.settings.codec_of(key)).collect();
+        let mut codecs: Vec<Codec> = keys.iter().map(|key| self.settings.codec_of(key)).collect();
+        for key in blocks.iter().flat_map(FactorBlock::keys) {
+            codecs[key as usize] = keys[key as usize].dtype.codec();
+        }
         let index = keys.iter().enumerate().map(|(index, key)| (key.name.clone(), index as u32));
         let shared = Arc::new(Shared {
             who: who.clone(),
@@ -140,6 +146,7 @@ impl Admission {
             imbalance: placement.imbalance(),
             book: Book { job: self.name, roster: self.roster, plan },
             settings: self.settings,
+            blocks: blocks.clone(),
             state_slots,
             resumed_step: self.resumed_step,
             arena: arena.clone(),
@@ -152,7 +159,7 @@ impl Admission {
             // Nothing was initialised yet, and nothing else will be.
             let _ = shared.norms.start(step);
         }
-        let mut requests = Requests::new(map, dtypes, codecs);
+        let mut requests = Requests::new(map, dtypes, codecs).with_blocks(&blocks);
         if self.job_options.stragglers.leaves_out() {
             requests = requests.with_steps_of_chunks();
         }
@@ -355,13 +362,16 @@ impl Admission {
         State::bytes(map.chunk_elements()) as usize
     }
 
-    /// Bytes of the largest chunk that is sent otherwise than it lies in memory; 0 if none is.
-    fn staging_bytes(&self, map: &ChunkMap) -> usize {
+    /// Bytes of the largest payload that is sent otherwise than it lies in memory; 0 if none is.
+    fn staging_bytes(&self, map: &ChunkMap, blocks: &[FactorBlock]) -> usize {
+        let pieces =
+            blocks.iter().map(|block| FACTORS_HEAD_BYTES + block.piece_elements * block.codec.bytes());
         let keys = self.settings.keys.keys().iter();
         let converted = keys
             .map(|key| (self.settings.codec_of(key), key.dtype.codec()))
             .filter(|(travels_as, lies_as)| travels_as != lies_as && !travels_as.is_quantised())
             .map(|(travels_as, _)| travels_as.bytes());
-        map.chunk_elements() as usize * converted.max().unwrap_or(0)
+        let converted = map.chunk_elements() as usize * converted.max().unwrap_or(0);
+        converted.max(pieces.max().unwrap_or(0))
     }
 }

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use paramhub_core::chunk::{ChunkId, Extent};
 use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::factors::{FactorBlock, Piece};
 use paramhub_core::norms::{Norms, UnaskedNorm, clip_factor};
 use paramhub_core::placement::Placement;
-use paramhub_core::requests::{Request, Requests};
+use paramhub_core::requests::{PieceId, Request, Requests};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Header, Operation, State};
+use paramhub_core::wire::{FACTORS_HEAD_BYTES, Factors, Header, Operation, State};
 
 use crate::arena::WorkerArena;
 use crate::error::WorkerError;
@@ -52,7 +53,11 @@ impl Desk {
     ) -> Self {
         let settings: &Settings = &shared.settings;
         let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
-        let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
+        let mut codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
+        for key in requests.blocks().flat_map(FactorBlock::keys) {
+            // No gradient of it travels.
+            codecs[key as usize] = dtypes[key as usize].codec();
+        }
         let converts = codecs.iter().zip(&dtypes).any(|(&codec, dtype)| codec != dtype.codec());
         let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
         Desk {
@@ -89,6 +94,43 @@ impl Desk {
             self.shared.counters.set_in_flight(true);
         }
         chunks
+    }
+
+    /// Starts the request of a block whose keys were claimed; says which chunk names it.
+    pub(crate) fn begin_block(
+        &mut self,
+        block: usize,
+        samples: u32,
+        step: u32,
+        (weight, bias): (Ticket, Option<Ticket>),
+    ) -> ChunkId {
+        let begun = self.requests.begin_block(block, samples, step);
+        let chunk = begun.expect("claimed keys have no other request");
+        if self.underway == 0 {
+            self.shared.counters.set_in_flight(true);
+        }
+        let keys = self.shared.blocks[block].keys();
+        for (key, ticket) in keys.zip([weight].into_iter().chain(bias)) {
+            self.tickets[key as usize] = Some(ticket);
+            self.underway += 1;
+        }
+        chunk
+    }
+
+    /// Puts a piece of a block together as it travels.
+    pub(crate) fn put_piece(&self, id: PieceId, piece: &Piece, wire: &mut [u8]) {
+        let block = &self.shared.blocks[id.block];
+        let ticket = self.tickets[block.weight as usize].as_ref().expect("a block to send has a request");
+        let bytes = block.codec.bytes();
+        let (head, values) = wire.split_at_mut(FACTORS_HEAD_BYTES);
+        head.copy_from_slice(&Factors::head(id.samples, id.number));
+        let (gradients, inputs) = values.split_at_mut(piece.output_gradients.len() * bytes);
+        let regions = [&ticket.buffers.output_gradients, &ticket.buffers.send];
+        let parts = [(gradients, &piece.output_gradients), (inputs, &piece.inputs)];
+        for (region, (part, range)) in regions.into_iter().zip(parts) {
+            let source = region.as_ref().expect("a block's request has both factors").bytes();
+            part.copy_from_slice(&source[range.start * bytes..range.end * bytes]);
+        }
     }
 
     /// Requests under way.
@@ -199,6 +241,13 @@ impl Desk {
         // Before anyone hears of the end, so that whoever does finds it counted.
         self.count_received();
         self.shared.counters.finished_one();
+        if request == Request::Factors
+            && let Some(bias) =
+                self.shared.blocks.iter().find_map(|block| block.bias.filter(|_| block.weight == key))
+        {
+            let ended = self.end(bias, Ok(()));
+            return self.end(key, Ok(())).and(ended);
+        }
         self.end(key, Ok(()))
     }
 

@@ -129,6 +129,12 @@ impl Engine {
                     shared.steps.release(key);
                     ticket
                 }
+                Command::Factors { block, tickets, .. } => {
+                    let (weight, bias) = *tickets;
+                    shared.blocks[block].keys().for_each(|key| shared.steps.release(key));
+                    let _ = bias.map(|bias| bias.finish(Err(reason.clone())));
+                    weight
+                }
                 Command::AwaitNorm { ticket, .. } => ticket,
                 Command::Retune(_)
                 | Command::Release { .. }
@@ -220,6 +226,12 @@ impl Engine {
                         let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
                         self.lanes[usize::from(lane)].ask(slot);
                     }
+                }
+                Command::Factors { block, samples, step, tickets } => {
+                    let chunk = self.desk.begin_block(block, samples, step, *tickets);
+                    let (route, slot) = self.desk.placement.locate(chunk).expect("every chunk has a place");
+                    let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
+                    self.lanes[usize::from(lane)].ask(slot);
                 }
                 Command::Retune(change) => {
                     if !self.lanes.iter().all(Lane::has_room_for_retune) {

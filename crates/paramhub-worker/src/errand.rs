@@ -60,6 +60,14 @@ impl Shared {
                 )));
             }
         }
+        if matches!(request, Request::Push | Request::PushPull)
+            && let Some(block) = self.blocks.iter().find(|block| block.keys().any(|of_block| of_block == key))
+        {
+            let weight = &self.settings.keys.keys()[block.weight as usize].name;
+            return Err(self.misplaced(format!(
+                "key {named}: its layer goes by factors-to-hub: push the factors of its weight `{weight}`, which bring both"
+            )));
+        }
         if request == Request::Initialise
             && self.settings.is_two_phase()
             && let Err(start) = self.norms.start(number)

@@ -112,6 +112,8 @@ type Callback = Box<dyn FnOnce(&Result<(), WorkerError>) + Send>;
 pub(crate) struct Buffers {
     pub(crate) send: Option<SendRegion>,
     pub(crate) receive: Option<ReceiveRegion>,
+    /// Of a layer's factors: `send` has the inputs.
+    pub(crate) output_gradients: Option<SendRegion>,
     /// The gradient is sent from where the parameters are received into.
     pub(crate) is_in_place: bool,
     /// Places in the arena that the request passes through; nobody's until it ends.

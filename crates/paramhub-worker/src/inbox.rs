@@ -25,6 +25,14 @@ pub(crate) enum Command {
         step: u32,
         ticket: Ticket,
     },
+    /// Of a layer's factors, by the number of its block.
+    Factors {
+        block: usize,
+        samples: u32,
+        step: u32,
+        /// Of the weight, and of the bias if there is one.
+        tickets: Box<(Ticket, Option<Ticket>)>,
+    },
     Retune(Change),
     AwaitNorm {
         step: u32,

@@ -1,5 +1,6 @@
 //! The job handle: what a trainer calls.
 
+mod factors;
 mod norms;
 mod tensors;
 
@@ -10,12 +11,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytemuck::Pod;
+use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::Imbalance;
 use paramhub_core::scheme::Book;
 use paramhub_core::settings::Settings;
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
+pub use self::factors::{FactorBuffers, FactorHandle, FactorRegions};
 use crate::arena::WorkerArena;
 use crate::errand::Errand;
 use crate::error::{Who, WorkerError, panic_message};
@@ -51,6 +54,8 @@ pub(crate) struct Shared {
     pub(crate) resumed_step: Option<u32>,
     pub(crate) imbalance: Imbalance,
     pub(crate) book: Book,
+    /// Of layers whose factors go to a hub.
+    pub(crate) blocks: Vec<FactorBlock>,
     pub(crate) index: HashMap<String, u32>,
     pub(crate) arena: Option<WorkerArena>,
     pub(crate) steps: Steps,
@@ -97,6 +102,11 @@ impl Job {
     /// The information book: who takes part, the model's layers, and the scheme of each. Every node of the job has the same.
     pub fn book(&self) -> &Book {
         &self.shared.book
+    }
+
+    /// The layers whose factors go to a hub, in the plan's order: see [`push_pull_factors`](Self::push_pull_factors).
+    pub fn factor_blocks(&self) -> &[FactorBlock] {
+        &self.shared.blocks
     }
 
     /// The step of the checkpoint that the hubs have begun with, if they have. All ranks, rank 0 too, [`pull`](Self::pull) its

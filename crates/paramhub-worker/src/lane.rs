@@ -8,6 +8,7 @@ use std::time::Instant;
 use paramhub_core::chunk::Extent;
 use paramhub_core::placement::RouteId;
 use paramhub_core::ready_set::ReadySet;
+use paramhub_core::requests::PieceId;
 use paramhub_core::wire::{Header, Operation, Release, State};
 use paramhub_transport::{Connection, Outgoing, Stream, StreamError};
 
@@ -88,6 +89,8 @@ struct Chunk {
     extent: Extent,
     /// Where it was staged, if it is not sent as it lies in memory.
     place: Option<usize>,
+    /// What it is of the factors of the layer that begins with the chunk; the frame is the chunk's own request where it is none.
+    piece: Option<PieceId>,
 }
 
 impl Lane {
@@ -208,7 +211,16 @@ impl Lane {
         self.batch.extend(std::iter::repeat_with(|| Item::Control).take(control));
         while self.batch.len() < BATCH_FRAMES && places > 0 {
             let Some(slot) = self.ready.pop_first() else { break };
-            let (header, extent) = desk.header(desk.placement.chunks(self.route)[slot as usize]);
+            let chunk = desk.placement.chunks(self.route)[slot as usize];
+            if let Some(block) = desk.requests.block_at(chunk) {
+                if let Some(piece) = self.gather_piece(desk, block, slot, next_place) {
+                    self.batch.push(Item::Chunk(piece));
+                    next_place = (next_place + 1) % PLACES;
+                    places -= 1;
+                }
+                continue;
+            }
+            let (header, extent) = desk.header(chunk);
             let (travels_as, lies_as) = desk.codecs(extent.key);
             let mut place = None;
             let of_tensor = header.operation.carries_tensor();
@@ -240,8 +252,19 @@ impl Lane {
                     None => arena.put(&header, &extent, desk.source(&extent)),
                 }
             }
-            self.batch.push(Item::Chunk(Chunk { slot, header, extent, place }));
+            self.batch.push(Item::Chunk(Chunk { slot, header, extent, place, piece: None }));
         }
+    }
+
+    /// The next piece of a layer's factors, at this place, if one is left.
+    fn gather_piece(&mut self, desk: &mut Desk, block: usize, slot: u32, place: usize) -> Option<Chunk> {
+        let (id, header, piece) = desk.requests.next_piece(block)?;
+        desk.put_piece(id, &piece, self.staging.place_mut(place, header.length as usize));
+        if desk.requests.has_pieces(block) {
+            self.ready.insert(slot);
+        }
+        let extent = desk.requests.map().extent(header.chunk).expect("a weight's first chunk is in the map");
+        Some(Chunk { slot, header, extent, place: Some(place), piece: Some(id) })
     }
 
     fn write(&mut self, desk: &Desk) -> Result<paramhub_transport::Sent, StreamError> {
@@ -256,8 +279,10 @@ impl Lane {
                     let payload = match chunk.place {
                         _ if length == 0 => &[],
                         _ if self.stream.is_shm() && header.operation.carries_tensor() => &[],
-                        Some(place) if header.operation.carries_tensor() => self.staging.place(place, length),
-                        Some(place) => self.state_staging.place(place, length),
+                        Some(place) if header.operation == Operation::InitialiseState => {
+                            self.state_staging.place(place, length)
+                        }
+                        Some(place) => self.staging.place(place, length),
                         None => desk.payload(&header, &chunk.extent),
                     };
                     Outgoing { header, payload }
@@ -276,9 +301,17 @@ impl Lane {
                 Item::Control if index < frames => drop(self.control.pop_front()),
                 Item::Control => {}
                 // Only now: an answer to a frame that has not left whole is none.
-                Item::Chunk(chunk) if index < frames => desk.requests.sent(chunk.header.chunk),
+                Item::Chunk(chunk) if index < frames => match chunk.piece {
+                    Some(piece) => desk.requests.piece_sent(piece),
+                    None => desk.requests.sent(chunk.header.chunk),
+                },
                 Item::Chunk(chunk) if broken_off == Some(index) => self.begun = Some(chunk),
-                Item::Chunk(chunk) => drop(self.ready.insert(chunk.slot)),
+                Item::Chunk(chunk) => {
+                    if let Some(piece) = chunk.piece {
+                        desk.requests.piece_back(piece);
+                    }
+                    self.ready.insert(chunk.slot);
+                }
             }
         }
     }

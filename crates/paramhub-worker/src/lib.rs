@@ -61,7 +61,7 @@ pub use admission::Admission;
 pub use errand::Errand;
 pub use error::{Who, WorkerError};
 pub use handle::{Finished, Handle};
-pub use job::Job;
+pub use job::{FactorBuffers, FactorHandle, FactorRegions, Job};
 pub use member::Member;
 pub use membership::Membership;
 pub use notices::HubNotice;

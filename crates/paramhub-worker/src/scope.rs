@@ -6,7 +6,7 @@ use paramhub_transport::Lending;
 use crate::errand::Errand;
 use crate::error::WorkerError;
 use crate::handle::Handle;
-use crate::job::Shared;
+use crate::job::{FactorBuffers, FactorHandle, FactorRegions, Shared};
 
 /// Requests over borrowed slices; see [`Job::scope`](crate::Job::scope). What is borrowed stays borrowed until the scope
 /// ends, even after a handle was waited for.
@@ -67,6 +67,21 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         gradient: &'env [T],
     ) -> Result<Handle<(), ()>, WorkerError> {
         self.submit(key, Errand::PushPullShared(self.lending.send(gradient)))
+    }
+
+    /// As [`Job::push_pull_factors`](crate::Job::push_pull_factors).
+    pub fn push_pull_factors<T: Pod, U: Pod>(
+        &self,
+        weight: u32,
+        buffers: FactorBuffers<&'env [T], &'env mut [U]>,
+    ) -> Result<FactorHandle<(), ()>, WorkerError> {
+        let regions = FactorRegions {
+            inputs: self.lending.send(buffers.inputs),
+            output_gradients: self.lending.send(buffers.output_gradients),
+            weight: self.lending.receive(buffers.weight),
+            bias: buffers.bias.map(|bias| self.lending.receive(bias)),
+        };
+        self.shared.submit_factors(weight, regions, false, |_| (((), ()), ()), |_| ((), ()))
     }
 
     /// As [`Job::pull_state`](crate::Job::pull_state).

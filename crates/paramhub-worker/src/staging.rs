@@ -1,4 +1,4 @@
-//! Room for what does not travel as it lies in memory: gradients in another encoding, and optimizer state.
+//! Room for what does not travel as it lies in memory: gradients in another encoding, pieces of factors, and optimizer state.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::wire::State;
@@ -47,6 +47,11 @@ impl Staging {
         let target = &mut self.bytes[start..start + head.len() + values.len()];
         target[..head.len()].copy_from_slice(&head);
         target[head.len()..].copy_from_slice(values);
+    }
+
+    /// The first `length` bytes of a place, to be filled.
+    pub(crate) fn place_mut(&mut self, place: usize, length: usize) -> &mut [u8] {
+        &mut self.bytes[place * self.place_bytes..][..length]
     }
 
     /// The first `length` bytes of a place.

@@ -19,13 +19,14 @@ struct Book {
     next: AtomicU32,
 }
 
-const REQUESTS: [Request; 6] = [
+const REQUESTS: [Request; 7] = [
     Request::Push,
     Request::Pull,
     Request::PushPull,
     Request::Initialise,
     Request::PullState,
     Request::InitialiseState,
+    Request::Factors,
 ];
 
 /// A claimed key: the step to ask for, and what to restore should the request not get on its way.
@@ -50,7 +51,7 @@ impl Steps {
         }
         let before = book.next.load(Ordering::Relaxed);
         let (step, next) = match request {
-            Request::Push | Request::PushPull => (before, before.wrapping_add(1)),
+            Request::Push | Request::PushPull | Request::Factors => (before, before.wrapping_add(1)),
             Request::Pull => (before, before),
             Request::Initialise => (number, number),
             Request::PullState | Request::InitialiseState => (number, before),

@@ -15,10 +15,15 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 
+use paramhub::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub::settings::{OptimizerChoice, Settings};
-use paramhub::{Codec, Consistency, Hyperparameters, Key, KeyTable, Member, Membership, Options};
+use paramhub::{
+    Codec, Consistency, FactorBuffers, Hyperparameters, Key, KeyTable, Member, Membership, Options,
+};
 
 const LEARNING_RATE: f32 = 1.0 / 1024.0;
+/// Outputs, inputs and samples of the layer whose factors go to a hub.
+const LAYER: [usize; 3] = [512, 300, 64];
 
 #[derive(Parser)]
 struct Arguments {
@@ -53,6 +58,9 @@ struct Arguments {
     /// Draws gradients from -1 to 1 instead, unlike at every rank.
     #[arg(long)]
     seed: Option<u64>,
+    /// Beside the keys, exchanges a fully connected layer whose factors go to the hub that has it.
+    #[arg(long)]
+    factors: bool,
     /// Writes the parameters at the end, key by key, as f32 of this machine's byte order.
     #[arg(long)]
     save: Option<PathBuf>,
@@ -70,7 +78,15 @@ fn main() -> ExitCode {
 
 fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let key = |(i, &n): (usize, &u64)| Key { codec: arguments.codec, ..Key::new(format!("layer{i}"), [n]) };
-    let keys = arguments.elements.iter().enumerate().map(key).collect();
+    let mut keys: Vec<Key> = arguments.elements.iter().enumerate().map(key).collect();
+    let weight = keys.len() as u32;
+    let mut layers = Vec::new();
+    if arguments.factors {
+        let sides = LAYER.map(|side| side as u64);
+        keys.extend([Key::new("fc.weight", [sides[0], sides[1]]), Key::new("fc.bias", [sides[0]])]);
+        let layer = LayerSettings::fully_connected("fc", [weight, weight + 1], sides);
+        layers.push(layer.by(SchemeChoice::Only(Scheme::FactorsToHub)));
+    }
     let hyperparameters = Hyperparameters { learning_rate: f64::from(LEARNING_RATE), ..Default::default() };
     let settings = Settings {
         optimizer: OptimizerChoice {
@@ -79,14 +95,21 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
         },
         consistency: arguments.consistency,
         reproducible: arguments.reproducible,
+        layers,
         ..Settings::new(KeyTable::new(keys)?)
     };
 
     let member = Member::connect_with(Membership::from_env()?, Options::from_env()?)?;
     let job = member.init(settings)?;
     job.on_notice(|notice| println!("notice: {}", notice.message));
-    let mut parameters: Vec<Vec<f32>> = arguments.elements.iter().map(|&n| vec![0.0; n as usize]).collect();
+    let sizes = job.settings().keys.keys().iter().map(|key| key.elements().unwrap_or(0) as usize);
+    let mut parameters: Vec<Vec<f32>> = sizes.map(|elements| vec![0.0; elements]).collect();
     job.broadcast(&mut parameters, 0)?;
+    let mut layer = FactorBuffers {
+        inputs: vec![1.0; LAYER[1] * LAYER[2]],
+        output_gradients: vec![0.0; LAYER[0] * LAYER[2]],
+        ..Default::default()
+    };
     // Buffers travel into a request and come back from its handle, so each key needs but these two.
     let mut gradients = parameters.clone();
     let rank = job.rank();
@@ -99,7 +122,22 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     while step < arguments.steps {
         std::thread::sleep(Duration::from_millis(arguments.compute_ms) * factor);
         // Backwards, as gradients come; the front layers still overtake.
-        let underway: Vec<_> = (0..parameters.len())
+        let layer_underway = arguments.factors.then(|| {
+            match arguments.seed {
+                // As many samples as there are make a gradient of step + 1.
+                None => layer.output_gradients.fill((step + 1) as f32 / LAYER[2] as f32),
+                Some(seed) => {
+                    let factors = [&mut layer.inputs, &mut layer.output_gradients];
+                    for (values, number) in factors.into_iter().zip(1000..) {
+                        draw(values, [seed, rank.into(), step.into(), number]);
+                    }
+                }
+            }
+            layer.weight = std::mem::take(&mut parameters[weight as usize]);
+            layer.bias = Some(std::mem::take(&mut parameters[weight as usize + 1]));
+            job.push_pull_factors(weight, std::mem::take(&mut layer))
+        });
+        let underway: Vec<_> = (0..weight as usize)
             .rev()
             .map(|key| {
                 let (mut gradient, out) =
@@ -112,8 +150,13 @@ fn exchange(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
                 job.push_pull(key as u32, gradient, out)
             })
             .collect::<Result<_, _>>()?;
-        for (key, handle) in (0..parameters.len()).rev().zip(underway) {
+        for (key, handle) in (0..weight as usize).rev().zip(underway) {
             (gradients[key], parameters[key]) = handle.wait()?;
+        }
+        if let Some(underway) = layer_underway {
+            layer = underway?.wait()?;
+            parameters[weight as usize] = std::mem::take(&mut layer.weight);
+            parameters[weight as usize + 1] = layer.bias.take().unwrap_or_default();
         }
         taken += 1;
         if arguments.by_job_steps {

@@ -65,6 +65,6 @@ pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 pub use paramhub_transport::host_identity;
 pub use paramhub_worker::{
-    Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing, Statistics, Tensor,
-    Transport, WorkerError,
+    FactorBuffers, FactorHandle, Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing,
+    Statistics, Tensor, Transport, WorkerError,
 };

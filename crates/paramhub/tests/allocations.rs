@@ -4,11 +4,12 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use paramhub::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub::service::{CreateService, JobOptions};
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
-    CheckpointConfig, Codec, HubConfig, Hyperparameters, Key, KeyTable, Manager, ManagerClient,
-    ManagerConfig, Member, Membership, Options, RunningHub, Sharing, Transport,
+    CheckpointConfig, Codec, FactorBuffers, HubConfig, Hyperparameters, Key, KeyTable, Manager,
+    ManagerClient, ManagerConfig, Member, Membership, Options, RunningHub, Sharing, Transport,
 };
 
 #[global_allocator]
@@ -27,10 +28,14 @@ struct Way {
     in_place: bool,
     reproducible: bool,
     codec: Codec,
+    /// The key is the weight of a layer whose factors go to the hub.
+    factors: bool,
     /// A checkpoint is taken among the steps that are counted.
     kept: bool,
 }
 
+/// Of that layer.
+const SAMPLES: usize = 4;
 /// The step of that checkpoint.
 const KEPT: u32 = 15;
 
@@ -59,6 +64,11 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
         // A matrix, for which a job's quantised codec is.
         ..Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64 / 256, 256])]).unwrap())
     };
+    let mut settings = settings;
+    if way.factors {
+        let layer = LayerSettings::fully_connected("w", [0], [ELEMENTS as u64 / 256, 256, SAMPLES as u64]);
+        settings.layers = vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))];
+    }
     let barrier = std::sync::Barrier::new(WORKERS as usize);
     let counts: Vec<u64> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..WORKERS)
@@ -77,7 +87,17 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
                     let mut parameters = vec![vec![0.0f32; ELEMENTS]];
                     job.broadcast(&mut parameters, 0).unwrap();
                     let (mut gradient, mut out) = (vec![1.0f32; ELEMENTS], parameters.remove(0));
+                    let mut factors = FactorBuffers::<Vec<f32>, Vec<f32>>::default();
+                    factors.inputs.resize(SAMPLES * 256, 1.0f32);
+                    factors.output_gradients.resize(SAMPLES * ELEMENTS / 256, 1.0f32);
                     let mut step = || {
+                        if way.factors {
+                            factors.weight = std::mem::take(&mut out);
+                            let done = job.push_pull_factors(0, std::mem::take(&mut factors));
+                            factors = done.unwrap().wait().unwrap();
+                            out = std::mem::take(&mut factors.weight);
+                            return;
+                        }
                         let (given, into) = (std::mem::take(&mut gradient), std::mem::take(&mut out));
                         if way.shared_parameters == Sharing::Always {
                             (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap();
@@ -126,6 +146,7 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         in_place: false,
         reproducible: false,
         codec: Codec::F32,
+        factors: false,
         kept: false,
     };
     let ways = [
@@ -142,6 +163,11 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         name: ["tcp-in-place", "shm-in-place"][way],
         in_place: true,
         ..ways[way]
+    }));
+    cases.extend([("tcp-factors", ways[0]), ("shm-factors", ways[1])].map(|(name, way)| Way {
+        name,
+        factors: true,
+        ..way
     }));
     cases.extend([("tcp-kept", ways[0]), ("shm-kept", ways[1])].map(|(name, way)| Way {
         name,

@@ -95,7 +95,8 @@ fn quantised_exchanges_of_two_to_four_processes_are_exact_and_small_both_ways() 
 fn a_training_is_played_by_every_system() {
     let arguments =
         ["bench", "poseidon", "--model", "vgg19", "--scale", "1024", "--workers", "2", "--steps", "2"];
-    let more = ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors,one-bit", "--link", "1gbit"];
+    let more =
+        ["--rounds", "2", "--systems", "sequential,wfbp,poseidon,factors,one-bit,adam", "--link", "1gbit"];
     let written = ["--json", "out.json", "--svg", "out.svg"];
     let ended = paramhub(arguments.into_iter().chain(more).chain(written)).finish().expect_code(0);
     let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
@@ -105,7 +106,7 @@ fn a_training_is_played_by_every_system() {
     // 32 images at 35.5 a second, divided by the scale.
     assert!((compute - 32.0 / 35.5 / 1024.0).abs() < 1e-9, "{compute}");
     let systems = results["systems"].as_array().unwrap();
-    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors", "one-bit"]) {
+    for (row, name) in systems.iter().zip(["sequential", "wfbp", "poseidon", "factors", "one-bit", "adam"]) {
         assert_eq!(row["system"], name);
         let number = |name: &str| row[name].as_f64().unwrap();
         assert!(number("seconds") >= compute && number("lowest") <= number("highest"), "{row}");
@@ -114,13 +115,14 @@ fn a_training_is_played_by_every_system() {
     let planned = |system: usize| &results["setting"]["expected"][system];
     assert_eq!(planned(1)["by_factors"].as_array().map(Vec::len), Some(0));
     assert_eq!(planned(3)["by_factors"].as_array().map(Vec::len), Some(3));
+    assert_eq!(planned(5)["by_factors"].as_array().map(Vec::len), Some(3));
     let sent = |system: usize| planned(system)["bytes_sent"].as_f64().unwrap();
     assert!(sent(2) < sent(1) && sent(4) < sent(1));
     // One byte takes 8 ns, and without overlap all of them are added to the computation.
     let bound = planned(0)["seconds"].as_f64().unwrap();
     assert!((bound - compute - 8e-9 * sent(0)).abs() < 1e-9 * sent(0), "{bound}");
-    assert!((1..5).all(|system| planned(system)["seconds"].as_f64().unwrap() < bound));
-    for row in ["WFBP, hub only", "Poseidon", "speed-up", "classifier.0"] {
+    assert!((1..6).all(|system| planned(system)["seconds"].as_f64().unwrap() < bound));
+    for row in ["WFBP, hub only", "Poseidon", "Adam", "speed-up", "classifier.0"] {
         assert!(ended.stdout.contains(row), "no {row} in\n{}", ended.stdout);
     }
     for (flags, reason) in [

@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use common::{hub, paramhub, wait_until};
 use paramhub::checkpoint::{Every, Resume};
 use paramhub::composition::{OptimizeAt, Reduction};
+use paramhub::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub::service::{CreateService, JobOptions};
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
-    CheckpointConfig, Codec, Consistency, Dtype, HubConfig, Hyperparameters, Job, Key, KeyTable, Manager,
-    ManagerClient, ManagerConfig, Member, Membership, Options, RunningHub, RunningManager, WorkerError,
+    CheckpointConfig, Codec, Consistency, Dtype, FactorBuffers, HubConfig, Hyperparameters, Job, Key,
+    KeyTable, Manager, ManagerClient, ManagerConfig, Member, Membership, Options, RunningHub, RunningManager,
+    WorkerError,
 };
 use paramhub_hub::{Flaw, Found, list_checkpoints};
 use rustix::process::Signal;
@@ -238,6 +240,55 @@ fn train_on(job: &Job, mut model: Vec<Vec<f32>>, begin: u32, end: u32) -> Vec<Ve
         }
     }
     model
+}
+
+#[test]
+fn a_layer_whose_factors_go_to_a_hub_goes_on_from_a_checkpoint_to_the_same_bits() {
+    const SIDES: [usize; 3] = [200, 90, 4];
+    let folder = scratch();
+    let [outputs, inputs, samples] = SIDES;
+    let layer = LayerSettings::fully_connected("fc", [0, 1], SIDES.map(|side| side as u64));
+    let keys = vec![Key::new("w", [outputs as u64, inputs as u64]), Key::new("b", [outputs as u64])];
+    let settings = Settings {
+        layers: vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))],
+        keys: KeyTable::new(keys).unwrap(),
+        chunk_bytes: 4096,
+        ..settings()
+    };
+    let train = |job: &Job, end: u32, between: &dyn Fn(u32)| {
+        let mut model = [vec![0.5_f32; outputs * inputs], vec![0.5; outputs]];
+        job.broadcast(&mut model, 0).unwrap();
+        let begin = job.next_step(0).unwrap();
+        let mut model = model.map(Some);
+        for step in begin..end {
+            let buffers = FactorBuffers {
+                inputs: gradient(job.rank(), 0, step, samples * inputs),
+                output_gradients: gradient(job.rank(), 1, step, samples * outputs),
+                weight: model[0].take().unwrap(),
+                bias: model[1].take(),
+            };
+            let done = job.push_pull_factors(0, buffers).unwrap().wait().unwrap();
+            model = [Some(done.weight), done.bias];
+            if job.rank() == 0 {
+                between(step + 1);
+            }
+        }
+        (begin, model)
+    };
+    let cluster = Cluster::new(folder.path(), &[2]);
+    let options = |every, resume| cluster.options(every, resume);
+    let whole = cluster.run("whole", options(None, None), &settings, |job| train(job, 8, &|_| ())).unwrap();
+    let keep = at_leisure(folder.path(), "part", 3);
+    cluster.run("part", options(Some("3"), None), &settings, |job| train(job, 5, &keep)).unwrap();
+    wait_until("the last checkpoint", || complete(folder.path(), "part").first() == Some(&5));
+    for (from, step) in [(Resume::Latest, 5), (Resume::Step(3), 3)] {
+        let resumed =
+            cluster.run("part", options(None, Some(from)), &settings, |job| train(job, 8, &|_| ())).unwrap();
+        for (rank, (begin, model)) in resumed.into_iter().enumerate() {
+            assert_eq!(begin, step);
+            assert!(model == whole[rank].1, "rank {rank} went on otherwise from step {step}");
+        }
+    }
 }
 
 #[test]

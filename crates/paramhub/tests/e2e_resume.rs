@@ -52,7 +52,7 @@ fn job(rails: &Rails, name: &str, arguments: &[&str]) -> Vec<Process> {
             .start()
     };
     let workers: Vec<Process> = (0..WORKERS).map(start).collect();
-    workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
+    workers.iter().for_each(|worker| drop(worker.wait_for(" keys")));
     workers
 }
 
@@ -93,12 +93,15 @@ fn a_job_goes_on_when_a_hubs_interface_goes_down_and_ends_at_the_same_bits() {
     let fractions = [LONG, &["--reproducible", "--seed", "7", "--save", "parameters"]].concat();
     // What is sent again must be what was sent, though the gradient's loss is in the residual already.
     let quantised = [&fractions[..], &["--codec", "one-bit"]].concat();
+    // A block of factors is sent again whole, and its layer answered again.
+    let factors = [&fractions[..], &["--factors"]].concat();
 
-    let undisturbed = [("undisturbed", &fractions), ("undisturbed-one-bit", &quantised)];
+    let undisturbed =
+        [("undisturbed", &fractions), ("undisturbed-one-bit", &quantised), ("undisturbed-factors", &factors)];
     let undisturbed = undisturbed.map(|(name, arguments)| finish(job(&rails, name, arguments)));
     assert!(undisturbed.iter().flatten().all(|worker| streams_moved(&worker.stdout) == 0));
 
-    let jobs = [("cut", &fractions), ("cut-one-bit", &quantised)];
+    let jobs = [("cut", &fractions), ("cut-one-bit", &quantised), ("cut-factors", &factors)];
     let workers = jobs.map(|(name, arguments)| job(&rails, name, arguments));
     rails.switch_hub("eth1", "down");
     jobs.iter().for_each(|(name, _)| everybody_moves(&hub, name, "eth0 (10.77.8.100:7771)"));

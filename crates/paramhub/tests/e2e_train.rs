@@ -91,7 +91,10 @@ fn layers_by_factors_reach_the_parameters_of_the_hub() {
     let (mixed, said) = trained("auto");
     // 10 outputs of 64 inputs are fewer numbers than 16 samples of both.
     assert!(said.contains("layer fc1 goes by factors") && said.contains("layer fc3 goes by hub"), "{said}");
-    for other in [by_factors, mixed] {
+    let (to_hub, said) = trained("factors-to-hub");
+    assert!(said.contains("layer fc1 goes by factors-to-hub: as asked"), "{said}");
+    assert!(trained("factors-to-hub").0 == to_hub, "another run ends at other bits");
+    for other in [by_factors, mixed, to_hub] {
         assert_eq!(other.len(), by_hub.len());
         let furthest = other.iter().zip(&by_hub).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(furthest < 1e-5, "{furthest}");
@@ -102,8 +105,6 @@ fn layers_by_factors_reach_the_parameters_of_the_hub() {
     }
     let refused = paramhub(with(&["--scheme", "factors", "--exchange", "local"])).finish().expect_code(2);
     refused.expect_error(&["--scheme factors", "--exchange hub"]);
-    let refused = paramhub(with(&["--scheme", "factors-to-hub"])).finish().expect_code(1);
-    assert!(refused.stderr.contains("no hub multiplies factors yet"), "{}", refused.stderr);
 }
 
 #[test]

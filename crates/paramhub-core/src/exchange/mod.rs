@@ -18,14 +18,21 @@
 //! Where [stragglers](crate::stragglers) are left out, a synchronous step ends without those that are late. A late contribution
 //! is dropped whole, and its sender is answered at once and contributes to the step that it then has the parameters of.
 //!
+//! Where a layer's [factors](crate::factors) come instead of its gradient, [`Gathering`] keeps the books of their pieces, and the
+//! layer's chunks, complete all at once, are made one after the other.
+//!
 //! In a job of several [sites](crate::composition) members are workers and sites alike. A sum that is complete here is raised
 //! to the site above, if there is one, and the step goes on with its answer.
 
+mod gathering;
 mod rules;
 mod stragglers;
 
+pub use gathering::{Gathered, GatheredLayer, Gathering};
 pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Reach, Rules, Stranded, Then, Update};
 
+#[cfg(test)]
+mod gathering_tests;
 #[cfg(test)]
 mod resume_tests;
 #[cfg(test)]

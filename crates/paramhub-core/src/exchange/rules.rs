@@ -75,6 +75,8 @@ pub(super) struct ChunkBook {
     /// Those of them that were counted in the step before.
     pub(super) prompt: u32,
     initialised: bool,
+    /// What is contributed are factors.
+    by_factors: bool,
     stage: Stage,
 }
 
@@ -86,6 +88,8 @@ enum Stage {
     Open,
     /// The sum is complete here and on its way up.
     Raised,
+    /// All factors are here, and what they add up to is not made yet.
+    Making,
     /// Complete, and not updated before its release.
     Held,
 }
@@ -110,6 +114,7 @@ impl ChunkBook {
             awaited: 0,
             prompt: 0,
             initialised,
+            by_factors: false,
             stage: Stage::Open,
         }
     }
@@ -167,6 +172,8 @@ pub enum Then {
     Wait,
     /// It is complete here and goes on to the site above, whose answer [`Exchange::lower`] takes.
     Raise,
+    /// All factors are here: it is to be made of them, and then [`Exchange::made`] called.
+    Make,
     /// It is complete, and the chunk waits for its step's release.
     Hold,
     /// The optimizer must run on it.
@@ -254,6 +261,43 @@ pub enum Offence {
     /// The site above answered what it was not asked.
     #[error("the sum of step {0} came from above, but it is not awaited")]
     NotAwaited(u32),
+    /// A gradient of a chunk whose layer goes by its factors.
+    #[error("a gradient was pushed, but the layer goes by its factors")]
+    ByFactors,
+    /// More samples than the layer was declared with.
+    #[error("factors of {got} samples came, but the layer has {most} at most: say so in the job's settings")]
+    Samples {
+        /// Declared.
+        most: u32,
+        /// Announced.
+        got: u32,
+    },
+    /// Pieces of one block that disagree.
+    #[error("a piece of a block of {got} samples came, but the block under way has {expected}")]
+    OtherSamples {
+        /// In the block's first piece.
+        expected: u32,
+        /// In this one.
+        got: u32,
+    },
+    /// A piece that was here before, or ahead of another.
+    #[error("piece {got} of its factors came, but piece {expected} is due: pieces come once and in order")]
+    Piece {
+        /// The one due.
+        expected: u32,
+        /// The one that came.
+        got: u32,
+    },
+    /// A piece of another length than the block's cut says.
+    #[error("piece {piece} of its factors came with {got} numbers, but it has {expected}")]
+    PieceElements {
+        /// Which.
+        piece: u32,
+        /// What it has.
+        expected: usize,
+        /// What came.
+        got: usize,
+    },
     /// Optimizer state that has had more updates than can be counted on from.
     #[error(
         "optimizer state to start from has had {0} updates, more than the {STATE_UPDATES_MAX} it may have had"
@@ -318,6 +362,18 @@ impl Exchange {
         u64::from(chunks) * per_chunk as u64
     }
 
+    /// Lets these chunks take [factors](Gathering) and no gradients. Before anything else.
+    pub fn take_factors(&mut self, slots: impl IntoIterator<Item = u32>) {
+        for slot in slots {
+            self.chunks[slot as usize].by_factors = true;
+        }
+    }
+
+    /// Whether factors are contributed to the chunk.
+    pub fn takes_factors(&self, slot: u32) -> bool {
+        self.chunks[slot as usize].by_factors
+    }
+
     /// Takes the parameters to start from, at `version`, from a member or, `None`, from the site above. The caller copies
     /// them into the model if this is `true`, and calls [`Exchange::settle`]. `false` says that they were here before the
     /// member's stream was cut.
@@ -346,6 +402,7 @@ impl Exchange {
         self.chunks[slot as usize] = ChunkBook {
             version: u64::from(version),
             updates: chunk.updates,
+            by_factors: chunk.by_factors,
             ..ChunkBook::new(chunk.reach, true)
         };
         for member in 0..self.rules.members {
@@ -428,30 +485,12 @@ impl Exchange {
     /// Takes a contribution that is here whole. The caller does what the arrival says and, if it ran the optimizer,
     /// calls [`Exchange::settle`].
     pub fn push(&mut self, slot: u32, member: u32, step: u32, answer: Answer) -> Result<Arrival, Offence> {
+        if self.is_repeat(slot, member, step) {
+            self.book_mut(slot, member).request = Request::Waiting(answer);
+            return Ok(Arrival { fold: Fold::Drop, then: Then::Repeated });
+        }
+        self.may_push(slot, member, step)?;
         let chunk = self.chunks[slot as usize];
-        let book = self.book(slot, member);
-        if !chunk.initialised {
-            return Err(Offence::NotInitialised);
-        }
-        if book.request != Request::None {
-            if book.request != Request::Cut {
-                return Err(Offence::Unanswered);
-            }
-            if self.is_repeat(slot, member, step) {
-                self.book_mut(slot, member).request = Request::Waiting(answer);
-                return Ok(Arrival { fold: Fold::Drop, then: Then::Repeated });
-            }
-        }
-        let expected = book.next_step;
-        match step {
-            got if got < expected => return Err(Offence::StepBehind { expected, got }),
-            got if got > expected => return Err(Offence::StepAhead { expected, got }),
-            u32::MAX => return Err(Offence::StepsExhausted),
-            _ => {}
-        }
-        if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
-            return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
-        }
         if self.rules.quorum.is_some() {
             return self.push_in_time_or_late(slot, member, step, answer);
         }
@@ -470,9 +509,46 @@ impl Exchange {
                 chunk.stage = Stage::Raised;
                 Then::Raise
             }
+            true if chunk.by_factors => {
+                chunk.stage = Stage::Making;
+                Then::Make
+            }
             true => self.complete(slot, step, contributions_due),
         };
         Ok(Arrival { fold, then })
+    }
+
+    /// What keeps a contribution of this member to `step` from being taken now, unless it is a
+    /// [repetition](Self::is_repeat). Nothing changes.
+    pub fn may_push(&self, slot: u32, member: u32, step: u32) -> Result<(), Offence> {
+        let (chunk, book) = (self.chunks[slot as usize], self.book(slot, member));
+        if !chunk.initialised {
+            return Err(Offence::NotInitialised);
+        }
+        if !matches!(book.request, Request::None | Request::Cut) {
+            return Err(Offence::Unanswered);
+        }
+        let expected = book.next_step;
+        match step {
+            got if got < expected => return Err(Offence::StepBehind { expected, got }),
+            got if got > expected => return Err(Offence::StepAhead { expected, got }),
+            u32::MAX => return Err(Offence::StepsExhausted),
+            _ => {}
+        }
+        if self.rules.consistency == Consistency::Synchronous && u64::from(step) > chunk.version {
+            return Err(Offence::StepAhead { expected: chunk.version as u32, got: step });
+        }
+        Ok(())
+    }
+
+    /// The sum of a chunk that was to be [made](Then::Make) is complete: what becomes of it.
+    ///
+    /// # Panics
+    /// If it was not to be made.
+    pub fn made(&mut self, slot: u32) -> Then {
+        let chunk = self.chunks[slot as usize];
+        assert_eq!(chunk.stage, Stage::Making, "only what all have contributed to is made");
+        self.complete(slot, chunk.version as u32, self.rules.workers)
     }
 
     /// Notes that a member's stream was cut and another takes its place. What was owed to it counts as lost, whether or not it
@@ -631,6 +707,9 @@ impl Exchange {
         let gone_rank_0 = self.rules.rank_0.filter(|&rank_0| self.left[rank_0 as usize]);
         let missing = if !chunk.initialised {
             gone_rank_0.map(|rank_0| (rank_0, Awaited::Parameters))
+        } else if chunk.stage == Stage::Making {
+            // All that it takes is here.
+            None
         } else if chunk.stage == Stage::Held {
             let is_released = self.is_releasing() && slot >= self.release_at;
             let gone = gone_rank_0.filter(|_| !is_released);

@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use super::{Layer, LayerType, Scheme, Why};
 use crate::key::{Key, elements_of};
-use crate::limits::{KEY_NAME_BYTES_MAX, LAYERS_MAX};
+use crate::limits::{FACTOR_ELEMENTS_MAX, KEY_NAME_BYTES_MAX, LAYERS_MAX};
 use crate::settings::Settings;
 
 /// How a layer is asked to be exchanged: `auto`, or a scheme by its name.
@@ -198,6 +198,18 @@ pub enum LayerError {
         /// Why not.
         why: Why,
     },
+    /// More factors than a hub takes.
+    #[error(
+        "layer `{layer}` cannot be exchanged by {}: its factors of a step are {elements} numbers, more than the \
+         {FACTOR_ELEMENTS_MAX} a hub takes; ask for hub or auto",
+        Scheme::FactorsToHub
+    )]
+    TooManyFactors {
+        /// The layer.
+        layer: String,
+        /// Of one worker.
+        elements: u64,
+    },
     /// A scheme by which no layer of the job can be exchanged.
     #[error("the job's layers cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
     ForcedForAll {
@@ -241,6 +253,14 @@ pub(crate) fn check(settings: &Settings) -> Result<(), LayerError> {
             && let Some(why) = Why::not_for_layer(layer).or_else(|| Why::not_in_job(settings, scheme))
         {
             return Err(LayerError::Forced { layer: layer.name.clone(), scheme, why });
+        }
+        let choice = layer.scheme.unwrap_or(settings.scheme);
+        if choice.forced() == Some(Scheme::FactorsToHub)
+            && Why::not_for_layer(layer).is_none()
+            && let Some(elements) = layer.layer(keys).factors()
+            && elements > FACTOR_ELEMENTS_MAX
+        {
+            return Err(LayerError::TooManyFactors { layer: layer.name.clone(), elements });
         }
     }
     Ok(())
@@ -422,6 +442,17 @@ mod tests {
         assert!(custom.check().unwrap_err().to_string().contains("aggregator"));
         let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..by_all };
         assert!(custom.check().unwrap_err().to_string().contains("optimizer"));
+        let to_hub = Settings { scheme: SchemeChoice::Only(Scheme::FactorsToHub), ..clipped };
+        assert_eq!(to_hub.check(), Ok(()), "a hub has the sum that the norm is of");
+        let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..to_hub.clone() };
+        assert_eq!(custom.check(), Ok(()), "and the optimizer");
+        let custom = Settings { aggregator: "largest".into(), ..to_hub.clone() };
+        assert!(custom.check().unwrap_err().to_string().contains("can only be summed"));
+        let late = Settings { consistency: Consistency::Asynchronous, clip_norm: None, ..to_hub.clone() };
+        assert!(late.check().unwrap_err().to_string().contains("a step of all workers"));
+        let many = LayerSettings::fully_connected("fc", [1, 2], [10, 20, 1 << 28]);
+        let told = Settings { layers: vec![many], ..to_hub }.check().unwrap_err().to_string();
+        assert!(told.contains("its factors of a step are 8053063680 numbers, more than"), "{told}");
         let auto = Settings { scheme: SchemeChoice::Auto, ..asynchronous };
         let auto = Settings { layers: vec![fc()], ..auto };
         assert_eq!(auto.check(), Ok(()), "auto takes what works");

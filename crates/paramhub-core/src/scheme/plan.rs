@@ -75,12 +75,12 @@ impl fmt::Display for Why {
             Why::NoFactors => "its gradient has no factors, as only fully connected layers have them",
             Why::Tied => "its weight is tied, so that its factors make only a part of the gradient",
             Why::NotSynchronous => {
-                "workers send one another factors step by step, which takes synchronous consistency"
+                "factors belong to a step of all workers, which takes synchronous consistency"
             }
             Why::TwoPhase => {
                 "the steps have two phases, and the norm of the whole gradient would need this layer's sum at the hubs"
             }
-            Why::Aggregator => "workers can only sum, and the job's aggregator is another, registered at hubs",
+            Why::Aggregator => "factors can only be summed up, and the job's aggregator is another, registered at hubs",
             Why::Optimizer => "workers have the built-in optimizers only, and the job's optimizer is registered at hubs",
             Why::SeveralSites => "the job's hubs serve racks or hosts, and only the sums of these cross between them",
         })
@@ -90,18 +90,21 @@ impl fmt::Display for Why {
 impl Why {
     /// What keeps all layers of a job from being exchanged by `scheme`, if something does.
     pub(super) fn not_in_job(settings: &Settings, scheme: Scheme) -> Option<Why> {
-        // Where the gradient is made at a hub, the hub goes on with it as with any other.
-        if scheme != Scheme::Factors {
+        if scheme == Scheme::Hub {
             return None;
         }
         if settings.consistency != Consistency::Synchronous {
             return Some(Why::NotSynchronous);
         }
-        if settings.is_two_phase() {
-            return Some(Why::TwoPhase);
-        }
         if settings.aggregator != "sum" {
             return Some(Why::Aggregator);
+        }
+        // A gradient that is made at a hub goes on there as any other.
+        if scheme == Scheme::FactorsToHub {
+            return None;
+        }
+        if settings.is_two_phase() {
+            return Some(Why::TwoPhase);
         }
         (!is_built_in(&settings.optimizer.name)).then_some(Why::Optimizer)
     }
@@ -126,6 +129,11 @@ impl Plan {
             let encoding = encoding(settings, &keys[layer.keys[0] as usize]);
             let costed = layer.layer(keys);
             let (scheme, why) = choose(settings, &Cluster { encoding, ..*cluster }, layer, &costed);
+            let encoding = match scheme {
+                // Its codec is for gradients, of which none travels, and there is no change that would be quantised.
+                Scheme::FactorsToHub => Encoding { parameter: encoding.factor, ..encoding },
+                Scheme::Hub | Scheme::Factors => encoding,
+            };
             layers.push(PlannedLayer { layer: costed, keys: layer.keys.clone(), scheme, why, encoding });
         }
         let unlisted: Vec<usize> =

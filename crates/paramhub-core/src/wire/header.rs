@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::chunk::ChunkId;
 use crate::codec::Codec;
 use crate::limits::{CHUNK_BYTES_MAX, CONTROL_BYTES_MAX};
-use crate::wire::{Norm, Release, STATE_HEAD_BYTES};
+use crate::wire::{FACTORS_HEAD_BYTES, Norm, Release, STATE_HEAD_BYTES};
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -43,6 +43,9 @@ pub enum Operation {
     InitialiseState = 9,
     /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor it brings.
     Release = 10,
+    /// Worker to hub: a piece of its factors of the layer whose weight begins with `chunk`; the last is answered by `Parameters` of
+    /// every chunk of the layer.
+    Factors = 11,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
     /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
@@ -61,7 +64,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    const ALL: [Operation; 17] = [
+    const ALL: [Operation; 18] = [
         Operation::Push,
         Operation::Pull,
         Operation::PushPull,
@@ -72,6 +75,7 @@ impl Operation {
         Operation::PullState,
         Operation::InitialiseState,
         Operation::Release,
+        Operation::Factors,
         Operation::Parameters,
         Operation::Applied,
         Operation::Failure,
@@ -95,6 +99,7 @@ impl Operation {
             | Operation::Parameters
             | Operation::Total => CHUNK_BYTES_MAX,
             Operation::InitialiseState | Operation::State => CHUNK_BYTES_MAX + STATE_HEAD_BYTES as u32,
+            Operation::Factors => CHUNK_BYTES_MAX + FACTORS_HEAD_BYTES as u32,
             Operation::Retune | Operation::Failure | Operation::Notice => CONTROL_BYTES_MAX,
             Operation::Release => Release::BYTES as u32,
             Operation::Norm => Norm::BYTES as u32,
@@ -107,7 +112,8 @@ impl Operation {
     }
 
     /// Whether its payload is a chunk of a tensor. On a stream with an arena such payloads lie there and do not follow
-    /// their headers. Optimizer state has no place in an arena: it moves at checkpoints only, and always follows.
+    /// their headers. Optimizer state has no place in an arena: it moves at checkpoints only, and always follows. Nor have
+    /// factors, which are few.
     pub const fn carries_tensor(self) -> bool {
         matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
     }
@@ -121,6 +127,7 @@ impl Operation {
             | Operation::Initialise
             | Operation::PullState
             | Operation::InitialiseState
+            | Operation::Factors
             | Operation::Parameters
             | Operation::Applied
             | Operation::State

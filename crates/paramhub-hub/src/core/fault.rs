@@ -29,6 +29,16 @@ pub(crate) enum Fault {
          --optimize-at every-site to read it anywhere"
     )]
     StateElsewhere { key: String },
+    #[error(
+        "sent factors for chunk {chunk} of key `{key}`, with which no layer begins that goes by factors-to-hub"
+    )]
+    NoFactors { chunk: u32, key: String },
+    #[error(
+        "sent {got} bytes of {codec} as a piece of the factors of key `{key}`, which has 8 to {most} bytes of whole {expected_codec}"
+    )]
+    Factors { key: String, got: u32, codec: Codec, most: u32, expected_codec: Codec },
+    #[error("sent factors of key `{key}` with a NaN or an infinity, and the job rejects such gradients")]
+    NonFiniteFactors { key: String },
     #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
     Rules { chunk: u32, key: String, offence: Offence },
     #[error("broke the rules: {0}")]

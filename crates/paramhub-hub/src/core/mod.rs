@@ -10,6 +10,7 @@ mod farewell;
 mod fault;
 mod lane;
 mod mailbox;
+mod making;
 mod outbox;
 mod plan;
 mod ports;
@@ -98,6 +99,8 @@ struct Hosted {
     releases: bool,
     /// Chunks wait to be copied for a snapshot.
     copies: bool,
+    /// A gradient waits to be made of factors.
+    makes: bool,
 }
 
 impl Core {
@@ -221,6 +224,7 @@ impl Core {
                 Unit::Lane(token) => self.serve_lane(token, now),
                 Unit::Release(shard) => self.release(shard, now),
                 Unit::Copy(shard) => self.copy(shard),
+                Unit::Make(shard) => self.make(shard, now),
             }
             served = Some(job);
             // The clock is read for each unit only where there is somebody to be fair to.
@@ -266,6 +270,9 @@ impl Core {
         let (shard, port) = (lane.shard, lane.port);
         if hosted.shard.is_releasing() && !std::mem::replace(&mut hosted.releases, true) {
             self.turns.add(hosted.job, Unit::Release(shard));
+        }
+        if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
+            self.turns.add(hosted.job, Unit::Make(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
@@ -448,8 +455,16 @@ impl Core {
                 snapshot = shard.hand_out_snapshot();
                 let job = self.turns.admit(namespace, weight);
                 let lane_of = vec![None; ports];
-                let hosted =
-                    Hosted { shard, route, job, lane_of, ending: false, releases: false, copies: false };
+                let hosted = Hosted {
+                    shard,
+                    route,
+                    job,
+                    lane_of,
+                    ending: false,
+                    releases: false,
+                    copies: false,
+                    makes: false,
+                };
                 let index = self.shards.insert_index(hosted);
                 if ends_by_time {
                     self.timed.push(index);

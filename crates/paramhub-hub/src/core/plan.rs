@@ -1,5 +1,6 @@
 //! What a core must know to serve one route of a job, and how that turns into arrays.
 
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,8 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::{ChunkMap, Extent};
 use paramhub_core::codec::Codec;
 use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
-use paramhub_core::exchange::{Exchange, Rules};
+use paramhub_core::exchange::{Exchange, GatheredLayer, Rules};
+use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
@@ -22,6 +24,7 @@ use super::deadlines::Deadlines;
 use super::ports::{Neighbour, Ports};
 use super::quantised::Quantised;
 use super::restored::Restored;
+use super::shard::FactorLayers;
 use super::snapshot::Snapshot;
 
 /// Elements worked on at once: few enough that a sum, a model and its state stay in the first cache while contributions
@@ -41,6 +44,8 @@ pub(crate) struct ShardPlan {
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
     pub(crate) map: Arc<ChunkMap>,
+    /// Of the job's layers whose factors come to hubs, here or elsewhere.
+    pub(crate) blocks: Arc<[FactorBlock]>,
     pub(crate) composed: Arc<Composed>,
     /// Where in it the hub is.
     pub(crate) site: SiteId,
@@ -178,6 +183,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + schedules
         + deadlines
         + snapshot
+        + FactorLayers::memory_bytes(plan, &layout)
 }
 
 /// How a plan turns into arrays.
@@ -193,31 +199,47 @@ pub(super) struct Layout {
     pub(super) quantised: [usize; 2],
     pub(super) payload_bytes_max: usize,
     pub(super) rules: Rules,
+    /// Layers whose factors come here, most urgent first.
+    pub(super) factors: Vec<GatheredLayer>,
 }
 
 impl Layout {
     pub(super) fn new(plan: &ShardPlan) -> Self {
         let settings = &plan.settings;
+        let factor_keys: HashSet<u32> = plan.blocks.iter().flat_map(FactorBlock::keys).collect();
+        // Of those: their chunks have neighbouring slots.
+        let mut slots_of: HashMap<u32, Range<u32>> = HashMap::with_capacity(factor_keys.len());
         let mut offset = 0;
         let mut quantised = [0; 2];
         let slots: Vec<Slot> = plan
             .placement()
             .chunks(plan.route)
             .iter()
-            .map(|&chunk| {
+            .zip(0..)
+            .map(|(&chunk, index)| {
                 let extent = plan.map.extent(chunk).expect("a placed chunk is in the map");
                 let key = &settings.keys.keys()[extent.key as usize];
+                let takes_factors = factor_keys.contains(&extent.key);
+                if takes_factors {
+                    slots_of.entry(extent.key).or_insert(index..index).end = index + 1;
+                }
                 let slot = Slot {
                     key: extent.key,
                     elements: extent.elements,
                     first: extent.offset,
                     offset,
-                    gradient: settings.codec_of(key),
+                    // Where factors come no gradient travels in its codec.
+                    gradient: if takes_factors { key.dtype.codec() } else { settings.codec_of(key) },
                     parameter: key.dtype.codec(),
                     group: key.group,
                     quantised,
                 };
-                offset += whole_lines(extent.elements as usize);
+                // What is made of factors lies as a matrix does, without gaps between its chunks.
+                let is_last = extent.offset + u64::from(extent.elements) == plan.map.key_elements(extent.key);
+                offset += match takes_factors && !is_last {
+                    true => extent.elements as usize,
+                    false => whole_lines(extent.elements as usize),
+                };
                 if slot.gradient.is_quantised() {
                     quantised[0] += whole_lines(extent.elements as usize);
                     quantised[1] += extent.bytes(slot.gradient) as usize;
@@ -226,7 +248,16 @@ impl Layout {
             })
             .collect();
         let any_encoded = slots.iter().any(|slot| slot.parameter != Codec::F32);
+        let range = |key: Option<u32>| key.and_then(|key| slots_of.get(&key)).cloned().unwrap_or_default();
+        let gathered = plan.blocks.iter().map(|&block| GatheredLayer {
+            block,
+            weight: range(Some(block.weight)),
+            bias: range(block.bias),
+        });
+        let mut factors: Vec<GatheredLayer> = gathered.filter(|layer| !layer.weight.is_empty()).collect();
+        factors.sort_by_key(|layer| layer.weight.start);
         Layout {
+            factors,
             elements: offset,
             // One layout for all chunks: a group that needs less leaves some unused.
             state_slots: plan.groups.iter().map(|h| plan.optimizer.state_slots(h)).max().unwrap_or(0),

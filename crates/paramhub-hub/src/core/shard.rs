@@ -2,6 +2,7 @@
 
 mod between;
 mod copying;
+mod factors;
 mod late;
 mod outgoing;
 mod start;
@@ -19,6 +20,7 @@ use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
 use paramhub_kernels::{Aggregator, Step, convert, finite, mean_factor, quantise, shared};
 
+pub(super) use self::factors::FactorLayers;
 pub(crate) use self::late::Late;
 use super::arenas::Arenas;
 use super::buffer::{Buffer, OutOfMemory};
@@ -69,6 +71,7 @@ pub(crate) struct Shard {
     factor: f32,
     arenas: Arenas,
     quantised: Quantised,
+    factors: FactorLayers,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
     encoded: Vec<u8>,
     pub(crate) outboxes: Vec<Outbox>,
@@ -109,8 +112,10 @@ impl Shard {
         let full = |_| OutOfMemory { bytes: layout.encoded_bytes as u64 };
         encoded.try_reserve_exact(layout.encoded_bytes).map_err(full)?;
         encoded.resize(layout.encoded_bytes, 0);
+        let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach());
+        layout.factors.iter().for_each(|layer| exchange.take_factors(layer.slots()));
         let mut shard = Shard {
-            exchange: Exchange::among_sites(layout.rules, plan.ports.reach()),
+            exchange,
             schedules: groups.iter().copied().map(Schedule::new).collect(),
             newest_step: 0,
             state_slots: layout.state_slots,
@@ -127,6 +132,7 @@ impl Shard {
             factor: 1.0,
             arenas: Arenas::new(plan.ports.workers()),
             quantised: Quantised::new(&layout, plan.ports.workers())?,
+            factors: FactorLayers::new(&plan, &layout)?,
             encoded,
             outboxes: (0..plan.ports.len())
                 .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
@@ -176,6 +182,7 @@ impl Shard {
     pub(crate) fn resume(&mut self, worker: u32) {
         self.exchange.resume(worker);
         self.quantised.forget(worker);
+        self.factors.resume(worker);
         self.outboxes[worker as usize].start_again();
         self.counters.streams_moved += 1;
     }
@@ -230,6 +237,10 @@ impl Shard {
             return Err(Fault::StateSlot { chunk: header.chunk, key, slot: header.step, slots });
         }
         let (expected_codec, expected) = match header.operation {
+            Operation::Factors => return self.check_factors(index, header),
+            Operation::Push | Operation::PushPull if self.exchange.takes_factors(index) => {
+                return Err(self.offence(header.chunk, slot.key, Offence::ByFactors));
+            }
             Operation::Push | Operation::PushPull => {
                 let codec = contributed_as(side, &slot);
                 (codec, slot.extent().bytes(codec))
@@ -260,6 +271,10 @@ impl Shard {
         match header.operation {
             Operation::PushPull => self.contribute(port, header, payload, Answer::Parameters),
             Operation::Push => self.contribute(port, header, payload, Answer::Applied),
+            Operation::Factors => match self.plan.ports.side(port) {
+                Side::Worker(member) => self.gather_factors(member, header, payload.here()),
+                Side::Below(_) | Side::Above => unreachable!("`check` lets factors in from workers alone"),
+            },
             Operation::Pull => {
                 let (index, slot) = self.slot(header.chunk)?;
                 let pulled = self.exchange.pull(index, port, header.step);
@@ -357,7 +372,7 @@ impl Shard {
             Then::Wait => {}
             Then::Hold => self.hold(index, slot),
             Then::Raise => self.raise(index),
-            Then::Repeated | Then::Late => unreachable!("it ends where it is taken"),
+            Then::Repeated | Then::Late | Then::Make => unreachable!("it ends where it is taken"),
             Then::Update(update) => {
                 self.keep_total(slot);
                 self.arenas.find_no_sources();
@@ -600,6 +615,7 @@ impl Shard {
         self.parked = Vec::new();
         self.encoded = Vec::new();
         self.quantised = Quantised::default();
+        self.factors = FactorLayers::none();
         self.arenas = Arenas::new(self.plan.ports.workers());
         self.deadlines = None;
         self.counters.memory_bytes = 0;
@@ -672,6 +688,9 @@ fn read_blocks(
 #[cfg(test)]
 #[path = "copying_tests.rs"]
 mod copying_tests;
+#[cfg(test)]
+#[path = "factors_tests.rs"]
+mod factors_tests;
 #[cfg(test)]
 #[path = "shard_tests.rs"]
 pub(super) mod tests;

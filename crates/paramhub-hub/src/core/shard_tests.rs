@@ -6,9 +6,11 @@ use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Dtype;
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::consistency::Consistency;
+use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::scheme::{Cluster, Plan};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
@@ -36,6 +38,8 @@ pub(in crate::core) fn shard_with(
     let registry = Registry::with_builtins();
     let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
+    let blocks = FactorBlock::planned(&settings, &map, &schemes).into();
     let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
     let hubs = [HubShape { interfaces: vec![interface], local: None }];
     let composed = Composed::new(&settings.keys, &map, Composition::flat(hubs.to_vec(), workers)).unwrap();
@@ -51,6 +55,7 @@ pub(in crate::core) fn shard_with(
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),
         map: Arc::new(map),
+        blocks,
         composed: Arc::new(composed),
         site: 0,
         route: 0,

@@ -23,6 +23,8 @@ pub(super) enum Unit {
     Release(usize),
     /// Some chunks for a snapshot, by the shard's place.
     Copy(usize),
+    /// A part of a gradient that is made of factors, by the shard's place.
+    Make(usize),
 }
 
 /// The work of all jobs of a core.
@@ -80,6 +82,7 @@ impl Turns {
     pub(super) fn dismiss(&mut self, job: usize, shard: usize) -> Option<Duration> {
         self.forget(job, Unit::Release(shard));
         self.forget(job, Unit::Copy(shard));
+        self.forget(job, Unit::Make(shard));
         let tenant = self.jobs.index_mut(job);
         tenant.shards -= 1;
         if tenant.shards > 0 {
@@ -185,7 +188,7 @@ impl Turns {
 impl Tenant {
     /// For everything that may wait at once, so that the data path allocates nothing.
     fn make_room(&mut self) {
-        let most = self.lanes + 2 * self.shards;
+        let most = self.lanes + 3 * self.shards;
         self.units.reserve(most.saturating_sub(self.units.len()));
     }
 }

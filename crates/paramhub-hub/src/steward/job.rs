@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Namespace, Nonce};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::composition::{Composed, SiteId};
+use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
@@ -145,7 +146,9 @@ impl Job {
         })?;
 
         let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).map_err(|error| error.to_string())?;
-        let spreads = Plan::new(settings, &plan.cluster).spreads(settings.keys.len());
+        let schemes = Plan::new(settings, &plan.cluster);
+        let spreads = schemes.spreads(settings.keys.len());
+        let blocks: Arc<[FactorBlock]> = FactorBlock::planned(settings, &map, &schemes).into();
         let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
             .map_err(|error| error.to_string())?;
         let (composed, site) = (Arc::new(composed), plan.site);
@@ -170,6 +173,7 @@ impl Job {
                     weight,
                     settings: settings.clone(),
                     map: map.clone(),
+                    blocks: blocks.clone(),
                     composed: composed.clone(),
                     site,
                     route: id,

@@ -156,6 +156,15 @@ impl Engine {
                 lane.ask(slot);
             }
         }
+        for block in 0..self.desk.shared.blocks.len() {
+            let place = self.desk.placement.locate(self.desk.requests.chunk_of_block(block));
+            if let Some((route, slot)) = place
+                && route == lane.route
+                && self.desk.requests.resend_block(block)
+            {
+                lane.ask(slot);
+            }
+        }
         if matches!(self.phase, Phase::Parting { .. }) {
             lane.say_again(Control::Leave);
         }

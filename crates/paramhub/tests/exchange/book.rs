@@ -58,8 +58,8 @@ fn what_nobody_can_exchange_is_refused_with_what_can_be() {
         |scheme| LayerSettings::fully_connected("fc", [0], [256, 128, 4]).by(SchemeChoice::Only(scheme));
     let late = JobOptions { stragglers: "backup:1".parse().unwrap(), ..Default::default() };
     for (name, scheme, options, reason) in [
-        ("whole", Scheme::FactorsToHub, JobOptions::default(), "no hub multiplies factors yet"),
-        ("late", Scheme::Factors, late, "every worker waits for all others"),
+        ("late", Scheme::Factors, late, "every step waits for all workers' factors"),
+        ("late-whole", Scheme::FactorsToHub, late, "every step waits for all workers' factors"),
     ] {
         let settings =
             Settings { layers: vec![layer(scheme)], optimizer: sgd(0.1, 0.0), ..Settings::new(keys()) };

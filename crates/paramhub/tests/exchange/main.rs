@@ -7,6 +7,7 @@ mod bystander;
 mod clipping;
 mod cluster;
 mod consistency;
+mod factors;
 mod fairness;
 mod groups;
 mod in_place;

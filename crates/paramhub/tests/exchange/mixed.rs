@@ -4,6 +4,7 @@ mod bystander;
 mod clipping;
 mod cluster;
 mod consistency;
+mod factors;
 mod groups;
 mod in_place;
 mod numerics;

@@ -8,6 +8,7 @@ use paramhub_core::auth::{Incarnation, Nonce, Purpose};
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Codec;
 use paramhub_core::placement::Placement;
+use paramhub_core::scheme::{self, Plan};
 use paramhub_core::service::{ConnectService, InitService};
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{
@@ -30,7 +31,9 @@ pub(crate) struct Raw {
 pub(crate) fn hello(ticket: &Ticket, rank: u32, settings: &Settings, cluster: &Cluster) -> Hello {
     let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
     let shape = cluster.client.hubs().unwrap().remove(0).shape;
-    let placement = Placement::new(&settings.keys, &map, &[shape]).unwrap();
+    let spreads =
+        Plan::new(settings, &scheme::Cluster::beside_workers(ticket.workers)).spreads(settings.keys.len());
+    let placement = Placement::planned(&settings.keys, &map, &[shape], &spreads).unwrap();
     Hello {
         caller: Caller::Worker { rank, shares_parameters: false, resumes: false },
         interface: 0,

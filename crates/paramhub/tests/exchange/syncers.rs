@@ -16,8 +16,12 @@ const SHAPE: [usize; 3] = [96, 64, 2];
 const WEIGHT: u32 = 1;
 const BIAS: u32 = 2;
 const WHOLE: u32 = 3;
+const SENT_WEIGHT: u32 = 4;
+const SENT_BIAS: u32 = 5;
+const KEYS: u32 = 6;
 
-/// A key in no layer, a layer by factors with a bias, and one that could go so, but is to go through the hub.
+/// A key in no layer, a layer by factors with a bias, one that could go so, but is to go through the hub, and one whose factors go
+/// there.
 fn settings() -> Settings {
     let [outputs, inputs, samples] = SHAPE.map(|size| size as u64);
     let keys = vec![
@@ -25,11 +29,15 @@ fn settings() -> Settings {
         Key::new("fc.weight", [outputs, inputs]),
         Key::new("fc.bias", [outputs]),
         Key::new("whole.weight", [outputs, inputs]),
+        Key::new("sent.weight", [outputs, inputs]),
+        Key::new("sent.bias", [outputs]),
     ];
     let whole = LayerSettings::fully_connected("whole", [WHOLE], [outputs, inputs, samples]);
+    let sent = LayerSettings::fully_connected("sent", [SENT_WEIGHT, SENT_BIAS], [outputs, inputs, samples]);
     let layers = vec![
         LayerSettings::fully_connected("fc", [WEIGHT, BIAS], [outputs, inputs, samples]),
         whole.by(SchemeChoice::Only(Scheme::Hub)),
+        sent.by(SchemeChoice::Only(Scheme::FactorsToHub)),
     ];
     let scheme = SchemeChoice::Auto;
     Settings { layers, scheme, optimizer: sgd(0.1, 0.5), ..Settings::new(KeyTable::new(keys).unwrap()) }
@@ -68,10 +76,12 @@ fn dense(rank: u32, key: u32, step: u32) -> Vec<f32> {
     let [outputs, inputs, samples] = SHAPE;
     let [x, dy] = factors(rank, step);
     match key {
-        WEIGHT => (0..outputs * inputs)
+        WEIGHT | SENT_WEIGHT => (0..outputs * inputs)
             .map(|at| (0..samples).map(|k| dy[k * outputs + at / inputs] * x[k * inputs + at % inputs]).sum())
             .collect(),
-        BIAS => (0..outputs).map(|row| (0..samples).map(|k| dy[k * outputs + row]).sum()).collect(),
+        BIAS | SENT_BIAS => {
+            (0..outputs).map(|row| (0..samples).map(|k| dy[k * outputs + row]).sum()).collect()
+        }
         _ => gradient(rank, key, step, elements(key)),
     }
 }
@@ -86,12 +96,12 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
     let cluster = Cluster::new(2);
     let learnt = as_every_rank(&cluster.job("mixed", RANKS), |mut syncers| {
         let rank = syncers.job().rank();
-        assert_eq!(syncers.len(), 3, "two layers and the key in none");
+        assert_eq!(syncers.len(), 4, "three layers and the key in none");
         assert_eq!(syncers.of_key(WEIGHT), syncers.of_key(BIAS));
-        let by_factors = syncers.of_key(WEIGHT);
-        assert!((0..3).all(|layer| syncers.takes_factors(layer) == (layer == by_factors)));
+        let by_factors = [WEIGHT, SENT_WEIGHT].map(|key| syncers.of_key(key));
+        assert!((0..4).all(|layer| syncers.takes_factors(layer) == by_factors.contains(&layer)));
         // Rank 0's count.
-        let mut model: Vec<Vec<f32>> = (0..4).map(|key| vec![rank as f32; elements(key)]).collect();
+        let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![rank as f32; elements(key)]).collect();
         for (key, parameters) in (0..).zip(&mut model) {
             assert!(!syncers.has_begun(key));
             syncers.begin(key, parameters).unwrap();
@@ -103,13 +113,15 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
             }
             syncers.send(WHOLE, dense(rank, WHOLE, step)).unwrap();
             let [x, dy] = factors(rank, step);
-            syncers.send_factors(by_factors, LayerFactors::of_f32(&x, &dy)).unwrap();
+            for layer in by_factors {
+                syncers.send_factors(layer, LayerFactors::of_f32(&x, &dy)).unwrap();
+            }
             syncers.send(0, dense(rank, 0, step)).unwrap();
             syncers.wait().unwrap();
-            assert!((0..3).all(|layer| syncers.is_complete(layer)));
+            assert!((0..4).all(|layer| syncers.is_complete(layer)));
             for (key, parameters) in (0..).zip(&mut model) {
                 let gradient = syncers.move_out(key, parameters);
-                let lent = if [WEIGHT, BIAS].contains(&key) { 0 } else { elements(key) };
+                let lent = if [0, WHOLE].contains(&key) { elements(key) } else { 0 };
                 assert_eq!(gradient.len(), lent, "the memory of the gradient comes back");
             }
         }
@@ -119,7 +131,7 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
         model
     });
 
-    let mut expected: Vec<Vec<f64>> = (0..4).map(|key| vec![0.0; elements(key)]).collect();
+    let mut expected: Vec<Vec<f64>> = (0..KEYS).map(|key| vec![0.0; elements(key)]).collect();
     for (key, parameters) in (0..).zip(&mut expected) {
         let mut momentum = vec![0.0; parameters.len()];
         for step in 0..STEPS {
@@ -149,7 +161,7 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
     let cluster = Cluster::new(1);
     as_every_rank(&cluster.job("confused", RANKS), |mut syncers| {
         let rank = syncers.job().rank();
-        let (by_factors, whole) = (syncers.of_key(WEIGHT), syncers.of_key(WHOLE));
+        let [by_factors, whole, sent] = [WEIGHT, WHOLE, SENT_WEIGHT].map(|key| syncers.of_key(key));
         let [x, dy] = factors(rank, 0);
         let of_layer = LayerFactors::of_f32(&x, &dy);
         let early = syncers.send(WHOLE, dense(rank, WHOLE, 0)).unwrap_err().to_string();
@@ -157,22 +169,30 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
         let early = syncers.send_factors(by_factors, of_layer).unwrap_err().to_string();
         assert!(early.contains("fc.weight") && early.contains("without having moved"), "{early}");
 
-        let mut model: Vec<Vec<f32>> = (0..4).map(|key| vec![0.0; elements(key)]).collect();
+        let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![0.0; elements(key)]).collect();
         (0..).zip(&mut model).for_each(|(key, parameters)| syncers.begin(key, parameters).unwrap());
         let wrong = syncers.send(WEIGHT, dense(rank, WEIGHT, 0)).unwrap_err().to_string();
         assert!(wrong.contains("goes by its factors, and a gradient came"), "{wrong}");
         let wrong = syncers.send_factors(whole, of_layer).unwrap_err().to_string();
         assert!(wrong.contains("does not go by its factors, and factors came"), "{wrong}");
 
+        let wrong = syncers.send(SENT_BIAS, dense(rank, SENT_BIAS, 0)).unwrap_err().to_string();
+        assert!(wrong.contains("goes by its factors, and a gradient came"), "{wrong}");
         let short = syncers.send_factors(by_factors, LayerFactors::of_f32(&x[1..], &dy)).unwrap_err();
         assert!(short.to_string().contains("takes rows of 64 inputs"), "{short}");
+        let short = syncers.send_factors(sent, LayerFactors::of_f32(&x[1..], &dy)).unwrap_err();
+        assert!(short.to_string().contains("K rows of 64 inputs"), "{short}");
 
         syncers.send(WHOLE, dense(rank, WHOLE, 0)).unwrap();
         syncers.send_factors(by_factors, of_layer).unwrap();
+        syncers.send_factors(sent, of_layer).unwrap();
         let twice = syncers.send(WHOLE, dense(rank, WHOLE, 1)).unwrap_err().to_string();
         assert!(twice.contains("without having moved"), "{twice}");
         let twice = syncers.send_factors(by_factors, of_layer).unwrap_err().to_string();
         assert!(twice.contains("without having moved"), "{twice}");
+        let twice = syncers.send_factors(sent, of_layer).unwrap_err().to_string();
+        assert!(twice.contains("without having moved"), "{twice}");
+        assert!(syncers.receive(sent).unwrap());
         assert!(syncers.receive(whole).unwrap() && syncers.receive(by_factors).unwrap());
         assert!(!syncers.receive(whole).unwrap(), "nothing is under way any more");
         // Received, but not moved out.

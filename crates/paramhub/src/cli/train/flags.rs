@@ -87,8 +87,8 @@ pub(crate) struct TrainFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
-    /// How fully connected layers are exchanged: hub, by factors between the workers, or auto, whichever moves less
-    /// [default: hub]
+    /// How fully connected layers are exchanged: hub; by factors between the workers; factors-to-hub, where one hub makes a
+    /// layer's gradient of them; or auto, whichever of the first two moves less [default: hub]
     #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
     scheme: Option<SchemeChoice>,
     /// How gradients travel: f32, f16, bf16, or one-bit or two-bit for the weights of fully connected layers, whose changes

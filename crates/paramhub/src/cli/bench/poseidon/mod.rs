@@ -10,7 +10,7 @@ mod system;
 use std::path::PathBuf;
 
 use clap::{Args, value_parser};
-use paramhub_core::scheme::{Cluster, Encoding, HubPlace, Plan};
+use paramhub_core::scheme::{Cluster, Direction, Encoding, HubPlace, Plan, PlannedLayer, Scheme, Traffic};
 
 use super::check_destination;
 use super::hosts::{Hosts, HostsFlags};
@@ -162,19 +162,18 @@ impl PoseidonCommand {
             let settings = part.settings()?;
             settings.check().map_err(|error| Usage(error.to_string()))?;
             let plan = Plan::new(&settings, &cluster);
-            let total = plan.total();
-            let by_factors =
-                plan.layers.iter().filter(|planned| planned.scheme != paramhub_core::scheme::Scheme::Hub);
+            let by_factors = plan.layers.iter().filter(|planned| planned.scheme != Scheme::Hub);
             let seconds = self.link.map(|link| {
                 let transfers: Vec<f64> =
                     plan.layers.iter().map(|layer| link.seconds(plan.cost(layer))).collect();
                 bound::step_seconds(&profile.passes, &transfers, system.overlaps())
             });
+            let bytes_sent = self.bytes_sent(&plan);
             expected.push(Expected {
                 system,
                 seconds,
-                // What a host with a worker sends, with a hub beside it or without.
-                bytes_sent: total.both.or(total.worker).map_or(0.0, |direction| direction.sent),
+                bytes_sent,
+                busiest_by_mean: busiest_sent(&plan).map_or(1.0, |busiest| busiest / bytes_sent),
                 by_factors: by_factors.map(|planned| planned.layer.name.clone()).collect(),
             });
             parts.push(part);
@@ -199,6 +198,22 @@ impl PoseidonCommand {
         Ok((parts, setting))
     }
 
+    /// What a host with a worker sends by plan, with a hub beside it or without; the mean of all where a layer has one hub to
+    /// itself.
+    fn bytes_sent(&self, plan: &Plan) -> f64 {
+        let of_layer = |planned: &PlannedLayer| {
+            let traffic = plan.traffic(planned, planned.scheme)?;
+            Some(match (planned.scheme, traffic.both, traffic.worker) {
+                (Scheme::FactorsToHub, Some(both), Some(worker)) => {
+                    let workers = f64::from(self.workers);
+                    (both.sent + (workers - 1.0) * worker.sent) / workers
+                }
+                (_, both, worker) => both.or(worker)?.sent,
+            })
+        };
+        plan.rows().filter_map(of_layer).sum()
+    }
+
     /// As the manager will find it.
     fn cluster(&self, hosts: &Hosts) -> Cluster {
         let hubs = hosts.hubs().len() as u32;
@@ -211,6 +226,23 @@ impl PoseidonCommand {
         let machines = hosts.machines().unwrap_or(self.workers).min(self.workers);
         Cluster { workers: self.workers, machines, hubs, place, encoding: Encoding::F32 }
     }
+}
+
+/// What the host sends that has the largest of the layers that go to one hub each, as far as there are some. The other keys'
+/// chunks are dealt to the hubs that have none of these, so that it sends all their gradients.
+fn busiest_sent(plan: &Plan) -> Option<f64> {
+    let sent = |planned: &PlannedLayer, direction: fn(Traffic) -> Option<Direction>| {
+        plan.traffic(planned, planned.scheme).and_then(direction).map_or(0.0, |direction| direction.sent)
+    };
+    let (to_hub, rest): (Vec<_>, Vec<_>) =
+        plan.rows().partition(|planned| planned.scheme == Scheme::FactorsToHub);
+    let as_worker: f64 = to_hub.iter().map(|planned| sent(planned, |traffic| traffic.worker)).sum();
+    let more = |planned: &&PlannedLayer| {
+        sent(planned, |traffic| traffic.both) - sent(planned, |traffic| traffic.worker)
+    };
+    let largest = to_hub.iter().map(more).reduce(f64::max)?;
+    let rest = rest.iter().map(|planned| planned.layer.parameters() as f64 * planned.encoding.gradient);
+    Some(as_worker + largest + rest.sum::<f64>())
 }
 
 impl Setting {

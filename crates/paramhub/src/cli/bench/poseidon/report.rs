@@ -42,8 +42,10 @@ pub(super) struct Expected {
     pub(super) system: System,
     /// Of a step if only links and computation took time, where a link's payload was given.
     pub(super) seconds: Option<f64>,
-    /// Of a step, by a host with a worker, without headers.
+    /// Of a step, by a host with a worker in the mean, without headers.
     pub(super) bytes_sent: f64,
+    /// The busiest host against that.
+    pub(super) busiest_by_mean: f64,
     /// Layers that go by factors.
     pub(super) by_factors: Vec<String>,
 }
@@ -123,7 +125,7 @@ impl Summary {
             "stalled",
             "sent by a host",
             "planned",
-            "busiest",
+            "busiest of planned",
             "by factors",
         ]);
         for (row, expected) in self.systems.iter().zip(&self.setting.expected) {
@@ -137,7 +139,7 @@ impl Summary {
                 format!("{:.0} %", 100.0 * row.stalled),
                 megabytes(row.bytes_sent as u64),
                 megabytes(expected.bytes_sent as u64),
-                format!("{:.2} times", row.busiest_by_mean),
+                format!("{:.2} of {:.2}", row.busiest_by_mean, expected.busiest_by_mean),
                 expected.by_factors.join(", "),
             ]);
         }

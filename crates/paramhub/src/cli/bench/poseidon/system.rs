@@ -18,6 +18,8 @@ pub(super) enum System {
     /// Each layer through the hubs as soon as it exists, with fully connected layers' weights in one bit, both ways, and what that
     /// loses fed back: CNTK's 1-bit SGD
     OneBit,
+    /// The same, with the factors of every fully connected layer sent to the hub that has it: Project Adam's way
+    Adam,
 }
 
 impl System {
@@ -26,6 +28,7 @@ impl System {
             System::Sequential | System::Wfbp | System::OneBit => SchemeChoice::default(),
             System::Poseidon => SchemeChoice::Auto,
             System::Factors => SchemeChoice::Only(Scheme::Factors),
+            System::Adam => SchemeChoice::Only(Scheme::FactorsToHub),
         }
     }
 
@@ -36,6 +39,7 @@ impl System {
             System::Poseidon => "Poseidon",
             System::Factors => "factors always",
             System::OneBit => "1-bit",
+            System::Adam => "Adam",
         }
     }
 

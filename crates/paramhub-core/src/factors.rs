@@ -1,0 +1,159 @@
+//! Factor blocks: what a worker sends in a step of a layer that goes by [`Scheme::FactorsToHub`], and how it is cut.
+//!
+//! With K samples of a layer of M outputs and N inputs a block is K times M output gradients, then K times N inputs, each sample
+//! by sample. It is cut into *pieces* of as many elements as a chunk has, the last perhaps shorter. K may be less than the job's
+//! settings say, so a block may be short; it has one piece at least, if an empty one.
+
+use std::ops::Range;
+
+use crate::chunk::ChunkMap;
+use crate::codec::Codec;
+use crate::scheme::{LayerType, Plan, Scheme};
+use crate::settings::Settings;
+
+/// The blocks of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FactorBlock {
+    /// The weight's position in the key table.
+    pub weight: u32,
+    /// That of the bias, if there is one.
+    pub bias: Option<u32>,
+    /// M.
+    pub outputs: usize,
+    /// N.
+    pub inputs: usize,
+    /// K, at most.
+    pub samples: u32,
+    /// How factors travel, which is as they lie in memory.
+    pub codec: Codec,
+    /// Elements of a full piece.
+    pub piece_elements: usize,
+}
+
+/// Where a piece's elements lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Among the worker's output gradients.
+    pub output_gradients: Range<usize>,
+    /// Among its inputs, behind those.
+    pub inputs: Range<usize>,
+}
+
+impl Piece {
+    /// How many there are.
+    pub fn elements(&self) -> usize {
+        self.output_gradients.len() + self.inputs.len()
+    }
+}
+
+impl FactorBlock {
+    /// Of all layers of a plan that go by [`Scheme::FactorsToHub`], in the plan's order. `map` is cut from the settings' table,
+    /// and the settings have been checked.
+    pub fn planned(settings: &Settings, map: &ChunkMap, plan: &Plan) -> Vec<FactorBlock> {
+        let of_factors = plan.layers.iter().filter(|planned| planned.scheme == Scheme::FactorsToHub);
+        let block = of_factors.map(|planned| {
+            let LayerType::FullyConnected { outputs, inputs, samples, .. } = planned.layer.kind else {
+                unreachable!("only fully connected layers are planned by factors");
+            };
+            let weight = planned.keys[0];
+            FactorBlock {
+                weight,
+                bias: planned.keys.get(1).copied(),
+                outputs: outputs as usize,
+                inputs: inputs as usize,
+                // Checked with the settings: all of a block can be counted in 32 bits.
+                samples: samples as u32,
+                codec: settings.keys.keys()[weight as usize].dtype.codec(),
+                piece_elements: map.chunk_elements() as usize,
+            }
+        });
+        block.collect()
+    }
+
+    /// Elements of a block with so many samples.
+    pub fn elements(&self, samples: u32) -> usize {
+        samples as usize * (self.outputs + self.inputs)
+    }
+
+    /// Pieces of a block with so many samples.
+    pub fn pieces(&self, samples: u32) -> u32 {
+        self.elements(samples).div_ceil(self.piece_elements).max(1) as u32
+    }
+
+    /// A piece of a block with so many samples; `None` behind the last.
+    pub fn piece(&self, samples: u32, number: u32) -> Option<Piece> {
+        if number >= self.pieces(samples) {
+            return None;
+        }
+        let start = number as usize * self.piece_elements;
+        let end = self.elements(samples).min(start + self.piece_elements);
+        let gradients = samples as usize * self.outputs;
+        Some(Piece {
+            output_gradients: start.min(gradients)..end.min(gradients),
+            inputs: start.max(gradients) - gradients..end.max(gradients) - gradients,
+        })
+    }
+
+    /// The weight, and the bias if there is one.
+    pub fn keys(&self) -> impl Iterator<Item = u32> + use<> {
+        [self.weight].into_iter().chain(self.bias)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::key::{Key, KeyTable};
+    use crate::scheme::{Cluster, LayerSettings, SchemeChoice};
+
+    /// Of a weight of 30 times 20, key 1, and its bias, key 2, with up to 5 samples, in chunks of 256.
+    pub(crate) fn block() -> (ChunkMap, FactorBlock) {
+        let keys = vec![Key::new("first", [300]), Key::new("w", [30, 20]), Key::new("b", [30])];
+        let layer = LayerSettings::fully_connected("fc", [1, 2], [30, 20, 5]);
+        let settings = Settings {
+            layers: vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))],
+            chunk_bytes: 1024,
+            ..Settings::new(KeyTable::new(keys).unwrap())
+        };
+        settings.check().unwrap();
+        let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+        let plan = Plan::new(&settings, &Cluster::beside_workers(3));
+        let blocks = FactorBlock::planned(&settings, &map, &plan);
+        assert_eq!(blocks.len(), 1);
+        (map, blocks[0])
+    }
+
+    #[test]
+    fn a_short_block_has_fewer_pieces_and_an_empty_one_still_one() {
+        let (_, block) = block();
+        assert_eq!((block.weight, block.bias, block.samples), (1, Some(2), 5));
+        assert_eq!([5, 1, 0].map(|samples| block.pieces(samples)), [1, 1, 1]);
+        let block = FactorBlock { piece_elements: 100, ..block };
+        assert_eq!([5, 2, 1].map(|samples| block.pieces(samples)), [3, 1, 1]);
+        // 150 output gradients, then 100 inputs.
+        assert_eq!(block.piece(5, 1), Some(Piece { output_gradients: 100..150, inputs: 0..50 }));
+        assert_eq!(block.piece(5, 2), Some(Piece { output_gradients: 150..150, inputs: 50..100 }));
+        assert_eq!(block.piece(5, 3), None);
+        assert_eq!(block.piece(0, 0).unwrap().elements(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_make_up_the_block(
+            outputs in 1usize..50, inputs in 1usize..50, samples in 0u32..20, piece_elements in 1usize..300,
+        ) {
+            let block = FactorBlock { outputs, inputs, piece_elements, ..block().1 };
+            let (mut gradients, mut rows) = (0, 0);
+            for number in 0..block.pieces(samples) {
+                let piece = block.piece(samples, number).unwrap();
+                prop_assert_eq!((piece.output_gradients.start, piece.inputs.start), (gradients, rows));
+                (gradients, rows) = (piece.output_gradients.end, piece.inputs.end);
+                prop_assert!(piece.elements() <= piece_elements);
+            }
+            prop_assert_eq!((gradients, rows), (samples as usize * outputs, samples as usize * inputs));
+            prop_assert_eq!(block.piece(samples, block.pieces(samples)), None);
+        }
+    }
+}
