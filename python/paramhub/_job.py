@@ -192,7 +192,7 @@ class Job:
                 self._native.initialise(numbers, ranges, views, 0).wait()
             else:
                 self._native.pull(numbers, ranges, views).wait()
-            self._native.begin_factors()
+            self._native.begin_factors(numbers, ranges, views)
         return self
 
     def push(self, name: str, gradient: Any) -> Handle:

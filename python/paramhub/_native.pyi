@@ -156,8 +156,8 @@ class Job:
     def factor_layers(self) -> list[tuple[str, int, int | None, int]]:
         """Those that go by factors, by their numbers: name, keys of weight and bias, and samples a step may have."""
 
-    def begin_factors(self) -> None:
-        """Lets them begin with what rank 0 has initialised at the hubs."""
+    def begin_factors(self, keys: list[int], ranges: list[Range], owner: object) -> None:
+        """Lets them begin with these parameters, equal at all ranks, and with the state at the hubs."""
 
     def push_factors(
         self,

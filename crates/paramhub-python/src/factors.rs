@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use paramhub::{Job, Options, Registry};
-use paramhub_core::codec::Dtype;
 use paramhub_kernels::convert;
 use paramhub_syncer::{
     FactorExchange, FactorStatistics, LayerFactors, Meeting, Outputs, Peers, PlannedFactors, SyncError,
@@ -54,12 +53,13 @@ impl FactorLayers {
         self.parts.get(&key).copied()
     }
 
-    /// Lets all layers begin with the parameters and the optimizer state that the hubs have for them: rank 0's, which it has
-    /// initialised there, and which the others wait for.
-    pub(crate) fn begin(&self, job: &Job) -> Result<(), Failure> {
+    /// Lets all layers begin with these parameters, by key, which are equal at all ranks, and with the optimizer state that the
+    /// hubs have for them: what rank 0 has initialised there.
+    pub(crate) fn begin(&self, job: &Job, parameters: &HashMap<u32, Borrowed>) -> Result<(), Failure> {
+        let values = |key: u32| decoded(job, key, parameters.get(&key).map_or(&[][..], Borrowed::as_bytes));
         for (layer, planned) in self.planned.iter().enumerate() {
-            let weight = pull(job, planned.weight)?;
-            let bias = planned.bias.map(|bias| pull(job, bias)).transpose()?.unwrap_or_default();
+            let weight = values(planned.weight);
+            let bias = planned.bias.map(values).unwrap_or_default();
             self.exchange.initialise(layer, &weight, &bias, 0).map_err(Failure::Factors)?;
             for slot in 0..job.state_slots() {
                 let (weight, updates) = pull_state(job, planned.weight, slot)?;
@@ -137,28 +137,21 @@ fn threads(job: &Job) -> usize {
     (processors / beside.max(1)).max(1)
 }
 
-/// A key's parameters at the hubs, in f32.
-fn pull(job: &Job, key: u32) -> Result<Vec<f32>, Failure> {
-    let (elements, dtype) = size(job, key);
-    let memory = vec![0_u8; elements * dtype.bytes()];
-    let pulled = job.pull(key, memory).and_then(paramhub_worker::Handle::wait).map_err(Failure::Worker);
-    let ((), bytes) = pulled?;
-    let mut values = vec![0.0; elements];
-    convert::decode(&bytes, &mut values, dtype.codec());
-    Ok(values)
+/// A key's parameters in f32.
+fn decoded(job: &Job, key: u32, bytes: &[u8]) -> Vec<f32> {
+    let codec = job.settings().keys.keys()[key as usize].dtype.codec();
+    let mut values = vec![0.0; bytes.len() / codec.bytes()];
+    convert::decode(bytes, &mut values, codec);
+    values
 }
 
-/// A slot of its optimizer state there, and how many updates it has had.
+/// A slot of a key's optimizer state at the hubs, and how many updates it has had.
 fn pull_state(job: &Job, key: u32, slot: u8) -> Result<(Vec<f32>, u64), Failure> {
-    let pulled = job.pull_state(key, slot, vec![0.0_f32; size(job, key).0]).map_err(Failure::Worker)?;
+    let elements: u64 = job.settings().keys.keys()[key as usize].shape.iter().product();
+    // It lies in memory.
+    let values = vec![0.0_f32; usize::try_from(elements).unwrap_or(usize::MAX)];
+    let pulled = job.pull_state(key, slot, values).map_err(Failure::Worker)?;
     let ended = pulled.finish();
     ended.outcome.map_err(Failure::Worker)?;
     Ok((ended.parameters, ended.updates))
-}
-
-fn size(job: &Job, key: u32) -> (usize, Dtype) {
-    let key = &job.settings().keys.keys()[key as usize];
-    let elements: u64 = key.shape.iter().product();
-    // It lies in memory.
-    (usize::try_from(elements).unwrap_or(usize::MAX), key.dtype)
 }

@@ -403,14 +403,23 @@ impl Job {
             .collect())
     }
 
-    /// Lets the layers that go by factors begin with what rank 0 has initialised at the hubs.
-    fn begin_factors(&self, py: Python<'_>) -> PyResult<()> {
+    /// Lets the layers that go by factors begin with the parameters in `ranges`, which rank 0 has initialised and the others
+    /// have pulled, and with the state at the hubs; `owner` keeps the ranges.
+    fn begin_factors(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        ranges: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<()> {
+        check_lengths(py, &keys, &[ranges.len()])?;
         let parts = self.parts(py)?;
-        if parts.factors.is_none() {
-            return Ok(());
-        }
+        let Some(factors) = &parts.factors else { return Ok(()) };
+        let own = keys.into_iter().zip(ranges).filter(|(key, _)| factors.part(*key).is_some());
+        // SAFETY: as in `push`.
+        let parameters = own.map(|(key, range)| (key, unsafe { borrow(py, &owner, range) })).collect();
         let begun = interruptible(py, move || {
-            parts.factors.as_ref().map_or(Ok(()), |factors| factors.begin(&parts.job))
+            parts.factors.as_ref().map_or(Ok(()), |factors| factors.begin(&parts.job, &parameters))
         })?;
         begun.map_err(|failure| failure.raise(py))
     }
