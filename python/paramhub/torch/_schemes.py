@@ -57,15 +57,18 @@ class Schemes:
         self.settings: dict[str, Any] = {}
         """Of the job that the ranks have agreed on."""
         self.is_observing = False
-        if asked == "hub" or (asked == "auto" and world.size == 1):
+        if asked == "hub":
             return
         linears = Linears(model, exchanges)
+        self._most = _most_samples(samples, linears)
         self.found = {name: ("hub", why_not or why) for name, why in linears.refused.items()}
         if why_not is not None:
             self.found |= dict.fromkeys(linears.taken, ("hub", why_not))
             self._print()
             return
-        self._most = _most_samples(samples, linears)
+        if asked == "auto" and world.size == 1:
+            # Nothing travels.
+            return
         for name, (module, weight, bias) in linears.taken.items():
             self._captures[name] = Capture(name, module, weight, bias)
         self.is_observing = True
