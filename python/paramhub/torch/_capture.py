@@ -56,11 +56,11 @@ class Capture:
             return gradient is None
         return gradient._version == self._version
 
-    def see(self, kept: Any, output_gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Before the backward pass of an output, with the node that has what went in."""
+    def see(self, keeper: torch.Tensor, output_gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Before the backward pass of an output, with the result of the node that has what went in."""
         gradient = output_gradients[0]
         if gradient is not None:
-            (inputs,) = kept.saved_tensors
+            (inputs,) = keeper.grad_fn.saved_tensors
             rows = inputs.detach().reshape(-1, self.inputs), gradient.detach().reshape(-1, self.outputs)
             self._pending.append((torch._C._current_graph_task_id(), *rows))
 
@@ -196,8 +196,9 @@ class _AfterForward:
         if inputs.layout is not torch.strided or inputs.is_nested:
             return
         # Autocast has rounded what went in to the type of what came out.
-        kept = _Keep.apply(self.anchor, inputs.detach().to(output.dtype)).grad_fn
-        output.grad_fn.register_prehook(functools.partial(self.capture.see, kept))
+        # The node lives as long as its result, at least up to torch 2.7.
+        keeper = _Keep.apply(self.anchor, inputs.detach().to(output.dtype))
+        output.grad_fn.register_prehook(functools.partial(self.capture.see, keeper))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_to_see, ()

@@ -28,7 +28,8 @@ class Perceptron(torch.nn.Module):
         self.out = torch.nn.Linear(96, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.nn.functional.relu(self.fc1(x * self.scale), inplace=True)
+        # Smooth: on which side of a kink an element is may hang on the last bit of a parameter.
+        x = self.fc1(x * self.scale).tanh_()
         x = self.norm(x + self.fc2(torch.tanh(self.fc2(x))))
         return self.out(x)
 
@@ -145,7 +146,7 @@ class Checkpointed(Perceptron):
         return self.out(self.norm(x))
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.fc2(torch.relu(self.fc1(x))))
+        return torch.tanh(self.fc2(torch.nn.functional.silu(self.fc1(x))))
 
 
 def every_way(rank: Rank) -> list[bytes]:
