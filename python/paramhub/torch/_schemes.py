@@ -117,7 +117,7 @@ class Schemes:
         """The job is there, and with it the plan."""
         if not self.settings:
             return
-        is_first = all(name not in self.found for name in self._captures)
+        is_planned = all(name in self.found for name in self._order)
         plan = {name: (scheme, why) for name, scheme, why in job.plan()}
         for exchange in self._exchanges:
             exchange.layer = None
@@ -125,15 +125,20 @@ class Schemes:
         by_factors = {
             name: (number, samples) for number, (name, _, _, samples) in enumerate(job.factor_layers())
         }
-        for name in self._order:
-            self.found[name] = plan[name]
-            if name in by_factors:
-                number, samples = by_factors[name]
-                self._line.layers.append(FactorLayer(number, samples, self._captures[name], self._line))
-            else:
-                self._captures[name].remove()
-        if is_first:
-            self._print()
+        for name in [name for name in self._order if name in by_factors]:
+            number, samples = by_factors[name]
+            self._line.layers.append(FactorLayer(number, samples, self._captures[name], self._line))
+        if is_planned:
+            return
+        self.found |= {name: plan[name] for name in self._captures}
+        self._print()
+        # The choice holds for later jobs, too, which go on from saved states.
+        for name in self._captures.keys() - by_factors.keys():
+            self._captures.pop(name).remove()
+        for layer in self.settings["layers"]:
+            layer["scheme"] = plan[layer["name"]][0]
+        if not by_factors:
+            self.settings = {}
 
     def flush(self) -> None:
         """All gradients of the step have left their hooks."""
@@ -151,7 +156,8 @@ class Schemes:
         """The model is free again. Again it does nothing."""
         for capture in self._captures.values():
             capture.remove()
-            capture.weight.layer = None
+        for exchange in self._exchanges:
+            exchange.layer = None
         self._captures = {}
 
     def _print(self) -> None:
@@ -177,7 +183,8 @@ class Linears:
         users: dict[int, list[str]] = {}
         linears: dict[str, torch.nn.Linear] = {}
         for path, module in model.named_modules():
-            name = ".".join(part for part in path.split(".") if part != "_orig_mod")
+            # The model itself may be one.
+            name = ".".join(part for part in path.split(".") if part != "_orig_mod") or type(module).__name__
             for parameter in dict.values(module._parameters):
                 users.setdefault(id(parameter), []).append(name)
             if isinstance(module, torch.nn.Linear) and id(dict.get(module._parameters, "weight")) in of:
@@ -203,7 +210,7 @@ def _why_not(
     for exchange in (weight, bias):
         others = [user for user in users[id(exchange.parameter)] if user != name] if exchange else []
         if others:
-            return f"it is tied: {others[0] or 'the model itself'} has the same parameter"
+            return f"it is tied: {others[0]} has the same parameter"
     if type(module).forward is not torch.nn.Linear.forward or "forward" in module.__dict__:
         return "its forward pass is not torch.nn.Linear's"
     if not weight.memory.is_contiguous():

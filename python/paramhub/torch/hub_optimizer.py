@@ -120,7 +120,7 @@ class HubOptimizer(torch.optim.Optimizer):
         ]
         if broadcast_buffers:
             _startup.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
-        why_no_factors = _why_no_factors(self._kind, self._clips)
+        why_no_factors = _why_no_factors(self._kind, self._clips, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
         self._agreement = Agreement(self._world, self._exchanges) if find_unused_parameters else None
         self._open_job(None)
@@ -201,8 +201,11 @@ class HubOptimizer(torch.optim.Optimizer):
                     self._exchanges[number].wait()
             else:
                 self.synchronize()
-            if self._schemes.is_observing and self._schemes.conclude():
-                self._reopen_job(self._pull_states())
+            if self._schemes.is_observing:
+                # Then every rank is about here: only so long do they wait for one another.
+                self.synchronize()
+                if self._schemes.conclude():
+                    self._reopen_job(self._pull_states())
         return loss
 
     def _let_the_rest_leave(self) -> None:
@@ -414,9 +417,11 @@ def _release(
         world.forget_job(agreement.job)
 
 
-def _why_no_factors(optimizer: str, clips: bool) -> str | None:
+def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> str | None:
     if clips:
         return "max_grad_norm takes the norm of the whole gradient, which hubs then need all of"
+    if rejects_non_finite:
+        return "reject_non_finite has hubs look at every gradient"
     if optimizer not in _optimizer_state.NAMES:
         return f"the optimizer {optimizer!r} is the hubs' own, and ranks make these updates"
     return None

@@ -123,9 +123,17 @@ def planned(rank: Rank, shape: tuple[int, ...]) -> dict[str, tuple[str, str]]:
         model(torch.ones(*shape)).sum().backward()
         optimizer.step()
     optimizer.synchronize()
-    sent = optimizer._step.job.statistics()["factor_bytes_sent"]
     schemes = optimizer.schemes
-    assert (sent > 0) == (schemes["up"][0] == "factors")
+    for _ in range(2):
+        sent = optimizer._step.job.statistics()["factor_bytes_sent"]
+        assert (sent > 0) == (schemes["up"][0] == "factors")
+        # Another job, for which the choice holds.
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        model(torch.ones(*shape)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    assert optimizer.schemes == schemes
     optimizer.close()
     return schemes
 
@@ -147,6 +155,7 @@ def refusals(rank: Rank) -> None:
     for options, said in [
         ({"scheme": "ps"}, "scheme is 'hub', 'factors' or 'auto', not 'ps'"),
         ({"scheme": "factors", "max_grad_norm": 1.0}, "max_grad_norm takes the norm"),
+        ({"scheme": "factors", "reject_non_finite": True}, "hubs look at every gradient"),
         ({"scheme": "auto", "samples": {"left": 3}}, r"samples names \['left'\]"),
         ({"scheme": "auto", "samples": 0}, "samples are numbers from 1"),
     ]:
