@@ -68,6 +68,12 @@ def through_hub_optimizer(model: nn.Module):
     return model, optimizer
 
 
+def by_schemes(model: nn.Module):
+    """The same, but Linears go by their factors where these are fewer numbers than the gradient."""
+    optimizer = paramhub.Nesterov(lr=0.05, momentum=0.9)
+    return model, paramhub.torch.HubOptimizer(model, optimizer, scheme="auto")
+
+
 def through_hook(model: nn.Module):
     """DDP with its gradients averaged by the hub."""
     dist.init_process_group("gloo")
@@ -98,6 +104,7 @@ def local_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 WAYS = {
     "optimizer": through_hub_optimizer,
+    "schemes": by_schemes,
     "hook": through_hook,
     "backend": through_backend,
     "distributed": through_distributed_optimizer,

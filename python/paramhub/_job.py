@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paramhub import _native
 from paramhub.errors import MisuseError
@@ -27,6 +27,7 @@ def connect(
     timeout: float | None = None,
     rack: str | None = None,
     host: str | None = None,
+    peers: bool = False,
 ) -> Job:
     """Joins a job as one of its ranks and returns when every rank has.
 
@@ -38,7 +39,8 @@ def connect(
     says, else all that lead to the hub. ``timeout`` in seconds bounds the wait; the job's own
     rendezvous timeout, usually shorter, names the ranks that are missing.
     Where hubs serve racks or hosts, ``rack`` and ``host`` are the names of this worker's, by default ``PARAMHUB_RACK`` and
-    ``PARAMHUB_HOST``, else none and the system's own.
+    ``PARAMHUB_HOST``, else none and the system's own. With ``peers`` this worker listens for the others, on its interface
+    towards the manager and a port that the system chooses: layers that go by factors need it, at every rank.
 
     Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
@@ -54,8 +56,9 @@ def connect(
         rendezvous_timeout=timeout,
         rack=rack,
         host=host,
+        peers=peers,
     )
-    return Job(member)
+    return Job(member, peers=peers)
 
 
 def _given(value: str | None, variable: str, what: str) -> str:
@@ -79,10 +82,12 @@ class Job:
     As a context manager it leaves the job at the end. It may be used from several threads.
     """
 
-    def __init__(self, member: _native.Member) -> None:
+    def __init__(self, member: _native.Member, *, peers: bool = False) -> None:
         self._member: _native.Member | None = member
+        self._listens = peers
         self._native: _native.Job | None = None
         self._keys: dict[str, _Key] = {}
+        self._layers: dict[str, _FactorLayer] = {}
         self._optimizer: Optimizer = Mean()
         self.name = member.name
         self.rank = member.rank
@@ -122,13 +127,20 @@ class Job:
         (outputs by inputs) is multiplied by in a step, the batch or in a model of sequences the batch times their length; of any
         other only its tensors. ``"tied": True`` says that something else uses the weight, too. ``scheme`` is how they are
         exchanged: ``hub``, ``factors``, ``factors-to-hub``, or ``auto`` for what moves least, and a layer's own ``"scheme"``
-        goes before it. See `query` and `best_scheme`.
+        goes before it. See `query` and `best_scheme`. What goes by ``factors`` is exchanged with `push_factors`; for that and for
+        ``auto`` the workers connect with ``peers=True``.
 
         Raises MisuseError if the ranks disagree on any of it, naming what differs.
         """
         if self._member is None:
             raise MisuseError(f"job `{self.name}`, rank {self.rank}: it has its tensors already")
         optimizer = optimizer if optimizer is not None else Mean()
+        asked = {scheme, *(layer.get("scheme") for layer in (layers or {}).values())}
+        if not self._listens and not asked.isdisjoint(("auto", "factors")):
+            raise MisuseError(
+                f"job `{self.name}`, rank {self.rank}: factors go from worker to worker, and this one does not listen for the "
+                "others: connect(peers=True) on every rank, or ask for scheme='hub'"
+            )
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(tensors)
         has_parameters = optimizer.name not in ("mean", "sum")
         views = [_native.Memory(tensor, has_parameters and self.rank != 0) for _, tensor in pairs]
@@ -168,6 +180,11 @@ class Job:
             name: _Key(number, view.dtype, view.nbytes)
             for number, ((name, _), view) in enumerate(zip(pairs, views, strict=True))
         }
+        names = [name for name, _ in pairs]
+        self._layers = {
+            name: _FactorLayer(number, names[weight], names[bias] if bias is not None else None)
+            for number, (name, weight, bias, _) in enumerate(self._native.factor_layers())
+        }
         if has_parameters:
             numbers = list(range(len(views)))
             ranges = [(view.address, view.nbytes) for view in views]
@@ -175,6 +192,7 @@ class Job:
                 self._native.initialise(numbers, ranges, views, 0).wait()
             else:
                 self._native.pull(numbers, ranges, views).wait()
+            self._native.begin_factors(numbers, ranges, views)
         return self
 
     def push(self, name: str, gradient: Any) -> Handle:
@@ -205,6 +223,48 @@ class Job:
             return self._running().push_pull_in_place([key.number], [receive], received)
         return self._running().push_pull([key.number], [send], [receive], (sent, received))
 
+    def push_factors(
+        self, layer: str, inputs: Any, output_gradients: Any, weight_out: Any, bias_out: Any = None
+    ) -> Handle:
+        """Contributes the factors of a layer's gradient, where the plan has it go by ``factors``, and receives the weight that
+        follows from those of all ranks into ``weight_out``, and the bias into ``bias_out``, if given.
+
+        For each sample of this rank's step, ``inputs`` has a row of what went into the layer and ``output_gradients`` one of
+        the loss's gradient by what came out, in the type of the weight: the gradient is ``output_gradients.T @ inputs``.
+        There may be as many rows as the layer has samples in `init`, fewer, or none: every rank calls it once a step, for
+        all such layers in the same order. The two are copied before this returns; ``weight_out`` and ``bias_out`` are kept
+        until the handle has ended, and must be left alone.
+
+        What comes is equal to the bit at all ranks. Gradients are divided by the number of ranks, as by a hub.
+        """
+        native = self._running()
+        if layer not in self._layers:
+            raise MisuseError(
+                f"job `{self.name}`, rank {self.rank}: no layer {layer!r} goes by factors; those that do are "
+                f"{', '.join(map(repr, self._layers)) or 'none'}"
+            )
+        of = self._layers[layer]
+        key, weight = self._look(of.weight, weight_out, writable=True)
+        sent = [_native.Memory(tensor, False) for tensor in (inputs, output_gradients)]
+        for memory, columns in zip(sent, reversed(weight.shape), strict=True):
+            if memory.dtype != key.dtype or len(memory.shape) != 2 or memory.shape[1] != columns:
+                raise MisuseError(
+                    f"job `{self.name}`, rank {self.rank}: layer {layer!r} takes inputs of [samples, {weight.shape[1]}] and "
+                    f"output gradients of [samples, {weight.shape[0]}] in {key.dtype}, but one of {memory.shape} in "
+                    f"{memory.dtype} was passed"
+                )
+        bias = None
+        if bias_out is not None:
+            if of.bias is None:
+                raise MisuseError(f"job `{self.name}`, rank {self.rank}: layer {layer!r} has no bias")
+            _, bias = self._look(of.bias, bias_out, writable=True)
+        return native.push_factors(
+            of.number,
+            ((sent[0].address, sent[0].nbytes), (sent[1].address, sent[1].nbytes)),
+            ((weight.address, weight.nbytes), (bias.address, bias.nbytes) if bias is not None else None),
+            (weight, bias),
+        )
+
     def gradient_tensor(self, name: str) -> Tensor:
         """Memory for a tensor's gradient that is exchanged where it lies: shared with a hub on this host. Look at it with
         ``torch.from_dlpack`` or ``numpy.from_dlpack``; one can be had at a time."""
@@ -217,7 +277,8 @@ class Job:
     def set_hyperparameters(self, first_step: int, **changed: float | bool) -> None:
         """Changes some of the optimizer's numbers from step ``first_step`` on, by the hub's names (``learning_rate=0.01``).
 
-        Called by any one rank before that rank's push of ``first_step``, it holds for that step of a synchronous job.
+        Called by any one rank before that rank's push of ``first_step``, it holds for that step of a synchronous job. Where
+        layers go by factors, that rank is rank 0.
         """
         numbers = {**self._optimizer.hyperparameters, **changed}
         self._running().set_hyperparameters(first_step, json.dumps(settings_of(numbers)))
@@ -233,8 +294,9 @@ class Job:
         return self._running().shares_memory
 
     def statistics(self) -> dict[str, float]:
-        """What has been exchanged so far: ``bytes_sent``, ``bytes_received``, ``requests``, ``in_flight_s``,
-        ``streams_moved``."""
+        """What has been exchanged so far: ``bytes_sent`` and ``bytes_received``, through hubs and by factors, of which
+        ``factor_bytes_sent`` left as factors; ``requests``, ``in_flight_s`` and ``streams_moved`` at the hubs; and
+        ``rebuilding_s``, the time it took to make gradients of factors and to update."""
         return self._running().statistics()
 
     def query(self, *properties: str) -> dict[str, Any]:
@@ -325,6 +387,14 @@ def _layer(
         size = {"outputs": shape[0], "inputs": shape[1], "samples": layer["samples"]}
         settings["type"] = {"fully-connected": size}
     return settings
+
+
+class _FactorLayer(NamedTuple):
+    """A layer that goes by factors: its number, and the names of its tensors."""
+
+    number: int
+    weight: str
+    bias: str | None
 
 
 class _Key:

@@ -41,6 +41,7 @@ def connect(
     rendezvous_timeout: float | None = None,
     rack: str | None = None,
     host: str | None = None,
+    peers: bool = False,
 ) -> Member: ...
 
 @final
@@ -149,6 +150,24 @@ class Job:
     def statistics(self) -> dict[str, float]: ...
     def query(self, properties: list[str]) -> str: ...
     def best_scheme(self, layer: str) -> str: ...
+    def plan(self) -> list[tuple[str, str, str]]:
+        """Of each layer its name, its scheme, and why."""
+
+    def factor_layers(self) -> list[tuple[str, int, int | None, int]]:
+        """Those that go by factors, by their numbers: name, keys of weight and bias, and samples a step may have."""
+
+    def begin_factors(self, keys: list[int], ranges: list[Range], owner: object) -> None:
+        """Lets them begin with these parameters, equal at all ranks, and with the state at the hubs."""
+
+    def push_factors(
+        self,
+        layer: int,
+        factors: tuple[Range, Range],
+        parameters: tuple[Range, Range | None],
+        owner: object,
+    ) -> Handle:
+        """``factors`` are inputs and output gradients, which are copied; ``owner`` keeps ``parameters``."""
+
     def failure(self) -> BaseException | None: ...
     def leave(self) -> None: ...
     def abandon(self) -> None: ...

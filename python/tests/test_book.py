@@ -27,7 +27,7 @@ def test_every_rank_reads_the_same(hub: paramhub.Hub) -> None:
         init(job, LAYERS, scheme="auto")
         return job.query(), job.best_scheme("fc6")
 
-    results = in_threads(hub, 3, work)
+    results = in_threads(hub, 3, work, peers=True)
     assert all(result == results[0] for result in results)
     book, best = results[0]
     # Ranks and hub are on one host: three machines, one of which has the hub, too.
@@ -45,7 +45,7 @@ def test_properties_are_asked_by_name(hub: paramhub.Hub) -> None:
             job.query("batch")
         return job.query("layers", "layers.fc6.samples", "layers.conv.why", "hubs")
 
-    for found in in_threads(hub, 2, work):
+    for found in in_threads(hub, 2, work, peers=True):
         assert found["layers"] == ["conv", "fc6"]
         assert found["layers.fc6.samples"] == 4
         assert found["layers.conv.why"] == "no_factors"
@@ -69,4 +69,4 @@ def test_layers_that_cannot_be_are_refused(
         with pytest.raises(paramhub.MisuseError, match=said):
             init(job, layers)
 
-    in_threads(hub, 1, work)
+    in_threads(hub, 1, work, peers=True)

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use paramhub_collective::MeshError;
 use paramhub_core::wire::Refusal;
+use paramhub_syncer::SyncError;
 use paramhub_worker::WorkerError;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -36,6 +37,8 @@ pub(crate) enum Failure {
     Worker(WorkerError),
     /// In the mesh, or of the mesh.
     Mesh(MeshError),
+    /// In the exchange of factors, or of it.
+    Factors(SyncError),
     /// Whoever waited for it has stopped.
     GivenUp { message: Arc<str>, culprit: Option<u32> },
 }
@@ -49,6 +52,7 @@ impl Failure {
         match self {
             Failure::Worker(error) => worker(py, error),
             Failure::Mesh(error) => mesh(py, error),
+            Failure::Factors(error) => factors(py, error),
             Failure::GivenUp { message, culprit } => raise(py, Kind::JobFailed, message, *culprit),
         }
     }
@@ -103,6 +107,19 @@ pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
         _ => Kind::JobFailed,
     };
     raise(py, kind, &error.to_string(), error.rank())
+}
+
+/// The error of an exchange of factors with its own message.
+pub(crate) fn factors(py: Python<'_>, error: &SyncError) -> PyErr {
+    let (kind, culprit) = match error {
+        SyncError::Mesh(error) => return mesh(py, error),
+        SyncError::Misplaced { .. } => (Kind::Misuse, None),
+        SyncError::Meeting { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
+        SyncError::Rounding { peer, .. } => (Kind::Connect, Some(*peer)),
+        SyncError::Disagreement { peer, .. } => (Kind::JobFailed, Some(*peer)),
+        _ => (Kind::JobFailed, None),
+    };
+    raise(py, kind, &error.to_string(), culprit)
 }
 
 fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyErr {

@@ -1,4 +1,4 @@
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use paramhub::Hyperparameters;
 use paramhub_worker::Errand;
@@ -6,9 +6,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{self, Failure};
+use crate::factors::FactorLayers;
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::handle::{Counter, Handle};
 use crate::memory::Borrowed;
+use crate::parts::Parts;
 use crate::tensor::Tensor;
 use crate::waiting::interruptible;
 
@@ -17,7 +19,7 @@ use crate::waiting::interruptible;
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Job {
     /// None once it was left.
-    job: Mutex<Option<std::sync::Arc<paramhub::Job>>>,
+    job: Mutex<Option<Arc<Parts>>>,
     #[pyo3(get)]
     name: String,
     #[pyo3(get)]
@@ -31,24 +33,30 @@ pub(crate) struct Job {
 }
 
 /// A range of memory: address and bytes.
-type Range = (usize, usize);
+pub(crate) type Range = (usize, usize);
+/// A layer that goes by factors: its name, the keys of its weight and its bias, and how many samples a step may have.
+type FactorLayer = (String, u32, Option<u32>, usize);
 
 impl Job {
-    pub(crate) fn new(job: paramhub::Job) -> Self {
+    pub(crate) fn new(job: paramhub::Job, factors: Option<FactorLayers>) -> Self {
         Job {
             name: job.name().to_owned(),
             rank: job.rank(),
             workers: job.workers(),
             shares_memory: job.shares_memory(),
             shares_parameters: job.shares_parameters(),
-            job: Mutex::new(Some(std::sync::Arc::new(job))),
+            job: Mutex::new(Some(Arc::new(Parts { factors, job: Arc::new(job) }))),
         }
     }
 
-    pub(crate) fn job(&self, py: Python<'_>) -> PyResult<std::sync::Arc<paramhub::Job>> {
+    pub(crate) fn job(&self, py: Python<'_>) -> PyResult<Arc<paramhub::Job>> {
+        Ok(Arc::clone(&self.parts(py)?.job))
+    }
+
+    fn parts(&self, py: Python<'_>) -> PyResult<Arc<Parts>> {
         refuse_in_child(py)?;
-        let job = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        job.ok_or_else(|| {
+        let parts = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        parts.ok_or_else(|| {
             errors::misuse(py, &format!("job `{}`, rank {}: the job was left", self.name, self.rank))
         })
     }
@@ -61,7 +69,8 @@ impl Job {
         keys: &[u32],
         mut errand: impl FnMut(usize) -> Errand,
     ) -> PyResult<Handle> {
-        let job = self.job(py)?;
+        let parts = self.parts(py)?;
+        let job = &parts.job;
         let (counter, handle) = Counter::new(keys.len());
         for (index, &key) in keys.iter().enumerate() {
             match job.submit(key, errand(index)) {
@@ -95,12 +104,17 @@ impl Job {
 
     /// The step that the next push of a key contributes to.
     fn next_step(&self, py: Python<'_>, key: u32) -> PyResult<u32> {
-        self.job(py)?.next_step(key).map_err(|error| errors::worker(py, &error))
+        let parts = self.parts(py)?;
+        match parts.factors.as_ref().and_then(|factors| Some((factors, factors.part(key)?))) {
+            Some((factors, part)) => factors.next_step(part).map_err(|error| errors::factors(py, &error)),
+            None => parts.job.next_step(key).map_err(|error| errors::worker(py, &error)),
+        }
     }
 
     /// Contributes gradients from `sends`, one range a key; `owner` keeps them all.
     fn push(&self, py: Python<'_>, keys: Vec<u32>, sends: Vec<Range>, owner: Py<PyAny>) -> PyResult<Handle> {
         check_lengths(py, &keys, &[sends.len()])?;
+        self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: the package keeps `owner`, and with it the range, unchanged until the handle has ended.
             Errand::Push(unsafe { borrow(py, &owner, sends[index]) }.into_send())
@@ -132,6 +146,7 @@ impl Job {
         owner: Py<PyAny>,
     ) -> PyResult<Handle> {
         check_lengths(py, &keys, &[sends.len(), receives.len()])?;
+        self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `push`.
             let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
@@ -149,6 +164,7 @@ impl Job {
         owner: Py<PyAny>,
     ) -> PyResult<Handle> {
         check_lengths(py, &keys, &[ranges.len()])?;
+        self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `pull`.
             Errand::PushPullInPlace(unsafe { borrow(py, &owner, ranges[index]) }.into_receive())
@@ -182,9 +198,24 @@ impl Job {
     ) -> PyResult<()> {
         let next: Hyperparameters = serde_json::from_str(hyperparameters)
             .map_err(|error| errors::misuse(py, &format!("hyperparameters cannot be used: {error}")))?;
-        let job = self.job(py)?;
-        let set = py.detach(|| job.set_group_hyperparameters(group, first_step, &next));
-        set.map_err(|error| errors::worker(py, &error))
+        let parts = self.parts(py)?;
+        if parts.factors.is_some() && self.rank != 0 {
+            return Err(errors::misuse(
+                py,
+                &format!(
+                    "job `{}`, rank {}: of layers that go by factors only rank 0 changes the hyperparameters, which the others \
+                     learn with its factors: call it there",
+                    self.name, self.rank
+                ),
+            ));
+        }
+        let set = py.detach(|| parts.job.set_group_hyperparameters(group, first_step, &next));
+        set.map_err(|error| errors::worker(py, &error))?;
+        let Some(factors) = &parts.factors else { return Ok(()) };
+        factors
+            .exchange()
+            .set_hyperparameters(group, first_step, next)
+            .map_err(|error| errors::misuse(py, &format!("job `{}`, rank {}: {error}", self.name, self.rank)))
     }
 
     /// The step of the checkpoint that the hubs have begun with, if they have.
@@ -210,18 +241,32 @@ impl Job {
         owner: Py<PyAny>,
     ) -> PyResult<Vec<u64>> {
         check_lengths(py, &keys, &[receives.len()])?;
-        let job = self.job(py)?;
+        let parts = self.parts(py)?;
         let mut handles = Vec::with_capacity(keys.len());
-        for (&key, &receive) in keys.iter().zip(&receives) {
+        // Of keys that go by factors.
+        let mut known = vec![None; keys.len()];
+        for (index, (&key, &receive)) in keys.iter().zip(&receives).enumerate() {
             // SAFETY: as in `pull`. A wait that a signal ends leaves the range to the request, which keeps `owner`.
-            let region = unsafe { borrow(py, &owner, receive) }.into_receive();
-            let handle = job.submit(key, Errand::PullState(region, slot));
+            let mut range = unsafe { borrow(py, &owner, receive) };
+            if let Some(factors) = &parts.factors
+                && let Some(part) = factors.part(key)
+            {
+                let state = py.detach(|| factors.state(part, slot));
+                let (values, updates) = state.map_err(|error| errors::factors(py, &error))?;
+                range.write_f32(&values).map_err(|problem| errors::misuse(py, &problem))?;
+                known[index] = Some(updates);
+                continue;
+            }
+            let handle = parts.job.submit(key, Errand::PullState(range.into_receive(), slot));
             handles.push(handle.map_err(|error| errors::worker(py, &error))?);
         }
         let ended = interruptible(py, move || {
             handles.into_iter().map(paramhub_worker::Handle::finish).collect::<Vec<_>>()
         })?;
-        let updates = ended.into_iter().map(|request| request.outcome.map(|()| request.updates));
+        let mut ended = ended.into_iter().map(|request| request.outcome.map(|()| request.updates));
+        let updates = known
+            .into_iter()
+            .map(|known| known.map_or_else(|| ended.next().expect("the others were asked at the hubs"), Ok));
         updates.collect::<Result<_, _>>().map_err(|error| errors::worker(py, &error))
     }
 
@@ -257,6 +302,7 @@ impl Job {
         owner: Py<PyAny>,
     ) -> PyResult<Handle> {
         check_lengths(py, &keys, &[sends.len()])?;
+        self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `push`.
             Errand::PushPullShared(unsafe { borrow(py, &owner, sends[index]) }.into_send())
@@ -301,10 +347,14 @@ impl Job {
 
     /// What has been exchanged so far.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let statistics = self.job(py)?.statistics();
+        let parts = self.parts(py)?;
+        let statistics = parts.job.statistics();
+        let factors = parts.factors.as_ref().map(FactorLayers::statistics).unwrap_or_default();
         let dict = PyDict::new(py);
-        dict.set_item("bytes_sent", statistics.bytes_sent)?;
-        dict.set_item("bytes_received", statistics.bytes_received)?;
+        dict.set_item("bytes_sent", statistics.bytes_sent + factors.bytes_sent)?;
+        dict.set_item("bytes_received", statistics.bytes_received + factors.bytes_received)?;
+        dict.set_item("factor_bytes_sent", factors.bytes_sent)?;
+        dict.set_item("rebuilding_s", factors.rebuilding.as_secs_f64())?;
         dict.set_item("requests", statistics.requests)?;
         dict.set_item("in_flight_s", statistics.in_flight.as_secs_f64())?;
         dict.set_item("streams_moved", statistics.streams_moved)?;
@@ -333,9 +383,80 @@ impl Job {
         Ok(serde_json::to_string(&best).expect("an answer is plain data"))
     }
 
+    /// Of each layer of the plan its name, its scheme, and why.
+    fn plan(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String)>> {
+        let job = self.job(py)?;
+        let layers = job.book().plan.layers.iter();
+        Ok(layers
+            .map(|planned| (planned.layer.name.clone(), planned.scheme.to_string(), planned.why.to_string()))
+            .collect())
+    }
+
+    /// The layers that go by factors, by their numbers.
+    fn factor_layers(&self, py: Python<'_>) -> PyResult<Vec<FactorLayer>> {
+        let parts = self.parts(py)?;
+        let layers = parts.factors.iter().flat_map(FactorLayers::planned);
+        Ok(layers
+            .map(|planned| {
+                (planned.layer.name.to_string(), planned.weight, planned.bias, planned.layer.samples)
+            })
+            .collect())
+    }
+
+    /// Lets the layers that go by factors begin with the parameters in `ranges`, which rank 0 has initialised and the others
+    /// have pulled, and with the state at the hubs; `owner` keeps the ranges.
+    fn begin_factors(
+        &self,
+        py: Python<'_>,
+        keys: Vec<u32>,
+        ranges: Vec<Range>,
+        owner: Py<PyAny>,
+    ) -> PyResult<()> {
+        check_lengths(py, &keys, &[ranges.len()])?;
+        let parts = self.parts(py)?;
+        let Some(factors) = &parts.factors else { return Ok(()) };
+        let own = keys.into_iter().zip(ranges).filter(|(key, _)| factors.part(*key).is_some());
+        // SAFETY: as in `push`.
+        let parameters = own.map(|(key, range)| (key, unsafe { borrow(py, &owner, range) })).collect();
+        let begun = interruptible(py, move || {
+            parts.factors.as_ref().map_or(Ok(()), |factors| factors.begin(&parts.job, &parameters))
+        })?;
+        begun.map_err(|failure| failure.raise(py))
+    }
+
+    /// Sends the factors of a layer's step, inputs and output gradients, rows of samples in the type of its keys, and receives
+    /// its new parameters, weight and bias. The factors are copied before it returns; `owner` keeps the rest.
+    fn push_factors(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        factors: (Range, Range),
+        parameters: (Range, Option<Range>),
+        owner: Py<PyAny>,
+    ) -> PyResult<Handle> {
+        let parts = self.parts(py)?;
+        let layers = parts.factors(py, layer)?;
+        let (inputs, output_gradients) = factors;
+        // SAFETY: as in `push`.
+        let inputs = unsafe { borrow(py, &owner, inputs) };
+        // SAFETY: as in `push`.
+        let output_gradients = unsafe { borrow(py, &owner, output_gradients) };
+        // SAFETY: as in `pull`.
+        let weight = unsafe { borrow(py, &owner, parameters.0) };
+        // SAFETY: as in `pull`.
+        let bias = parameters.1.map(|bias| unsafe { borrow(py, &owner, bias) });
+        let pushed = py.detach(move || layers.push(layer, &inputs, &output_gradients, weight, bias));
+        pushed.map_err(|error| errors::factors(py, &error))
+    }
+
     /// The exception the job has failed with, or None.
     fn failure(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
-        Ok(self.job(py)?.failure().map(|error| errors::worker(py, &error)))
+        let parts = self.parts(py)?;
+        let of_factors = || parts.factors.as_ref()?.exchange().failure();
+        Ok(match parts.job.failure() {
+            Some(error) => Some(errors::worker(py, &error)),
+            None => of_factors().map(|error| errors::factors(py, &error)),
+        })
     }
 
     /// Forgets the job without leaving it: the end of this process tells the hub, which tells the others.
@@ -348,8 +469,17 @@ impl Job {
         refuse_in_child(py)?;
         let Some(job) = self.job.lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
         // A call on another thread may still have it, and then ends it when it returns.
-        let Some(job) = std::sync::Arc::into_inner(job) else { return Ok(()) };
-        interruptible(py, move || job.leave())?.map_err(|error| errors::worker(py, &error))
+        let Some(parts) = Arc::into_inner(job) else { return Ok(()) };
+        let Parts { factors, job } = parts;
+        let left = interruptible(py, move || {
+            // A peer that is still to have this rank's factors has them before this ends.
+            let factors = factors.map_or(Ok(()), |factors| factors.leave());
+            let job = Arc::into_inner(job).map_or(Ok(()), paramhub::Job::leave);
+            (factors, job)
+        })?;
+        // The job's own reason comes first: a mesh only loses a rank, and the hubs know why.
+        left.1.map_err(|error| errors::worker(py, &error))?;
+        left.0.map_err(|error| errors::factors(py, &error))
     }
 }
 

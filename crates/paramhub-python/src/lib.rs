@@ -6,6 +6,7 @@
 
 mod command;
 mod errors;
+mod factors;
 mod fork;
 mod handle;
 mod hub;
@@ -13,6 +14,7 @@ mod job;
 mod member;
 mod memory;
 mod mesh;
+mod parts;
 mod slots;
 mod tensor;
 mod waiting;

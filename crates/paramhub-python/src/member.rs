@@ -2,9 +2,11 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use paramhub::{Membership, Options, Selector, Sharing, Transport};
+use paramhub_syncer::{Meeting, Peers, Ports, SyncError};
 use pyo3::prelude::*;
 
 use crate::errors;
+use crate::factors::FactorLayers;
 use crate::fork::refuse_in_child;
 use crate::job::Job;
 use crate::waiting::interruptible;
@@ -13,7 +15,7 @@ use crate::waiting::interruptible;
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Member {
     /// None once it became a job.
-    member: Mutex<Option<paramhub::Member>>,
+    member: Mutex<Option<Connected>>,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -22,11 +24,46 @@ pub(crate) struct Member {
     name: String,
 }
 
-/// ConnectService: returns when every rank has called it.
+/// A member, and where it listens for the other workers if it does.
+struct Connected {
+    member: paramhub::Member,
+    meeting: Option<Meeting>,
+}
+
+/// Why a member has become no job.
+enum Failed {
+    Worker(paramhub_worker::WorkerError),
+    Factors(SyncError),
+}
+
+impl Failed {
+    fn raise(&self, py: Python<'_>) -> PyErr {
+        match self {
+            Failed::Worker(error) => errors::worker(py, error),
+            Failed::Factors(error) => errors::factors(py, error),
+        }
+    }
+}
+
+impl Connected {
+    fn init(self, settings: paramhub::settings::Settings) -> Result<Job, Failed> {
+        let Connected { member, meeting } = self;
+        let peers = Peers::of(&member);
+        let job = member.init(settings).map_err(Failed::Worker)?;
+        let factors = match meeting {
+            Some(meeting) => FactorLayers::open(&job, meeting, &peers).map_err(Failed::Factors)?,
+            None => None,
+        };
+        Ok(Job::new(job, factors))
+    }
+}
+
+/// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others, for layers that go
+/// by factors.
 #[pyfunction]
 #[pyo3(signature = (
     url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
-    rendezvous_timeout = None, rack = None, host = None
+    rendezvous_timeout = None, rack = None, host = None, peers = false
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
@@ -42,6 +79,7 @@ pub(crate) fn connect(
     rendezvous_timeout: Option<f64>,
     rack: Option<String>,
     host: Option<String>,
+    peers: bool,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
     let unreadable =
@@ -76,10 +114,13 @@ pub(crate) fn connect(
     if let Some(timeout) = crate::waiting::seconds(py, rendezvous_timeout)? {
         options.rendezvous_timeout = timeout;
     }
+    let meeting = peers.then(|| Meeting::listen(&membership, Ports::ANY)).transpose();
+    let meeting = meeting.map_err(|error| errors::factors(py, &error))?;
+    options.peer_address = meeting.as_ref().map(Meeting::address);
     let connected = interruptible(py, move || paramhub::Member::connect_with(membership, options))?;
     let member = connected.map_err(|error| errors::worker(py, &error))?;
     let (rank, workers, name) = (member.rank(), member.workers(), member.job_name().to_owned());
-    Ok(Member { member: Mutex::new(Some(member)), rank, workers, name })
+    Ok(Member { member: Mutex::new(Some(Connected { member, meeting })), rank, workers, name })
 }
 
 #[pymethods]
@@ -92,8 +133,7 @@ impl Member {
             .map_err(|error| errors::misuse(py, &format!("the job's settings cannot be used: {error}")))?;
         let member = self.member.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         let member = member.ok_or_else(|| errors::misuse(py, "the job has its settings already"))?;
-        let job = interruptible(py, move || member.init(settings))?;
-        job.map(Job::new).map_err(|error| errors::worker(py, &error))
+        interruptible(py, move || member.init(settings))?.map_err(|failed| failed.raise(py))
     }
 }
 

@@ -107,6 +107,17 @@ impl Borrowed {
         SendRegion::owned(self)
     }
 
+    /// Fills it with numbers.
+    pub(crate) fn write_f32(&mut self, values: &[f32]) -> Result<(), String> {
+        if self.bytes != 4 * values.len() {
+            return Err(format!("{} numbers do not fit into {} bytes", values.len(), self.bytes));
+        }
+        for (place, value) in self.as_bytes_mut().chunks_exact_mut(4).zip(values) {
+            place.copy_from_slice(&value.to_le_bytes());
+        }
+        Ok(())
+    }
+
     pub(crate) fn into_receive(self) -> ReceiveRegion {
         ReceiveRegion::owned(self)
     }

@@ -172,6 +172,24 @@ impl FactorExchange {
         Ok((parameters.weight().to_vec(), parameters.bias().to_vec(), parameters.updates))
     }
 
+    /// The step that a layer's next push contributes to.
+    ///
+    /// # Errors
+    /// If there is no such layer.
+    pub fn next_step(&self, layer: usize) -> Result<u32, SyncError> {
+        self.inner.spec(layer)?;
+        let state = lock(&self.inner.states[layer]);
+        Ok(state.step + u32::from(state.is_under_way))
+    }
+
+    /// How many updates a layer has had.
+    ///
+    /// # Errors
+    /// If an exchange of the layer is under way.
+    pub fn updates(&self, layer: usize) -> Result<u64, SyncError> {
+        Ok(self.inner.idle(layer)?.1.parameters.updates)
+    }
+
     /// One slot of the optimizer's state, of weight and bias, as a hub would keep it.
     ///
     /// # Errors
@@ -311,11 +329,7 @@ impl fmt::Debug for FactorExchange {
 impl Inner {
     /// A layer of which nothing is under way.
     fn idle(&self, layer: usize) -> Result<(&FactorLayer, MutexGuard<'_, State>), SyncError> {
-        let Some(spec) = self.layers.get(layer) else {
-            let reason = format!("does not exist: there are {}, counted from 0", self.layers.len());
-            let layer = layer.to_string().into();
-            return Err(SyncError::Misplaced { rank: self.rank, layer, reason: reason.into() });
-        };
+        let spec = self.spec(layer)?;
         let state = lock(&self.states[layer]);
         if state.is_under_way {
             return Err(misplaced(
@@ -325,6 +339,14 @@ impl Inner {
             ));
         }
         Ok((spec, state))
+    }
+
+    fn spec(&self, layer: usize) -> Result<&FactorLayer, SyncError> {
+        self.layers.get(layer).ok_or_else(|| {
+            let reason = format!("does not exist: there are {}, counted from 0", self.layers.len());
+            let layer = layer.to_string().into();
+            SyncError::Misplaced { rank: self.rank, layer, reason: reason.into() }
+        })
     }
 
     /// How many samples these factors have.

@@ -13,6 +13,8 @@ from paramhub.errors import MisuseError
 from paramhub.torch import _memory, _tensors, trace
 
 if TYPE_CHECKING:
+    from paramhub.torch._capture import Capture
+    from paramhub.torch._factor_layers import FactorLayer
     from paramhub.torch._staging import Stage, StagedHandle
 
 
@@ -82,6 +84,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "capture",
         "dtype",
         "flat",
         "gradient",
@@ -89,6 +92,7 @@ class Exchange:
         "handle",
         "has_left",
         "keys",
+        "layer",
         "memory",
         "name",
         "nbytes",
@@ -112,6 +116,10 @@ class Exchange:
         self.strides = parameter.stride()
         self.handle: _native.Handle | StagedHandle | None = None
         """The newest request, until somebody has waited for it."""
+        self.capture: Capture | None = None
+        """What notes the factors of its gradient, if it is the weight of a Linear that may go by them."""
+        self.layer: FactorLayer | None = None
+        """What it is a part of, if it goes by factors."""
         self.passes = 0
         """Gradients added up in this step."""
         self.has_left = False
@@ -134,6 +142,8 @@ class Exchange:
         step = self.step
         if trace.active and not step.is_traced:
             step.trace_backward()
+        if self.capture is not None:
+            self.capture.commit()
         if step.is_paused:
             return
         if self.has_left:
@@ -172,10 +182,15 @@ class Exchange:
         # Whatever autograd has kept of the parameter is out of date from here on, and it will say so.
         increment_version(parameter)
         self.version = parameter._version
+        self.gradient, self.gradient_version = gradient, gradient._version
+        if self.layer is not None:
+            self.has_left = True
+            step.left += 1
+            self.layer.leave(self)
+            return
         sent = gradient
         if gradient.stride() != self.strides:
             sent = _memory.in_memory_order_of(parameter, gradient)
-        self.gradient, self.gradient_version = gradient, gradient._version
         if step.stage is None:
             self.handle = step.job.push_pull(
                 self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)

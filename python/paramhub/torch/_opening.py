@@ -31,7 +31,7 @@ def open_job(
         keys.append(
             {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
         )
-    job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys})
+    job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys}, peers="layers" in settings)
     if job.resumed_step is not None:
         raise RuntimeError(
             f"the job goes on from its hubs' checkpoint of step {job.resumed_step}, which HubOptimizer cannot do yet: "
@@ -46,6 +46,7 @@ def open_job(
         job.initialise(numbers, ranges, held, 0).wait()
     else:
         job.pull(numbers, ranges, held).wait()
+    job.begin_factors(numbers, ranges, held)
     if step.stage is not None:
         for exchange, tensor in zip(exchanges, held, strict=True):
             exchange.flat.copy_(tensor)

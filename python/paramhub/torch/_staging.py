@@ -117,16 +117,29 @@ class Stage:
         self, keys: list[int], gradients: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> StagedHandle:
         """Exchanges ``gradients`` as they are at this point of the current stream, and receives into ``outs``."""
+        sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
+        places = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
+        copies, landings = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
+        return self.exchange(list(copies), lambda: self._job.push_pull(keys, *places, self), list(landings))
+
+    def exchange(
+        self,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        request: Callable[[], Handle],
+        landings: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> StagedHandle:
+        """Makes copies of the device's tensors as they are at this point of the current stream, hands the request in when they
+        are on the host, and copies its results back. Both are pairs of tensors, to and from."""
         handle = StagedHandle(self)
         ready = self._streams.Event()
         ready.record(self.current_stream())
         ready.wait(self._out)
         with self._streams.stream(self._out):
-            for key, gradient in zip(keys, gradients, strict=True):
-                self._gradients[key].copy_(gradient, non_blocking=True)
+            for to, tensor in copies:
+                to.copy_(tensor, non_blocking=True)
                 if self._device.type != "cpu":
-                    # The allocator must not give the gradient's memory away before the copy has read it.
-                    gradient.record_stream(self._out)
+                    # The allocator must not give the tensor's memory away before the copy has read it.
+                    tensor.record_stream(self._out)
             copied = self._streams.Event()
             copied.record(self._out)
 
@@ -136,23 +149,25 @@ class Stage:
                 handle._end(failure, None)
                 return
             with self.arriving():
-                for key, out in zip(keys, outs, strict=True):
-                    out.copy_(self._parameters[key], non_blocking=True)
+                for to, tensor in landings:
+                    to.copy_(tensor, non_blocking=True)
                 landed = self._streams.Event()
                 landed.record(self._back)
                 handle._end(None, landed)
 
         def submit() -> None:
             try:
-                sends = [memory_range(self._gradients[key]) for key in keys]
-                receives = [memory_range(self._parameters[key]) for key in keys]
-                handle._request = self._job.push_pull(keys, sends, receives, self)
+                handle._request = request()
                 handle._request.add_done_callback(land)
             except BaseException as error:
                 handle._end(error, None)
 
         self._copied.put((copied, submit))
         return handle
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that the device reaches by itself."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def current_stream(self) -> Any:
         """The stream that the caller computes on."""

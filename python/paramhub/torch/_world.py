@@ -91,7 +91,7 @@ class World:
         if traced is not None:
             self._trace(**traced)
         if self.rank == 0:
-            _say(self.describe())
+            say(self.describe())
 
     def _meet_hub(self, url: str | None, place: Launched) -> tuple[HubAccess, dict[str, Any] | None]:
         """Rank 0 decides which hub is used, and starts one if none is named, and whether a trace is made; the
@@ -134,7 +134,7 @@ class World:
                 cores=cores,
                 admin_token=token,
             )
-        _say(
+        say(
             f"no PARAMHUB_URL is set, so rank 0 runs the hub: manager {self._hub.url} "
             f"data {','.join(self._hub.addresses)} cores {cores}"
         )
@@ -176,12 +176,10 @@ class World:
         except ConnectError as error:
             if self.options.host_hub or is_peer:
                 raise
-            _say(
-                f"rank {self.rank}: every rank of this host exchanges with {self.hub.url} by itself: {error}"
-            )
+            say(f"rank {self.rank}: every rank of this host exchanges with {self.hub.url} by itself: {error}")
             return
         where = "beside those of other hosts" if is_peer else f"below {self.hub.url}"
-        _say(f"rank {self.rank} runs a hub for the ranks of its host, {where}")
+        say(f"rank {self.rank} runs a hub for the ranks of its host, {where}")
 
     def _count_hosts(self) -> int:
         hosts = self.exchange_text("hosts", str(self.local_rank))
@@ -235,6 +233,7 @@ class World:
         *,
         shared_parameters: str = "never",
         inherits: bool = True,
+        peers: bool = False,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
 
@@ -242,7 +241,7 @@ class World:
         hub's names; ``reproducible`` is added from this world's options where it is left out. The job that ``paramhub run`` has
         created goes to the first that ``inherits``: a job that is opened at any time, on any thread, must not.
         ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
-        ``where possible`` or ``always``.
+        ``where possible`` or ``always``. ``peers`` is for jobs whose layers may go by factors, from rank to rank.
         """
         members = list(range(self.size)) if ranks is None else list(ranks)
         rank = members.index(self.rank)
@@ -251,7 +250,8 @@ class World:
             "two_phase"
         )
         by_hosts = "sharded" if self.hub.deployment == "cs" else "auto"
-        reduction = by_hosts if is_simple and settings.get("clip_norm") is None else "flat"
+        by_factors = settings.get("scheme", "auto") == "factors"
+        reduction = by_hosts if is_simple and settings.get("clip_norm") is None and not by_factors else "flat"
         url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
         member = _native.connect(
             url,
@@ -265,6 +265,7 @@ class World:
             shared_parameters=shared_parameters,
             # After the manager's own, which names who is missing.
             rendezvous_timeout=self.options.timeout + 30.0,
+            peers=peers,
         )
         job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))
         self._jobs.append(job)
@@ -348,7 +349,7 @@ class World:
                 job.leave()
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
-                _say(f"rank {self.rank}: {error}")
+                say(f"rank {self.rank}: {error}")
                 has_failed = True
         trace._finish()
         if self._host_hub is not None:
@@ -579,7 +580,7 @@ def _script_name() -> str:
     return kept[:64].strip("-") or "torch"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(f"paramhub: {line}", file=sys.stderr, flush=True)
 
 

@@ -16,6 +16,7 @@ from paramhub.torch import _memory, _numbers, _optimizer_state, _startup, _tenso
 from paramhub.torch._attachment import Attachment, check_free
 from paramhub.torch._exchange import Exchange, StepUnderWay
 from paramhub.torch._opening import open_job
+from paramhub.torch._schemes import Schemes
 from paramhub.torch._unused import Agreement
 from paramhub.torch._world import World, world
 
@@ -56,6 +57,11 @@ class HubOptimizer(torch.optim.Optimizer):
     - ``overlap_forward``: if False, `step` waits for all parameters.
     - ``broadcast_buffers``: rank 0's buffers and frozen parameters become everybody's, once, now.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
+    - ``scheme``: with ``auto`` each Linear whose gradient would move more than its factors (its inputs and output gradients)
+      goes by these, from rank to rank, and each rank makes the update; with ``factors`` each that can. The first step goes
+      through the hub and is looked at; rank 0 then prints which layer goes which way, and why, and `schemes` has it.
+      ``samples`` is the most rows that a rank puts through a Linear in a step, for all of them or by name, where later steps
+      have more than the first.
 
     Raises MisuseError for what cannot work, and if ranks disagree on any of it; ConnectError where a rank does not arrive.
     """
@@ -79,6 +85,8 @@ class HubOptimizer(torch.optim.Optimizer):
         chunk_bytes: int | None = None,
         reproducible: bool | None = None,
         reject_non_finite: bool = False,
+        scheme: str = "hub",
+        samples: int | Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise MisuseError(
@@ -112,12 +120,14 @@ class HubOptimizer(torch.optim.Optimizer):
         ]
         if broadcast_buffers:
             _startup.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
+        why_no_factors = _why_no_factors(self._kind, self._clips, reject_non_finite)
+        self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
         self._agreement = Agreement(self._world, self._exchanges) if find_unused_parameters else None
         self._open_job(None)
         self._attachment = Attachment(model, self._exchanges)
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
-            self, _release, self._world, self._step, self._attachment, self._agreement
+            self, _release, self._world, self._step, self._attachment, self._agreement, self._schemes
         )
         # At the end of the process the world leaves all jobs in the right order.
         self._released.atexit = False
@@ -151,8 +161,9 @@ class HubOptimizer(torch.optim.Optimizer):
             _numbers.settings_of(_numbers.of_group(group, self._names)) for group in self.param_groups
         ]
         chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
-        settings = {**self._settings, "optimizer": chosen}
+        settings = {**self._settings, **self._schemes.settings, "optimizer": chosen}
         open_job(self._world, self._exchanges, groups, settings, states, self._codecs)
+        self._schemes.opened(self._step.job)
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
         for exchange, group in zip(self._exchanges, groups, strict=True):
             members[group].append(exchange)
@@ -178,9 +189,11 @@ class HubOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with trace.span("step"):
             self._let_the_rest_leave()
+            self._schemes.flush()
             self._check_unchanged()
             for exchange in self._exchanges:
                 exchange.finish_step()
+            self._schemes.finish_step()
             self._step.left = 0
             self._step.has_begun = False
             if self._overlaps_forward:
@@ -188,6 +201,11 @@ class HubOptimizer(torch.optim.Optimizer):
                     self._exchanges[number].wait()
             else:
                 self.synchronize()
+            if self._schemes.is_observing:
+                # Then every rank is about here: only so long do they wait for one another.
+                self.synchronize()
+                if self._schemes.conclude():
+                    self._reopen_job(self._pull_states())
         return loss
 
     def _let_the_rest_leave(self) -> None:
@@ -244,6 +262,7 @@ class HubOptimizer(torch.optim.Optimizer):
             )
         if not set_to_none:
             self.synchronize()
+            self._schemes.forget()
         super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -263,6 +282,12 @@ class HubOptimizer(torch.optim.Optimizer):
         """
         for exchange in self._exchanges:
             exchange.wait()
+
+    @property
+    def schemes(self) -> dict[str, tuple[str, str]]:
+        """By the names of the model's Linears the scheme of each, and why. Empty with ``scheme="hub"``, and before the end of the
+        first step there are only those whose scheme was known before."""
+        return dict(self._schemes.found)
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -315,10 +340,13 @@ class HubOptimizer(torch.optim.Optimizer):
         """Rank 0's parameters become everybody's again, and the hub's; the optimizer's state stays. Collective. For after
         they were changed here: by ``model.load_state_dict()``, a new initialisation, and the like."""
         self._refuse_within_step("broadcast_parameters()")
-        states = None
-        if self._world.rank == 0:
-            states = _optimizer_state.pull(self._step.job, self._exchanges)
-        self._reopen_job(states)
+        self._reopen_job(self._pull_states())
+
+    def _pull_states(self) -> Sequence[_optimizer_state.State] | None:
+        """What rank 0 needs to open another job that goes on from here."""
+        if self._world.rank != 0:
+            return None
+        return _optimizer_state.pull(self._step.job, self._exchanges)
 
     def _reopen_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
         """What training starts from is given to a job at its beginning, so this is another job."""
@@ -341,6 +369,7 @@ class HubOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._released.detach()
         self._attachment.remove()
+        self._schemes.remove()
         if self._step.watch is not None:
             self._step.watch.remove()
         if self._agreement is not None:
@@ -375,14 +404,27 @@ class HubOptimizer(torch.optim.Optimizer):
         raise MisuseError("a HubOptimizer cannot be copied or pickled: save optimizer.state_dict()")
 
 
-def _release(world: World, step: StepUnderWay, attachment: Attachment, agreement: Agreement | None) -> None:
+def _release(
+    world: World, step: StepUnderWay, attachment: Attachment, agreement: Agreement | None, schemes: Schemes
+) -> None:
     """Nobody has the optimizer any more. Its jobs end when nobody has those either."""
     attachment.remove()
+    schemes.remove()
     if step.watch is not None:
         step.watch.remove()
     world.forget_job(step.job)
     if agreement is not None:
         world.forget_job(agreement.job)
+
+
+def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> str | None:
+    if clips:
+        return "max_grad_norm takes the norm of the whole gradient, which hubs then need all of"
+    if rejects_non_finite:
+        return "reject_non_finite has hubs look at every gradient"
+    if optimizer not in _optimizer_state.NAMES:
+        return f"the optimizer {optimizer!r} is the hubs' own, and ranks make these updates"
+    return None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -23,13 +23,18 @@ def new_job(hub: paramhub.Hub, workers: int, **options: float) -> paramhub.JobTi
 
 
 def in_threads(
-    hub: paramhub.Hub, workers: int, work: Callable[[paramhub.Job], T], *, transport: str | None = None
+    hub: paramhub.Hub,
+    workers: int,
+    work: Callable[[paramhub.Job], T],
+    *,
+    transport: str | None = None,
+    peers: bool = False,
 ) -> list[T]:
     """What each rank's ``work(job)`` returns, by rank. The jobs are connected and have no tensors yet."""
     ticket = new_job(hub, workers)
 
     def rank(number: int) -> T:
-        with paramhub.connect(*ticket, number, transport=transport, timeout=TIMEOUT) as job:
+        with paramhub.connect(*ticket, number, transport=transport, timeout=TIMEOUT, peers=peers) as job:
             return work(job)
 
     with ThreadPoolExecutor(workers) as pool:

@@ -23,6 +23,16 @@ def test_the_digits_are_learnt_by_every_way(launch: Callable[..., Ended], way: s
     assert float(reached[1]) > 0.93, output
 
 
+def test_the_digits_are_learnt_with_a_layer_by_its_factors(launch: Callable[..., Ended]) -> None:
+    code, output = launch(
+        *TORCHRUN, "--nproc-per-node=2", EXAMPLES / "digits.py", "--way=schemes", "--epochs=6"
+    )
+    assert code == 0, output
+    assert "layers 7, 9 go by factors: it moves least" in output, output
+    reached = re.search("way schemes: test accuracy ([0-9.]+) with 2 ranks", output)
+    assert reached is not None and float(reached[1]) > 0.93, output
+
+
 def test_the_horovod_script(launch: Callable[..., Ended]) -> None:
     code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, EXAMPLES / "horovod_digits.py")
     assert code == 0, output

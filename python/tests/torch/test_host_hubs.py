@@ -51,3 +51,25 @@ def test_steps_of_two_phases_go_past_the_hosts_hubs(team: Team, hub: paramhub.Hu
     results = team(train, True, 0.5, env={"PARAMHUB_URL": hub.url})
     assert not any(sums_here for sums_here, _ in results)
     assert all(parameters == results[0][1] for _, parameters in results)
+
+
+def by_scheme(rank: Rank, scheme: str) -> tuple[str, str]:
+    os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
+    hub_torch.init(rank=rank.rank, size=4, local_rank=rank.rank % 2, local_size=2, host_hub=True)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    optimizer = HubOptimizer(model, paramhub.SGD(**SGD), scheme=scheme)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 256), float(step))).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    return optimizer.schemes["0"]
+
+
+def test_below_hosts_hubs_layers_go_by_the_hub_unless_factors_are_asked_for(
+    team: Team, hub: paramhub.Hub
+) -> None:
+    for scheme, why in team(by_scheme, "auto", env={"PARAMHUB_URL": hub.url}):
+        assert scheme == "hub" and "serve racks or hosts" in why
+    found = team(by_scheme, "factors", env={"PARAMHUB_URL": hub.url})
+    assert found == 4 * [("factors", "as asked")]

@@ -1,0 +1,157 @@
+//! The layers of a job that workers exchange among themselves, by their factors.
+
+use std::collections::HashMap;
+
+use paramhub::{Job, Options, Registry};
+use paramhub_kernels::convert;
+use paramhub_syncer::{
+    FactorExchange, FactorStatistics, LayerFactors, Meeting, Outputs, Peers, PlannedFactors, SyncError,
+    open_factors,
+};
+use paramhub_transport::StableBytes;
+
+use crate::errors::Failure;
+use crate::handle::{Counter, Handle};
+use crate::memory::Borrowed;
+
+/// Their exchange, and whose keys they are.
+pub(crate) struct FactorLayers {
+    exchange: FactorExchange,
+    planned: Vec<PlannedFactors>,
+    /// By key, weights and biases.
+    parts: HashMap<u32, Part>,
+}
+
+/// What a key is of a layer.
+#[derive(Clone, Copy)]
+pub(crate) struct Part {
+    layer: usize,
+    is_bias: bool,
+}
+
+impl FactorLayers {
+    /// Connects the workers, if the job's plan has such layers: all ranks have the same plan.
+    pub(crate) fn open(job: &Job, meeting: Meeting, peers: &Peers) -> Result<Option<Self>, SyncError> {
+        let opened = open_factors(job, meeting, peers, &Registry::with_builtins(), threads(job))?;
+        Ok(opened.map(|(exchange, planned)| {
+            let mut parts = HashMap::new();
+            for (layer, planned) in planned.iter().enumerate() {
+                parts.insert(planned.weight, Part { layer, is_bias: false });
+                parts.extend(planned.bias.map(|bias| (bias, Part { layer, is_bias: true })));
+            }
+            FactorLayers { exchange, planned, parts }
+        }))
+    }
+
+    /// By their numbers.
+    pub(crate) fn planned(&self) -> &[PlannedFactors] {
+        &self.planned
+    }
+
+    /// What a key is of one of these layers, if it is.
+    pub(crate) fn part(&self, key: u32) -> Option<Part> {
+        self.parts.get(&key).copied()
+    }
+
+    /// Lets all layers begin with these parameters, by key, which are equal at all ranks, and with the optimizer state that the
+    /// hubs have for them: what rank 0 has initialised there.
+    pub(crate) fn begin(&self, job: &Job, parameters: &HashMap<u32, Borrowed>) -> Result<(), Failure> {
+        let values = |key: u32| decoded(job, key, parameters.get(&key).map_or(&[][..], Borrowed::as_bytes));
+        for (layer, planned) in self.planned.iter().enumerate() {
+            let weight = values(planned.weight);
+            let bias = planned.bias.map(values).unwrap_or_default();
+            self.exchange.initialise(layer, &weight, &bias, 0).map_err(Failure::Factors)?;
+            for slot in 0..job.state_slots() {
+                let (weight, updates) = pull_state(job, planned.weight, slot)?;
+                let bias = planned.bias.map(|bias| pull_state(job, bias, slot)).transpose()?;
+                let bias = bias.map(|(bias, _)| bias).unwrap_or_default();
+                self.exchange
+                    .restore_state(layer, usize::from(slot), &weight, &bias, updates)
+                    .map_err(Failure::Factors)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a layer's factors of a step; the handle ends when its new parameters are in `weight` and `bias`.
+    pub(crate) fn push(
+        &self,
+        layer: usize,
+        inputs: &Borrowed,
+        output_gradients: &Borrowed,
+        weight: Borrowed,
+        bias: Option<Borrowed>,
+    ) -> Result<Handle, SyncError> {
+        let factors =
+            LayerFactors { inputs: inputs.as_bytes(), output_gradients: output_gradients.as_bytes() };
+        let outputs = Outputs { weight: weight.into_receive(), bias: bias.map(Borrowed::into_receive) };
+        let (counter, handle) = Counter::new(1);
+        let end = move |outcome: Result<Outputs, SyncError>| {
+            // The regions go first: whoever hears of the end may look at their memory.
+            let failure = outcome.map(drop).err();
+            counter.count(failure.map(Failure::Factors));
+        };
+        self.exchange.push(layer, factors, outputs, end)?;
+        Ok(handle)
+    }
+
+    /// The step that the next push of a key's layer contributes to.
+    pub(crate) fn next_step(&self, part: Part) -> Result<u32, SyncError> {
+        self.exchange.next_step(part.layer)
+    }
+
+    /// A slot of a key's optimizer state in f32, and how many updates it has had.
+    pub(crate) fn state(&self, part: Part, slot: u8) -> Result<(Vec<f32>, u64), SyncError> {
+        let (weight, bias) = self.exchange.state(part.layer, usize::from(slot))?;
+        Ok((if part.is_bias { bias } else { weight }, self.exchange.updates(part.layer)?))
+    }
+
+    pub(crate) fn exchange(&self) -> &FactorExchange {
+        &self.exchange
+    }
+
+    pub(crate) fn statistics(&self) -> FactorStatistics {
+        self.exchange.statistics()
+    }
+
+    /// Waits for what is under way, here and at the peers, and leaves.
+    pub(crate) fn leave(&self) -> Result<(), SyncError> {
+        self.exchange.leave(Options::default().leave_timeout)
+    }
+}
+
+impl Drop for FactorLayers {
+    fn drop(&mut self) {
+        // A mesh that is dropped fails at the peers, who may have all they need of this rank and go on. Whoever wants to know
+        // calls `leave`; again it does nothing.
+        let _ = self.exchange.leave(Options::DROP_TIMEOUT);
+    }
+}
+
+/// Threads that multiply: the workers of a host share its processors.
+fn threads(job: &Job) -> usize {
+    let workers = &job.book().roster.workers;
+    let own = workers.get(job.rank() as usize).map(|worker| &worker.host);
+    let beside = workers.iter().filter(|worker| Some(&worker.host) == own).count();
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors / beside.max(1)).max(1)
+}
+
+/// A key's parameters in f32.
+fn decoded(job: &Job, key: u32, bytes: &[u8]) -> Vec<f32> {
+    let codec = job.settings().keys.keys()[key as usize].dtype.codec();
+    let mut values = vec![0.0; bytes.len() / codec.bytes()];
+    convert::decode(bytes, &mut values, codec);
+    values
+}
+
+/// A slot of a key's optimizer state at the hubs, and how many updates it has had.
+fn pull_state(job: &Job, key: u32, slot: u8) -> Result<(Vec<f32>, u64), Failure> {
+    let elements: u64 = job.settings().keys.keys()[key as usize].shape.iter().product();
+    // It lies in memory.
+    let values = vec![0.0_f32; usize::try_from(elements).unwrap_or(usize::MAX)];
+    let pulled = job.pull_state(key, slot, values).map_err(Failure::Worker)?;
+    let ended = pulled.finish();
+    ended.outcome.map_err(Failure::Worker)?;
+    Ok((ended.parameters, ended.updates))
+}

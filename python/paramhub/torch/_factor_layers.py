@@ -1,0 +1,164 @@
+"""Layers whose parameters follow from the factors of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paramhub import _native
+from paramhub.errors import MisuseError
+from paramhub.torch import trace
+from paramhub.torch._capture import Capture, Factors
+from paramhub.torch._exchange import Exchange
+from paramhub.torch._staging import Stage, StagedHandle
+from paramhub.torch._tensors import memory_range
+
+
+class Line:
+    """The layers of one optimizer in the order in which they leave, which is the same at all ranks: that in which backward
+    met them in rank 0's first step. One whose turn it is not waits, as the buckets of DDP do."""
+
+    def __init__(self) -> None:
+        self.layers: list[FactorLayer] = []
+        self._next = 0
+
+    def advance(self) -> None:
+        """Lets those leave whose turn it is."""
+        while self._next < len(self.layers) and self.layers[self._next].is_ready:
+            self._next += 1
+            self.layers[self._next - 1].push()
+
+    def flush(self) -> None:
+        """Every gradient of the step is there: what has none takes no part, at any rank."""
+        while self._next < len(self.layers):
+            self._next += 1
+            if self.layers[self._next - 1].has_begun:
+                self.layers[self._next - 1].push()
+
+    def finish_step(self) -> None:
+        self._next = 0
+        for layer in self.layers:
+            layer.finish_step()
+
+
+class FactorLayer:
+    """One of them. Its factors leave when the gradients of its weight and its bias are complete."""
+
+    def __init__(self, number: int, samples: int, capture: Capture, line: Line) -> None:
+        self.number = number
+        self.capture = capture
+        self.is_ready = False
+        self._samples = samples
+        self._line = line
+        self._parts = [capture.weight, *([capture.bias] if capture.bias is not None else [])]
+        self._left = 0
+        self._steps = 0
+        self._host: _HostCopies | None = None
+        for exchange in self._parts:
+            exchange.layer = self
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of it has left in this step."""
+        return self._left > 0
+
+    def leave(self, exchange: Exchange) -> None:
+        """The gradient of its weight or its bias is complete."""
+        if exchange is self.capture.weight and not self.capture.is_whole:
+            raise self._wrong()
+        self._left += 1
+        if self._left == len(self._parts):
+            self.is_ready = True
+            self._line.advance()
+
+    def push(self) -> None:
+        """Sends its factors, and has its parameters received."""
+        if self._left < len(self._parts):
+            raise MisuseError(
+                f"of weight and bias of layer {self.capture.name!r} one has a gradient and one has none, but both go by their "
+                "factors: freeze parameters before HubOptimizer is made, or give it scheme='hub'"
+            )
+        factors = self.capture.take()
+        count = factors.inputs.shape[0]
+        if count > self._samples:
+            raise MisuseError(
+                f"layer {self.capture.name!r} has {count} samples in this step, but was planned for {self._samples}, the most "
+                "that a rank had in the first step: begin with a step that is as large as any, or give HubOptimizer samples= "
+                "with the most there may be, or scheme='hub'"
+            )
+        handle = self._send(factors)
+        self._steps += 1
+        for exchange in self._parts:
+            exchange.handle = handle
+        if trace.active:
+            trace.request(self.capture.weight.name, handle)
+
+    def finish_step(self) -> None:
+        self.is_ready = False
+        self._left = 0
+        self.capture.forget()
+
+    def _send(self, factors: Factors) -> _native.Handle | StagedHandle:
+        row = self._row()
+        of_weight, *of_bias = [exchange.parameter.grad for exchange in self._parts]
+        # A rank without a gradient has no factors either.
+        compared = [of_weight[row], *of_bias] if of_weight is not None else []
+        stage = self.capture.weight.step.stage
+        if stage is None:
+            return self._hand_in(factors, row, compared, [exchange.memory for exchange in self._parts])
+        if self._host is None:
+            self._host = _HostCopies(stage, self.capture, self._samples)
+        on_host, gradients = self._host.of(factors, len(compared))
+        copies = [
+            (on_host.inputs, factors.inputs),
+            (on_host.output_gradients, factors.output_gradients),
+            *zip(gradients, compared, strict=True),
+        ]
+        received = [stage.parameters[exchange.number] for exchange in self._parts]
+        landings = [(exchange.flat, memory) for exchange, memory in zip(self._parts, received, strict=True)]
+        return stage.exchange(copies, lambda: self._hand_in(on_host, row, gradients, received), landings)
+
+    def _hand_in(
+        self, factors: Factors, row: slice, compared: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> _native.Handle:
+        """With everything on the host. ``compared`` are what the factors are to make, of the weight's gradient a row."""
+        if compared and not factors.make(compared[0], compared[1] if len(compared) > 1 else None, row):
+            raise self._wrong()
+        ranges = [memory_range(memory) for memory in received]
+        return self.capture.weight.step.job.push_factors(
+            self.number,
+            (memory_range(factors.inputs), memory_range(factors.output_gradients)),
+            (ranges[0], ranges[1] if len(ranges) > 1 else None),
+            received,
+        )
+
+    def _row(self) -> slice:
+        """The row of the gradient that is compared in this step. One costs next to nothing, and what keeps a gradient from
+        being made of its factors changes nearly all of its rows."""
+        row = self._steps * 0x9E3779B1 % self.capture.outputs
+        return slice(row, row + 1)
+
+    def _wrong(self) -> MisuseError:
+        return MisuseError(
+            f"the gradient of {self.capture.weight.name!r} or its bias is not what this step's inputs and output gradients of "
+            f"layer {self.capture.name!r} make, although it was in the first step: it was changed or put there by hand, not "
+            "cleared after the last step, or comes from elsewhere, too, or the layer is in code that was compiled since. Leave "
+            "that out, or give HubOptimizer scheme='hub'"
+        )
+
+
+class _HostCopies:
+    """Where a device's factors, and what they are compared with, are copied to. They are free again once a step has ended."""
+
+    def __init__(self, stage: Stage, capture: Capture, samples: int) -> None:
+        dtype = capture.weight.dtype
+        self._inputs = stage.empty((samples, capture.inputs), dtype)
+        self._output_gradients = stage.empty((samples, capture.outputs), dtype)
+        self._gradients = [stage.empty((1, capture.inputs), dtype), stage.empty((capture.outputs,), dtype)]
+
+    def of(self, factors: Factors, compared: int) -> tuple[Factors, list[torch.Tensor]]:
+        """Room for as many samples, and for so many gradients."""
+        count = factors.inputs.shape[0]
+        rows = self._inputs[:count], self._output_gradients[:count]
+        return Factors(*rows, factors.tolerance, factors.tiny), self._gradients[:compared]

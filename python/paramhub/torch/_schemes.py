@@ -1,0 +1,248 @@
+"""How the Linears of a model are exchanged: through the hub, or by their factors where that moves less.
+
+What that takes is known once data has passed: how many samples a step has, and whether a layer's inputs and output gradients
+make all of its gradient. So the first step goes through the hub and is looked at; then the ranks agree, and another job is
+opened, whose plan says which layers go by factors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paramhub.errors import MisuseError
+from paramhub.torch._capture import Capture
+from paramhub.torch._exchange import Exchange
+from paramhub.torch._factor_layers import FactorLayer, Line
+from paramhub.torch._world import World, say
+
+if TYPE_CHECKING:
+    from paramhub import _native
+
+NAMED_MAX = 6
+"""Layers that a line names."""
+CHOICES = ("hub", "factors", "auto")
+
+
+class Schemes:
+    """Of one optimizer's layers."""
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        exchanges: Sequence[Exchange],
+        asked: str,
+        samples: int | Mapping[str, int] | None,
+        why_not: str | None,
+    ) -> None:
+        """``why_not`` is what keeps all of its layers from going by factors, if something does."""
+        if asked not in CHOICES:
+            raise MisuseError(
+                f"scheme is {', '.join(map(repr, CHOICES[:-1]))} or {CHOICES[-1]!r}, not {asked!r}"
+            )
+        if asked == "factors" and why_not is not None:
+            raise MisuseError(f"no layer can go by factors: {why_not}. Ask for scheme='hub' or 'auto'")
+        self._world = world
+        self._exchanges = exchanges
+        self._asked = asked
+        self._line = Line()
+        self._captures: dict[str, Capture] = {}
+        self._order: list[str] = []
+        self.found: dict[str, tuple[str, str]] = {}
+        """By the names of Linears the scheme of each, and why."""
+        self.settings: dict[str, Any] = {}
+        """Of the job that the ranks have agreed on."""
+        self.is_observing = False
+        if asked == "hub":
+            return
+        linears = Linears(model, exchanges)
+        self._most = _most_samples(samples, linears)
+        self.found = {name: ("hub", why_not or why) for name, why in linears.refused.items()}
+        if why_not is not None:
+            self.found |= dict.fromkeys(linears.taken, ("hub", why_not))
+            self._print()
+            return
+        if asked == "auto" and world.size == 1:
+            # Nothing travels.
+            return
+        for name, (module, weight, bias) in linears.taken.items():
+            self._captures[name] = Capture(name, module, weight, bias)
+        self.is_observing = True
+
+    def conclude(self) -> bool:
+        """After the first step: the ranks agree. Whether there are layers for which the job has to be another one."""
+        self.is_observing = False
+        own = {name: _observed(capture) for name, capture in self._captures.items()}
+        met = sorted(
+            (turn, name) for name, capture in self._captures.items() if (turn := capture.turn) is not None
+        )
+        told = json.dumps({"layers": own, "order": [name for _, name in met]})
+        reports = [json.loads(text) for text in self._world.exchange_text(self._world.label("schemes"), told)]
+        layers = []
+        for name in list(self._captures):
+            seen = [
+                report["layers"].get(name, [0, "another rank's model has no such layer"])
+                for report in reports
+            ]
+            samples = max(samples for samples, _ in seen)
+            why = next((why for _, why in seen if why is not None), None)
+            if why is None and samples == 0:
+                why = "no rank has used it in the first step"
+            if why is not None:
+                self.found[name] = ("hub", why)
+                self._captures.pop(name).remove()
+                continue
+            layers.append(self._layer(name, max(samples, self._most.get(name, 0))))
+        if not layers:
+            self._print()
+            return False
+        # Rank 0 may have left some out that others have used; these come last.
+        order = [name for name in reports[0]["order"] if name in self._captures]
+        self._order = order + [name for name in self._captures if name not in order]
+        self.settings = {"layers": layers, "scheme": self._asked}
+        return True
+
+    def _layer(self, name: str, samples: int) -> dict[str, Any]:
+        """As the job's settings have it."""
+        capture = self._captures[name]
+        keys = [capture.weight.number, *([capture.bias.number] if capture.bias is not None else [])]
+        size = {"outputs": capture.outputs, "inputs": capture.inputs, "samples": samples}
+        return {"name": name, "keys": keys, "type": {"fully-connected": size}}
+
+    def opened(self, job: _native.Job) -> None:
+        """The job is there, and with it the plan."""
+        if not self.settings:
+            return
+        is_planned = all(name in self.found for name in self._order)
+        plan = {name: (scheme, why) for name, scheme, why in job.plan()}
+        for exchange in self._exchanges:
+            exchange.layer = None
+        self._line = Line()
+        by_factors = {
+            name: (number, samples) for number, (name, _, _, samples) in enumerate(job.factor_layers())
+        }
+        for name in [name for name in self._order if name in by_factors]:
+            number, samples = by_factors[name]
+            self._line.layers.append(FactorLayer(number, samples, self._captures[name], self._line))
+        if is_planned:
+            return
+        self.found |= {name: plan[name] for name in self._captures}
+        self._print()
+        # The choice holds for later jobs, too, which go on from saved states.
+        for name in self._captures.keys() - by_factors.keys():
+            self._captures.pop(name).remove()
+        for layer in self.settings["layers"]:
+            layer["scheme"] = plan[layer["name"]][0]
+        if not by_factors:
+            self.settings = {}
+
+    def flush(self) -> None:
+        """All gradients of the step have left their hooks."""
+        self._line.flush()
+
+    def finish_step(self) -> None:
+        self._line.finish_step()
+
+    def forget(self) -> None:
+        """Gradients were zeroed in place."""
+        for capture in self._captures.values():
+            capture.forget()
+
+    def remove(self) -> None:
+        """The model is free again. Again it does nothing."""
+        for capture in self._captures.values():
+            capture.remove()
+        for exchange in self._exchanges:
+            exchange.layer = None
+        self._captures = {}
+
+    def _print(self) -> None:
+        if self._world.rank != 0:
+            return
+        lines: dict[tuple[str, str], list[str]] = {}
+        for name, found in self.found.items():
+            lines.setdefault(found, []).append(name)
+        for (scheme, why), names in sorted(lines.items()):
+            more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+            goes = "layer" if len(names) == 1 else "layers"
+            go = "goes" if len(names) == 1 else "go"
+            say(f"{goes} {', '.join(names[:NAMED_MAX])}{more} {go} by {scheme}: {why}")
+
+
+class Linears:
+    """Those of a model whose weights are exchanged: that may go by factors, and that may not, with the reason."""
+
+    def __init__(self, model: torch.nn.Module, exchanges: Sequence[Exchange]) -> None:
+        self.taken: dict[str, tuple[torch.nn.Linear, Exchange, Exchange | None]] = {}
+        self.refused: dict[str, str] = {}
+        of = {id(exchange.parameter): exchange for exchange in exchanges}
+        users: dict[int, list[str]] = {}
+        linears: dict[str, torch.nn.Linear] = {}
+        for path, module in model.named_modules():
+            # The model itself may be one.
+            name = ".".join(part for part in path.split(".") if part != "_orig_mod") or type(module).__name__
+            for parameter in dict.values(module._parameters):
+                users.setdefault(id(parameter), []).append(name)
+            if isinstance(module, torch.nn.Linear) and id(dict.get(module._parameters, "weight")) in of:
+                linears[name] = module
+        for name, module in linears.items():
+            weight = of[id(dict.get(module._parameters, "weight"))]
+            bias = of.get(id(dict.get(module._parameters, "bias")))
+            why = _why_not(module, weight, bias, users, name)
+            if why is None:
+                self.taken[name] = module, weight, bias
+            else:
+                self.refused[name] = why
+
+
+def _why_not(
+    module: torch.nn.Linear,
+    weight: Exchange,
+    bias: Exchange | None,
+    users: Mapping[int, Sequence[str]],
+    name: str,
+) -> str | None:
+    """What keeps a Linear from going by factors, as far as can be told before data has passed."""
+    for exchange in (weight, bias):
+        others = [user for user in users[id(exchange.parameter)] if user != name] if exchange else []
+        if others:
+            return f"it is tied: {others[0]} has the same parameter"
+    if type(module).forward is not torch.nn.Linear.forward or "forward" in module.__dict__:
+        return "its forward pass is not torch.nn.Linear's"
+    if not weight.memory.is_contiguous():
+        return "its weight does not lie row by row in memory"
+    if bias is not None and bias.dtype is not weight.dtype:
+        return "its weight and its bias are of different types"
+    return None
+
+
+def _observed(capture: Capture) -> tuple[int, str | None]:
+    """How many samples the first step had, and why the layer cannot go by factors, if it cannot."""
+    weight, bias = (
+        capture.weight.parameter.grad,
+        capture.bias.parameter.grad if capture.bias is not None else None,
+    )
+    samples, is_whole = capture.samples, capture.is_whole
+    factors = capture.take()
+    if weight is not None and samples == 0:
+        return 0, "its forward pass was not seen, as in compiled code, or where its weight is used directly"
+    if not is_whole or not factors.make(weight, bias):
+        return (
+            samples,
+            "its inputs and output gradients do not make its whole gradient: something else uses or changes it",
+        )
+    return samples, None
+
+
+def _most_samples(samples: int | Mapping[str, int] | None, linears: Linears) -> Mapping[str, int]:
+    """The most there may be, by layer, as far as the user says."""
+    given = dict.fromkeys(linears.taken, samples) if isinstance(samples, int) else dict(samples or {})
+    if unknown := given.keys() - linears.taken.keys() - linears.refused.keys():
+        raise MisuseError(f"samples names {sorted(unknown)}, which are no Linear of the model")
+    if wrong := [count for count in given.values() if not isinstance(count, int) or count < 1]:
+        raise MisuseError(f"samples are numbers from 1, not {wrong[0]!r}")
+    return given
