@@ -5,8 +5,8 @@
 //! the workspace (`crates/paramhub-core/tests/decoders.rs`).
 
 use paramhub_core::wire::{
-    Direction, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Norm, Notice, Operation, Release, Retune,
-    State, VERDICT_BYTES, Verdict,
+    Direction, Factors, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Norm, Notice, Operation, Release,
+    Retune, State, VERDICT_BYTES, Verdict,
 };
 
 /// Reads `data` as one end of a stream would and counts the frames. The first byte chooses the end: even is the hub's.
@@ -80,6 +80,14 @@ fn check_payload(operation: Operation, payload: &[u8]) {
         Operation::State | Operation::InitialiseState => {
             if let Some(state) = State::decode(payload) {
                 assert_eq!([&State::head(state.updates), state.values].concat(), payload);
+            }
+        }
+        Operation::Factors => {
+            if let Some(factors) = Factors::decode(payload) {
+                assert_eq!(
+                    [&Factors::head(factors.samples, factors.piece), factors.values].concat(),
+                    payload
+                );
             }
         }
         Operation::Norm => {

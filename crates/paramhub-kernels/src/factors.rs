@@ -115,9 +115,18 @@ impl<'a> Factors<'a> {
     /// If `gradient` does not have M elements.
     pub fn bias_gradient(&self, gradient: &mut [f32]) {
         assert_eq!(gradient.len(), self.rows, "a bias has an element for each row");
+        self.bias_gradient_of(0..self.rows, gradient);
+    }
+
+    /// The same of some rows alone.
+    ///
+    /// # Panics
+    /// If the rows are not within the matrix, or `gradient` does not have an element for each.
+    pub fn bias_gradient_of(&self, rows: Range<usize>, gradient: &mut [f32]) {
+        assert_eq!(gradient.len(), rows.len(), "an element for each row");
         gradient.fill(0.0);
         for sample in self.output_gradients.chunks_exact(self.rows.max(1)) {
-            gradient.iter_mut().zip(sample).for_each(|(sum, value)| *sum += value);
+            gradient.iter_mut().zip(&sample[rows.clone()]).for_each(|(sum, value)| *sum += value);
         }
     }
 }
@@ -226,6 +235,11 @@ mod tests {
             }
             let mut bias = vec![f32::NAN; shape.0];
             factors.bias_gradient(&mut bias);
+            let mut parts = vec![f32::NAN; shape.0];
+            let (upper, lower) = parts.split_at_mut(shape.0 / 2);
+            factors.bias_gradient_of(0..shape.0 / 2, upper);
+            factors.bias_gradient_of(shape.0 / 2..shape.0, lower);
+            prop_assert_eq!(&parts, &bias);
             for (r, &got) in bias.iter().enumerate() {
                 let expected: f64 = (0..samples).map(|k| f64::from(gradients[k * shape.0 + r])).sum();
                 prop_assert!((f64::from(got) - expected).abs() < 1e-5);

@@ -242,3 +242,27 @@ fn several_hubs_of_one_host_need_no_namespaces() {
         );
     }
 }
+
+#[test]
+fn factors_to_hubs_put_on_hosts_what_the_plan_says() {
+    let Some(testbed) = Testbed::up("--racks 1 --workers 4 --rate 1gbit") else { return };
+    let (enter, hosts) = (testbed.enter(), testbed.hosts(&["r0w0", "r0w1", "r0w2", "r0w3"]));
+    let arguments =
+        ["bench", "poseidon", "--model", "vgg19", "--scale", "64", "--workers", "4", "--stretch", "0"];
+    let more = ["--steps", "2", "--rounds", "1", "--systems", "wfbp,adam", "--json", "out.json"];
+    let on_hosts = ["--hosts", &hosts, "--deployment", "cs", "--enter", &enter];
+    let arguments = arguments.into_iter().chain(more).chain(on_hosts);
+    let ended = paramhub(arguments).finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let [wfbp, adam] = [0, 1].map(|system| {
+        let (row, expected) = (&results["systems"][system], &results["setting"]["expected"][system]);
+        let (received, planned) = (&row["bytes_received"], &expected["bytes_sent"]);
+        let share = received.as_f64().unwrap() / planned.as_f64().unwrap();
+        // In the mean what is sent is what is received, and all of that has come when a worker's turn ends, while the hub beside
+        // it may still send to others.
+        assert!((0.97..1.03).contains(&share), "{share} of {planned} planned: {row}");
+        row["busiest_by_mean"].as_f64().unwrap()
+    });
+    // One host has the layer with four fifths of the fully connected numbers, and answers all of it to three others.
+    assert!(wfbp < 1.1 && adam > 1.5, "{wfbp} and {adam} times the mean");
+}

@@ -25,11 +25,13 @@
 //! to the site above, if there is one, and the step goes on with its answer.
 
 mod gathering;
+mod offence;
 mod rules;
 mod stragglers;
 
 pub use gathering::{Gathered, GatheredLayer, Gathering};
-pub use rules::{Answer, Arrival, Awaited, Exchange, Fold, Offence, Reach, Rules, Stranded, Then, Update};
+pub use offence::{Awaited, Offence, Stranded};
+pub use rules::{Answer, Arrival, Exchange, Fold, Reach, Rules, Then, Update};
 
 #[cfg(test)]
 mod gathering_tests;

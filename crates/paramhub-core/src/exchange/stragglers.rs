@@ -8,7 +8,8 @@
 //! update is the older one, and it lacks a prompt member in its turn: the chain would never end. Members that were late do not do
 //! in place of prompt ones, which is why these are counted apart.
 
-use super::rules::{Answer, Arrival, Exchange, Fold, MemberBook, Offence, Request, Then, Update};
+use super::offence::Offence;
+use super::rules::{Answer, Arrival, Exchange, Fold, MemberBook, Request, Then, Update};
 use crate::stragglers::Quorum;
 
 impl Exchange {

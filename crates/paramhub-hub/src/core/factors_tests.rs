@@ -296,3 +296,30 @@ fn factor_shard_by(scheme: Scheme) -> (Shard, usize) {
     let layers = shard.plan.blocks.len();
     (shard, layers)
 }
+
+#[test]
+fn a_bias_of_many_samples_is_made_in_several_turns() {
+    const SAMPLES: u32 = 12_000;
+    let mut shard = shard(1, vec![Key::new("w", [200, 3]), Key::new("b", [200])], |settings| {
+        let layer = LayerSettings::fully_connected("fc", [0, 1], [200, 3, u64::from(SAMPLES)]);
+        settings.layers = vec![layer.by(SchemeChoice::Only(Scheme::FactorsToHub))];
+        settings.chunk_bytes = 64 << 10;
+    });
+    let block = shard.plan.blocks[0];
+    for piece in 0..block.pieces(SAMPLES) {
+        let elements = block.piece(SAMPLES, piece).unwrap().elements();
+        let payload = [&Wire::head(SAMPLES, piece)[..], &wire(&vec![1.0; elements])].concat();
+        let header = header(Operation::Factors, 0, 0, &payload);
+        shard.check(0, &header).unwrap();
+        shard.frame(0, &header, Payload::Here(&payload)).unwrap();
+    }
+    let mut turns = 0;
+    while answers(&mut shard, 0).is_empty() {
+        shard.make_some(1).unwrap();
+        turns += 1;
+    }
+    assert_eq!(turns, 4, "87 rows a turn, and one for the only chunk");
+    make_all(&mut shard);
+    let all = |range: std::ops::Range<usize>| shard.model[range].iter().all(|&value| value == SAMPLES as f32);
+    assert!(all(shard.slots[0].range()) && all(shard.slots[1].range()));
+}

@@ -16,6 +16,11 @@ use crate::core::buffer::{Buffer, OutOfMemory};
 use crate::core::fault::Fault;
 use crate::core::plan::{Layout, ShardPlan};
 
+/// Output gradients that are added up at once: no more than a tile of the weight takes.
+const BIAS_TURN_NUMBERS: usize = 1 << 20;
+/// Rows below which more of the cache would be read than is used.
+const BIAS_ROWS_MIN: usize = 64;
+
 /// All such layers of a shard, most urgent first.
 pub(in crate::core) struct FactorLayers {
     gathering: Gathering,
@@ -33,7 +38,8 @@ struct Layer {
 /// How far a gradient is made.
 #[derive(Clone, Copy, Debug, Default)]
 struct Making {
-    has_bias: bool,
+    /// Elements of the bias that are made.
+    bias: usize,
     /// Rows of the weight that are made, and columns of the band that follows them.
     rows: usize,
     columns: usize,
@@ -218,10 +224,13 @@ impl Shard {
         let (rows, columns) = (block.outputs, block.inputs);
         let factors = Factors::new(samples, (rows, columns), &layer.inputs, &layer.output_gradients);
         // Chunks of one key lie back to back here.
-        if !bias.is_empty() && !making.has_bias {
-            making.has_bias = true;
+        if !bias.is_empty() && making.bias < rows {
+            let some = (BIAS_TURN_NUMBERS / samples.max(1)).max(BIAS_ROWS_MIN);
+            let part = making.bias..rows.min(making.bias + some);
+            making.bias = part.end;
             let start = self.slots[bias.start as usize].offset;
-            return factors.bias_gradient(&mut self.merge[start..start + rows]);
+            let target = &mut self.merge[start + part.start..start + part.end];
+            return factors.bias_gradient_of(part, target);
         }
         let band = making.rows..rows.min(making.rows + layer.tiling.rows);
         let tile = making.columns..columns.min(making.columns + layer.tiling.columns);
@@ -246,7 +255,8 @@ impl Making {
     ) -> Option<u32> {
         let of_bias = bias.len() as u32;
         if self.chunks < of_bias {
-            return self.has_bias.then_some(bias.start + self.chunks);
+            let index = bias.start + self.chunks;
+            return (end(index) <= self.bias).then_some(index);
         }
         let index = weight.start + self.chunks - of_bias;
         (index < weight.end && end(index) <= self.rows * block.inputs).then_some(index)
