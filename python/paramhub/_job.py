@@ -126,9 +126,9 @@ class Job:
         ``{"fc6": {"tensors": ["fc6.weight", "fc6.bias"], "samples": 32}}``, where ``samples`` are the vectors that the weight
         (outputs by inputs) is multiplied by in a step, the batch or in a model of sequences the batch times their length; of any
         other only its tensors. ``"tied": True`` says that something else uses the weight, too. ``scheme`` is how they are
-        exchanged: ``hub``, ``factors``, ``factors-to-hub``, or ``auto`` for what moves least, and a layer's own ``"scheme"``
-        goes before it. See `query` and `best_scheme`. What goes by ``factors`` is exchanged with `push_factors`; for that and for
-        ``auto`` the workers connect with ``peers=True``.
+        exchanged: ``hub``, ``factors``, or ``auto`` for what moves least, and a layer's own ``"scheme"`` goes before it.
+        ``factors-to-hub`` is for programs in Rust and `paramhub train`. See `query` and `best_scheme`. What goes by ``factors``
+        is exchanged with `push_factors`; for that and for ``auto`` the workers connect with ``peers=True``.
 
         Raises MisuseError if the ranks disagree on any of it, naming what differs.
         """
@@ -136,6 +136,10 @@ class Job:
             raise MisuseError(f"job `{self.name}`, rank {self.rank}: it has its tensors already")
         optimizer = optimizer if optimizer is not None else Mean()
         asked = {scheme, *(layer.get("scheme") for layer in (layers or {}).values())}
+        if "factors-to-hub" in asked:
+            raise MisuseError(
+                f"job `{self.name}`, rank {self.rank}: the Python package sends no factors to hubs: ask for hub, factors or auto"
+            )
         if not self._listens and not asked.isdisjoint(("auto", "factors")):
             raise MisuseError(
                 f"job `{self.name}`, rank {self.rank}: factors go from worker to worker, and this one does not listen for the "
@@ -309,7 +313,7 @@ class Job:
         return found
 
     def best_scheme(self, layer: str) -> str:
-        """How a layer is exchanged: ``hub``, ``factors`` or ``factors-to-hub``. `query` says why."""
+        """How a layer is exchanged: ``hub`` or ``factors``. `query` says why."""
         scheme: str = json.loads(self._running().best_scheme(layer))["scheme"]
         return scheme
 

@@ -155,6 +155,8 @@ def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
 
 def test_workers_that_do_not_listen_are_told_how(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> None:
+        with pytest.raises(paramhub.MisuseError, match="sends no factors to hubs"):
+            job.init(tensors(job.rank), layers=LAYERS, scheme="factors-to-hub")
         with pytest.raises(paramhub.MisuseError, match=r"connect\(peers=True\)"):
             job.init(tensors(0), paramhub.SGD(), layers=LAYERS)
 

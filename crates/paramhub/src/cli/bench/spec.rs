@@ -166,6 +166,8 @@ pub(super) enum Order {
     Learn { start: Duration },
     /// Play this rank of a training. Answered by [`Report::Joined`].
     Play { part: Part, rank: u32, at: Meeting },
+    /// All ranks' turns of a played training are over: say what it was. Answered by [`Report::Played`].
+    Count,
     /// Say what the hub has used. Answered by [`Report::Used`].
     Tell,
     /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
@@ -198,6 +200,8 @@ pub(super) enum Report {
     Used(HubUse),
     Checked(Verdict),
     Learnt(Learnt),
+    /// A turn of a played training is over.
+    Rested,
     Played(Played),
 }
 

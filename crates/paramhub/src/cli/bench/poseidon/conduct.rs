@@ -60,6 +60,10 @@ pub(super) fn conduct(
             let workers = &mut systems[system];
             let turn = Order::Turn { turn: Turn::Exchange, start: usage::monotonic() + LEAD };
             workers.iter_mut().try_for_each(|line| line.say(&turn))?;
+            for report in reports(workers) {
+                let Report::Rested = report? else { bail!("a worker answered out of turn") };
+            }
+            workers.iter_mut().try_for_each(|line| line.say(&Order::Count))?;
             let played = reports(workers).map(|report| match report? {
                 Report::Played(played) => Ok(played),
                 other => bail!("a worker answered {other:?}"),

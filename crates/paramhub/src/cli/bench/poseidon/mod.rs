@@ -163,7 +163,9 @@ impl PoseidonCommand {
             settings.check().map_err(|error| Usage(error.to_string()))?;
             let plan = Plan::new(&settings, &cluster);
             let by_factors = plan.layers.iter().filter(|planned| planned.scheme != Scheme::Hub);
-            let seconds = self.link.map(|link| {
+            // Hubs that have a layer to themselves are not one link.
+            let is_even = plan.layers.iter().all(|planned| planned.scheme != Scheme::FactorsToHub);
+            let seconds = self.link.filter(|_| is_even).map(|link| {
                 let transfers: Vec<f64> =
                     plan.layers.iter().map(|layer| link.seconds(plan.cost(layer))).collect();
                 bound::step_seconds(&profile.passes, &transfers, system.overlaps())
@@ -173,7 +175,7 @@ impl PoseidonCommand {
                 system,
                 seconds,
                 bytes_sent,
-                busiest_by_mean: busiest_sent(&plan).map_or(1.0, |busiest| busiest / bytes_sent),
+                busiest_by_mean: busiest_sent(&plan).map_or(1.0, |busiest| (busiest / bytes_sent).max(1.0)),
                 by_factors: by_factors.map(|planned| planned.layer.name.clone()).collect(),
             });
             parts.push(part);

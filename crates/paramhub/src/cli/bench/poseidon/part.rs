@@ -14,7 +14,7 @@ use super::profile::Passes;
 use super::system::System;
 use crate::cli::bench::numbers;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report, Spec};
-use crate::cli::bench::usage;
+use crate::cli::bench::usage::{self, NetworkBytes};
 use crate::settings::Settings;
 use crate::{Membership, Options};
 
@@ -83,11 +83,35 @@ impl Part {
 pub(in crate::cli::bench) fn play(part: Part, rank: u32, at: Meeting, line: &mut Line) -> anyhow::Result<()> {
     let mut player = Player::join(part, rank, at)?;
     line.say(&Report::Joined)?;
+    let mut turn = None;
     while let Some(order) = line.hear()? {
-        let Order::Turn { start, .. } = order else { bail!("the launcher gave a player another's order") };
-        line.say(&Report::Played(player.turn(start)?))?;
+        match (order, turn.take()) {
+            (Order::Turn { start, .. }, None) => {
+                turn = Some(player.turn(start)?);
+                line.say(&Report::Rested)?;
+            }
+            (Order::Count, Some(turn)) => line.say(&Report::Played(played(turn)))?,
+            _ => bail!("the launcher gave a player another's order"),
+        }
     }
     Ok(player.syncers.leave()?)
+}
+
+/// A turn that this worker has played.
+struct Turn {
+    seconds: f64,
+    cpu_seconds: f64,
+    /// Before it.
+    network: NetworkBytes,
+    steps: u32,
+}
+
+/// With what its host has sent and received by now: a hub beside this worker may have answered others after it.
+fn played(turn: Turn) -> Played {
+    let Turn { seconds, cpu_seconds, network, steps } = turn;
+    let now = usage::network_bytes();
+    let (bytes_sent, bytes_received) = (now.sent - network.sent, now.received - network.received);
+    Played { seconds, bytes_sent, bytes_received, cpu_seconds, steps }
 }
 
 /// A rank and what it exchanges.
@@ -148,7 +172,7 @@ impl Player {
         Ok(Player { part, syncers, memory })
     }
 
-    fn turn(&mut self, start: Duration) -> anyhow::Result<Played> {
+    fn turn(&mut self, start: Duration) -> anyhow::Result<Turn> {
         std::thread::sleep(start.saturating_sub(usage::monotonic()));
         let (cpu, network) = (usage::cpu_seconds(), usage::network_bytes());
         let mut clock = Clock { now: Instant::now() };
@@ -163,14 +187,8 @@ impl Player {
         for layer in 0..self.memory.len() {
             self.receive(layer)?;
         }
-        let after = usage::network_bytes();
-        Ok(Played {
-            seconds,
-            bytes_sent: after.sent - network.sent,
-            bytes_received: after.received - network.received,
-            cpu_seconds: usage::cpu_seconds() - cpu,
-            steps: self.part.steps + 1,
-        })
+        let cpu_seconds = usage::cpu_seconds() - cpu;
+        Ok(Turn { seconds, cpu_seconds, network, steps: self.part.steps + 1 })
     }
 
     /// Forward, each layer as soon as its parameters are there, and backward (algorithm 2).
