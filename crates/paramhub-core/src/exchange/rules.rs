@@ -243,7 +243,7 @@ impl Exchange {
         u64::from(chunks) * per_chunk as u64
     }
 
-    /// Lets these chunks take [factors](Gathering) and no gradients. Before anything else.
+    /// Lets these chunks take [factors](super::Gathering) and no gradients. Before anything else.
     pub fn take_factors(&mut self, slots: impl IntoIterator<Item = u32>) {
         for slot in slots {
             self.chunks[slot as usize].by_factors = true;
