@@ -49,8 +49,10 @@ mod tests {
 
     #[test]
     fn what_fits_beside_computation_takes_no_time() {
-        // The last layer's transfer has 12 seconds of backward and 6 of forward passes, the first's none.
-        assert_near(step_seconds(&EVEN, &[0.0, 1.0, 12.0], true), 27.0);
+        // Those of the last two layers have the 12 seconds of the backward passes after the last one's.
+        assert_near(step_seconds(&EVEN, &[0.0, 1.0, 11.0], true), 27.0);
+        // What is behind others on the link waits for them, and the next step for the first layer.
+        assert_near(step_seconds(&EVEN, &[0.0, 1.0, 12.0], true), 28.0);
         assert_near(step_seconds(&EVEN, &[2.0, 1.0, 1.0], true), 29.0);
         assert_near(step_seconds(&EVEN, &[0.0; 3], true), 27.0);
     }
