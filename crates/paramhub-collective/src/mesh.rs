@@ -221,6 +221,13 @@ impl Mesh {
         self.allgather_as(|descriptor| descriptor.with_hosts(hosts), schedule, input, outputs)
     }
 
+    /// How many blocks this rank sends in an [`allgather_between_hosts`](Self::allgather_between_hosts): its own, to each peer of
+    /// its host and once to each other host, and those of others that it passes on.
+    pub fn blocks_sent_between_hosts(&self, hosts: &[u32]) -> usize {
+        let schedule = schedule::allgather_between_hosts(self.rank(), hosts, &vec![0; hosts.len()], false);
+        schedule.work.iter().filter(|work| matches!(work, Work::Send { .. })).count()
+    }
+
     fn allgather_as(
         &self,
         describe: impl FnOnce(Descriptor) -> Descriptor,

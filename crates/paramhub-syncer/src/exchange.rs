@@ -294,7 +294,7 @@ impl FactorExchange {
         // Messages of a layer are equally long at all ranks.
         let bytes = inner.bytes.load(Ordering::Relaxed);
         FactorStatistics {
-            bytes_sent: bytes * copies_sent(inner.rank, &inner.hosts),
+            bytes_sent: bytes * inner.mesh.blocks_sent_between_hosts(&inner.hosts) as u64,
             bytes_received: bytes * u64::from(inner.workers - 1),
             rebuilding: Duration::from_nanos(inner.rebuilding_ns.load(Ordering::Relaxed)),
             updates: inner.updates.load(Ordering::Relaxed),
@@ -505,19 +505,6 @@ fn check_layer(rank: u32, workers: u32, layer: &FactorLayer, groups: usize) -> R
         return Ok(());
     };
     Err(misplaced(rank, layer, reason))
-}
-
-/// How many messages a rank sends for each of its own, with those that it passes on to the others of its host.
-fn copies_sent(rank: u32, hosts: &[u32]) -> u64 {
-    let here = hosts[rank as usize];
-    let on_host: Vec<usize> = (0..hosts.len()).filter(|&peer| hosts[peer] == here).collect();
-    let seat = on_host.iter().position(|&peer| peer == rank as usize).expect("a rank is on its host");
-    let mut others: Vec<u32> = hosts.iter().copied().filter(|&host| host != here).collect();
-    let passed_on =
-        (0..hosts.len()).filter(|&peer| hosts[peer] != here && peer % on_host.len() == seat).count();
-    others.sort_unstable();
-    others.dedup();
-    ((1 + passed_on) * (on_host.len() - 1) + others.len()) as u64
 }
 
 /// The first peer whose numbers are not this rank's.
