@@ -133,11 +133,13 @@ impl Syncer {
             ));
         };
         let parameters = std::mem::take(&mut memory.parameters);
+        let size = parameters.len();
         client.completion.begin(self.number);
-        let handle = client
-            .job
-            .push_pull(key, gradient, parameters)
-            .inspect_err(|_| client.completion.end(self.number))?;
+        let handle = client.job.push_pull(key, gradient, parameters).inspect_err(|_| {
+            client.completion.end(self.number);
+            // What it was lent is gone with the refusal.
+            memory.parameters = vec![0.0; size];
+        })?;
         let (completion, number) = (Arc::clone(client.completion), self.number);
         handle.on_complete(move |_| completion.end(number));
         memory.state = KeyState::UnderWay(handle);

@@ -178,6 +178,8 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
 
         let wrong = syncers.send(SENT_BIAS, dense(rank, SENT_BIAS, 0)).unwrap_err().to_string();
         assert!(wrong.contains("goes by its factors, and a gradient came"), "{wrong}");
+        let short = syncers.send(WHOLE, vec![0.0; 3]).unwrap_err().to_string();
+        assert!(short.contains("whole.weight"), "{short}");
         let short = syncers.send_factors(by_factors, LayerFactors::of_f32(&x[1..], &dy)).unwrap_err();
         assert!(short.to_string().contains("takes rows of 64 inputs"), "{short}");
         let short = syncers.send_factors(sent, LayerFactors::of_f32(&x[1..], &dy)).unwrap_err();
