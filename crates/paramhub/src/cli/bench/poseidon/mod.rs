@@ -170,7 +170,7 @@ impl PoseidonCommand {
                     plan.layers.iter().map(|layer| link.seconds(plan.cost(layer))).collect();
                 bound::step_seconds(&profile.passes, &transfers, system.overlaps())
             });
-            let bytes_sent = self.bytes_sent(&plan);
+            let bytes_sent = mean_sent(&plan);
             expected.push(Expected {
                 system,
                 seconds,
@@ -200,22 +200,6 @@ impl PoseidonCommand {
         Ok((parts, setting))
     }
 
-    /// What a host with a worker sends by plan, with a hub beside it or without; the mean of all where a layer has one hub to
-    /// itself.
-    fn bytes_sent(&self, plan: &Plan) -> f64 {
-        let of_layer = |planned: &PlannedLayer| {
-            let traffic = plan.traffic(planned, planned.scheme)?;
-            Some(match (planned.scheme, traffic.both, traffic.worker) {
-                (Scheme::FactorsToHub, Some(both), Some(worker)) => {
-                    let workers = f64::from(self.workers);
-                    (both.sent + (workers - 1.0) * worker.sent) / workers
-                }
-                (_, both, worker) => both.or(worker)?.sent,
-            })
-        };
-        plan.rows().filter_map(of_layer).sum()
-    }
-
     /// As the manager will find it.
     fn cluster(&self, hosts: &Hosts) -> Cluster {
         let hubs = hosts.hubs().len() as u32;
@@ -228,6 +212,21 @@ impl PoseidonCommand {
         let machines = hosts.machines().unwrap_or(self.workers).min(self.workers);
         Cluster { workers: self.workers, machines, hubs, place, encoding: Encoding::F32 }
     }
+}
+
+/// What a host with workers sends by plan, with a hub beside them or without; the mean of all where a layer has one hub to itself.
+fn mean_sent(plan: &Plan) -> f64 {
+    let of_layer = |planned: &PlannedLayer| {
+        let traffic = plan.traffic(planned, planned.scheme)?;
+        Some(match (planned.scheme, traffic.both, traffic.worker) {
+            (Scheme::FactorsToHub, Some(both), Some(worker)) => {
+                let machines = f64::from(plan.cluster.machines);
+                (both.sent + (machines - 1.0) * worker.sent) / machines
+            }
+            (_, both, worker) => both.or(worker)?.sent,
+        })
+    };
+    plan.rows().filter_map(of_layer).sum()
 }
 
 /// What the host sends that has the largest of the layers that go to one hub each, as far as there are some. The other keys'
