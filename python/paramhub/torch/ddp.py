@@ -92,7 +92,7 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     ``DistributedDataParallel.register_comm_hook``.
 
     If the exchange fails, because a rank died for example, the backward pass raises JobFailedError with the
-    hub's message within seconds (RuntimeError with it in the first pass of a static graph).
+    hub's message within seconds (RuntimeError with it where the first pass of a static graph exchanges).
     """
     buckets = state._buckets or state._open()
     handle, result, name = buckets.exchange(bucket)

@@ -329,10 +329,11 @@ def test_a_dying_rank_fails_the_others_passes(
     results = team(dying, options, passes, ranks=3, dies=[1])
     assert isinstance(results[1], Died)
     for name, message in (results[0], results[2]):
-        assert name == kind
         # Told by its connection, at once, and not by its silence.
         assert "rank 1 was lost: " in message
-        # In the first pass a rank may be dialling still, and is refused with the reason.
+        # In the first pass a rank may still be opening the job. Then the hook itself raises, before there is a
+        # future on whose way through DDP the exception's type is lost, and may say that a stream was refused.
+        assert name == kind or (passes == 0 and name == "JobFailedError")
         assert "because of rank 1" in message or (passes == 0 and "refused the stream" in message)
         assert "connection" in message.split("rank 1 was lost: ")[1]
 
