@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use paramhub_collective::MeshError;
 use paramhub_core::wire::Refusal;
+use paramhub_mesh::MeshError;
 use paramhub_syncer::SyncError;
 use paramhub_worker::WorkerError;
 use pyo3::exceptions::PyRuntimeError;

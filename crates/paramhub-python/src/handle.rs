@@ -23,7 +23,7 @@ struct Shared {
     submitted_ns: u64,
     finished_ns: AtomicU64,
     /// The mesh's operation that it stands for, if it does.
-    operation: OnceLock<paramhub_collective::Handle>,
+    operation: OnceLock<paramhub_mesh::Handle>,
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -116,7 +116,7 @@ impl Counter {
     }
 
     /// Counts an operation of a mesh, the handle's only one.
-    pub(crate) fn follow_mesh(&self, operation: paramhub_collective::Handle) {
+    pub(crate) fn follow_mesh(&self, operation: paramhub_mesh::Handle) {
         let counter = self.clone();
         operation.on_complete(move |outcome| counter.count(outcome.as_ref().err().map(Failure::from)));
         // Set once: the counter was made for this operation.
@@ -196,9 +196,8 @@ impl Handle {
     /// The ranks that it is waiting for, as far as a mesh knows; none once it has ended.
     fn awaited_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         crate::fork::refuse_in_child(py)?;
-        let awaited = || {
-            self.shared.operation.get().map(paramhub_collective::Handle::awaited_ranks).unwrap_or_default()
-        };
+        let awaited =
+            || self.shared.operation.get().map(paramhub_mesh::Handle::awaited_ranks).unwrap_or_default();
         Ok(py.detach(awaited))
     }
 

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use paramhub_collective::{ElementType, MeshConfig, MeshError, ReceiveRegion, ReduceOp, SendRegion};
+use paramhub_mesh::{ElementType, MeshConfig, MeshError, ReceiveRegion, ReduceOp, SendRegion};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -19,7 +19,7 @@ type Range = (usize, usize);
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct MeshListener {
     /// None once the mesh was joined.
-    listener: Mutex<Option<paramhub_collective::MeshListener>>,
+    listener: Mutex<Option<paramhub_mesh::MeshListener>>,
     #[pyo3(get)]
     address: String,
 }
@@ -32,7 +32,7 @@ impl MeshListener {
         refuse_in_child(py)?;
         let ip: IpAddr =
             ip.parse().map_err(|_| errors::misuse(py, &format!("`{ip}` is no IP address to listen on")))?;
-        let listener = paramhub_collective::MeshListener::bind(ip)
+        let listener = paramhub_mesh::MeshListener::bind(ip)
             .map_err(|error| errors::connect(py, &format!("cannot listen on {ip}: {error}")))?;
         let address = listener.address().to_string();
         Ok(MeshListener { listener: Mutex::new(Some(listener)), address })
@@ -87,7 +87,7 @@ impl MeshListener {
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Mesh {
     /// None once it was left.
-    mesh: Mutex<Option<Arc<paramhub_collective::Mesh>>>,
+    mesh: Mutex<Option<Arc<paramhub_mesh::Mesh>>>,
     #[pyo3(get)]
     name: String,
     #[pyo3(get)]
@@ -97,7 +97,7 @@ pub(crate) struct Mesh {
 }
 
 impl Mesh {
-    fn new(name: &str, mesh: paramhub_collective::Mesh) -> Self {
+    fn new(name: &str, mesh: paramhub_mesh::Mesh) -> Self {
         let (rank, size) = (mesh.rank(), mesh.size());
         Mesh { mesh: Mutex::new(Some(Arc::new(mesh))), name: name.to_owned(), rank, size }
     }
@@ -106,7 +106,7 @@ impl Mesh {
     fn issue(
         &self,
         py: Python<'_>,
-        operation: impl FnOnce(&paramhub_collective::Mesh) -> Result<paramhub_collective::Handle, MeshError>,
+        operation: impl FnOnce(&paramhub_mesh::Mesh) -> Result<paramhub_mesh::Handle, MeshError>,
     ) -> PyResult<Handle> {
         refuse_in_child(py)?;
         let mesh = self.mesh.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -322,7 +322,7 @@ impl Mesh {
 }
 
 impl Mesh {
-    fn take(&self) -> Option<Arc<paramhub_collective::Mesh>> {
+    fn take(&self) -> Option<Arc<paramhub_mesh::Mesh>> {
         self.mesh.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

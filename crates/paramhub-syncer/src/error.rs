@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use paramhub_collective::MeshError;
 use paramhub_core::hyperparameters::HyperparameterError;
+use paramhub_mesh::MeshError;
 use paramhub_worker::WorkerError;
 use thiserror::Error;
 

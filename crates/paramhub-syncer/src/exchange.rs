@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use paramhub_collective::{Mesh, MeshError};
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters, Schedule};
 use paramhub_kernels::factors::{Factors, fingerprint};
 use paramhub_kernels::{Optimizer, convert};
+use paramhub_mesh::{Mesh, MeshError};
 use paramhub_transport::{Home, ReceiveRegion, lend};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 

@@ -11,7 +11,7 @@
 //! ```
 //! use std::net::{IpAddr, Ipv4Addr};
 //! use std::sync::mpsc::channel;
-//! use paramhub_collective::{MeshConfig, MeshListener, Nonce};
+//! use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
 //! use paramhub_kernels::Registry;
 //! use paramhub_syncer::{FactorConfig, FactorExchange, FactorLayer, LayerFactors, Outputs};
 //! use paramhub_transport::ReceiveRegion;

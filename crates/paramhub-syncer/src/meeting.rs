@@ -6,9 +6,9 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use paramhub_collective::{Mesh, MeshConfig, MeshListener};
 use paramhub_control::ManagerClient;
 use paramhub_core::auth::Nonce;
+use paramhub_mesh::{Mesh, MeshConfig, MeshListener};
 use paramhub_worker::{Member, Membership};
 
 use crate::error::SyncError;

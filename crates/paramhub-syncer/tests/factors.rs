@@ -5,10 +5,10 @@ use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 use half::bf16;
-use paramhub_collective::{MeshConfig, MeshListener, Nonce};
 use paramhub_core::codec::Codec;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_kernels::{Registry, Step};
+use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
 use paramhub_syncer::{FactorConfig, FactorExchange, FactorLayer, LayerFactors, Outputs, SyncError};
 use paramhub_transport::ReceiveRegion;
 

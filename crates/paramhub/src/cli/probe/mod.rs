@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
-use paramhub_collective::{MeshConfig, Pairs, Probe};
+use paramhub_mesh::{MeshConfig, Pairs, Probe};
 use paramhub_syncer::{Ports, address_towards};
 
 use super::Usage;

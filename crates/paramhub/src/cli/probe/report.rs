@@ -1,7 +1,7 @@
 //! What was measured, as matrices and as JSON.
 
 use comfy_table::{CellAlignment, Table, presets};
-use paramhub_collective::{Bandwidths, Pairs, Rate};
+use paramhub_mesh::{Bandwidths, Pairs, Rate};
 use serde::Serialize;
 
 use super::meeting::Place;

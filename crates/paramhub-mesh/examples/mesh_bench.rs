@@ -1,7 +1,7 @@
 //! Times collectives between processes of this machine, over TCP on loopback.
 //!
 //! ```sh
-//! cargo run --release -p paramhub-collective --example mesh_bench -- --ranks 4 --rounds 30
+//! cargo run --release -p paramhub-mesh --example mesh_bench -- --ranks 4 --rounds 30
 //! ```
 //! Prints the median over the rounds of rank 0's time, all sizes in turn within each round, so that what else the machine does
 //! meets all of them alike.
@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use paramhub_collective::{ElementType, Mesh, MeshConfig, MeshError, MeshListener, Nonce, ReduceOp};
+use paramhub_mesh::{ElementType, Mesh, MeshConfig, MeshError, MeshListener, Nonce, ReduceOp};
 use paramhub_transport::lend;
 
 const RANK: &str = "MESH_BENCH_RANK";

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::thread;
 use std::time::Duration;
 
-use paramhub_collective::{Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce};
+use paramhub_mesh::{Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce};
 
 /// Far more than any healthy wait takes: a hang becomes a failure.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);

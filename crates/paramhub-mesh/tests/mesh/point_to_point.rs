@@ -1,7 +1,7 @@
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use paramhub_collective::{MeshError, ReceiveRegion, SendRegion};
+use paramhub_mesh::{MeshError, ReceiveRegion, SendRegion};
 use paramhub_transport::lend;
 
 use crate::common::{PATIENCE, Random, at_all, done, meshes, run, seed};

@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use std::net::{IpAddr, Ipv4Addr};
-//! use paramhub_collective::{ElementType, MeshConfig, MeshListener, Nonce, ReduceOp};
+//! use paramhub_mesh::{ElementType, MeshConfig, MeshListener, Nonce, ReduceOp};
 //! use paramhub_transport::lend;
 //!
 //! let listeners: Vec<MeshListener> =

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use paramhub_collective::{Mesh, MeshConfig, MeshError, MeshListener, Nonce};
+use paramhub_mesh::{Mesh, MeshConfig, MeshError, MeshListener, Nonce};
 
 use crate::common::{PATIENCE, config, done, listeners, secret};
 

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use paramhub_collective::{
+use paramhub_mesh::{
     ElementType, Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce, ReceiveRegion, ReduceOp,
     SendRegion,
 };

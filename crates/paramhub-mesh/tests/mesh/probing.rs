@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use paramhub_collective::{Bandwidths, Mesh, MeshError, Pairs, Probe};
+use paramhub_mesh::{Bandwidths, Mesh, MeshError, Pairs, Probe};
 
 use crate::common::{at_all, meshes, run};
 

@@ -1,5 +1,5 @@
 use half::{bf16, f16};
-use paramhub_collective::{ElementType, Mesh, MeshError, ReceiveRegion, ReduceOp, SendRegion};
+use paramhub_mesh::{ElementType, Mesh, MeshError, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
 use crate::common::{Random, at_all, done, meshes, run, seed};
