@@ -7,6 +7,7 @@ mod probe;
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -93,6 +94,16 @@ impl JobOptions {
     /// Whether a job of such settings has parameters that stay as they are until every worker has contributed to the next step.
     pub fn stands_still(&self, settings: &Settings) -> bool {
         settings.consistency == Consistency::Synchronous && !self.stragglers.leaves_out()
+    }
+
+    /// The steps, by their divisor, whose gradients do not make up for what quantised ones before them have lost. Of these
+    /// residuals each worker has its own and no checkpoint any: where a job is to be reproducible, whoever goes on from a checkpoint
+    /// and whoever had none to go on from must be alike behind it.
+    pub fn residuals_begin_every(&self, settings: &Settings) -> Option<NonZeroU32> {
+        match self.checkpoint_every {
+            Some(Every::Steps(steps)) if settings.reproducible => Some(steps),
+            _ => None,
+        }
     }
 }
 

@@ -127,13 +127,6 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
     }
     let schemes = Plan::new(settings, &plan.cluster);
     check_schemes(&schemes, &plan.options).map_err(does_not_fit)?;
-    if settings.quantises() && (plan.options.checkpoint_every.is_some() || plan.options.resume.is_some()) {
-        return Err(does_not_fit(
-            "what its codec has yet to feed back is in no checkpoint: let its keys travel as f32, f16 or bf16, or do without \
-             checkpoints"
-                .to_owned(),
-        ));
-    }
     let spreads = schemes.spreads(settings.keys.len());
     let composed = Composed::planned(&settings.keys, &map, plan.composition.clone(), &spreads)
         .map_err(|wrong| does_not_fit(wrong.to_string()))?;

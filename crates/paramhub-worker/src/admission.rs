@@ -149,6 +149,7 @@ impl Admission {
             blocks: blocks.clone(),
             state_slots,
             resumed_step: self.resumed_step,
+            has_checkpoints: self.job_options.checkpoint_every.is_some(),
             arena: arena.clone(),
             inbox: Inbox::new(waker.clone()),
             counters: Counters::default(),
@@ -163,7 +164,8 @@ impl Admission {
         if self.job_options.stragglers.leaves_out() {
             requests = requests.with_steps_of_chunks();
         }
-        let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len());
+        let begin_every = self.job_options.residuals_begin_every(&shared.settings);
+        let desk = Desk::new(Arc::clone(&shared), requests, placement, arena, lanes.len(), begin_every);
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);

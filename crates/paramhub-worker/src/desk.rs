@@ -1,5 +1,6 @@
 //! The I/O thread's books: which request each key is in, and what belongs to the I/O thread because of it.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use paramhub_core::chunk::{ChunkId, Extent};
@@ -28,6 +29,8 @@ pub(crate) struct Desk {
     /// Of every key's gradients.
     codecs: Vec<Codec>,
     quantised: Quantised,
+    /// In so many steps gradients of quantised keys begin anew.
+    residuals_begin_every: Option<NonZeroU32>,
     /// Of every key: its request under way.
     tickets: Vec<Option<Ticket>>,
     underway: usize,
@@ -50,6 +53,7 @@ impl Desk {
         placement: Placement,
         arena: Option<WorkerArena>,
         lanes: usize,
+        residuals_begin_every: Option<NonZeroU32>,
     ) -> Self {
         let settings: &Settings = &shared.settings;
         let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
@@ -62,6 +66,7 @@ impl Desk {
         let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
         Desk {
             quantised: Quantised::new(requests.map(), &codecs, settings.has_parameters()),
+            residuals_begin_every,
             requests,
             placement,
             arena,
@@ -155,6 +160,9 @@ impl Desk {
         let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
         let source = ticket.buffers.sent_from().unwrap_or(&[]);
         if header.codec.is_quantised() {
+            if self.residuals_begin_every.is_some_and(|every| header.step.is_multiple_of(every.get())) {
+                self.quantised.forget(header.chunk, extent);
+            }
             let gradient = &source[extent.byte_range(Codec::F32)];
             self.quantised.encode(header.chunk, extent, gradient, &mut self.exact);
         } else if header.operation == Operation::Initialise && self.codecs[extent.key as usize].is_quantised()

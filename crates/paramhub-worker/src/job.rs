@@ -52,6 +52,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) state_slots: u8,
     pub(crate) resumed_step: Option<u32>,
+    pub(crate) has_checkpoints: bool,
     pub(crate) imbalance: Imbalance,
     pub(crate) book: Book,
     /// Of layers whose factors go to a hub.
@@ -113,6 +114,11 @@ impl Job {
     /// parameters then; there is nothing to initialise.
     pub fn resumed_step(&self) -> Option<u32> {
         self.shared.resumed_step
+    }
+
+    /// Whether the hubs are to write checkpoints.
+    pub fn has_checkpoints(&self) -> bool {
+        self.shared.has_checkpoints
     }
 
     /// The number of the key with this name.

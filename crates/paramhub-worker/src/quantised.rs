@@ -66,6 +66,15 @@ impl Quantised {
         }
     }
 
+    /// From here on a chunk's gradients begin anew: what earlier ones have lost is not made up for. Nothing happens where the
+    /// gradient of the request under way is encoded already.
+    pub(crate) fn forget(&mut self, chunk: ChunkId, extent: &Extent) {
+        if !self.encoded[chunk as usize] {
+            let (_, elements, _) = self.ranges(extent);
+            self.residual[elements].fill(0.0);
+        }
+    }
+
     /// Encodes a chunk's gradient, f32 at any alignment, unless this was done for the request under way. `exact` has room for
     /// a chunk.
     pub(crate) fn encode(&mut self, chunk: ChunkId, extent: &Extent, gradient: &[u8], exact: &mut [f32]) {
@@ -145,6 +154,9 @@ mod tests {
         assert_eq!(last.elements, 952);
         let mut exact = vec![0.0; 2048];
         let mut sum = vec![0.0_f32; 952];
+        let mut fresh = Quantised::new(&map, &[Codec::F32, Codec::TwoBit], false);
+        fresh.encode(2, &last, &gradient[1..], &mut exact);
+        let anew = fresh.payload(&last);
         for _ in 0..200 {
             kept.begin(1..3);
             kept.encode(2, &last, &gradient[1..], &mut exact);
@@ -156,6 +168,15 @@ mod tests {
         for (sum, value) in sum.iter().zip(&values) {
             assert!((sum / 200.0 - value).abs() < 0.02, "{} for {value}", sum / 200.0);
         }
+        // Sent again it is not lost from twice, and begun anew it is as the first was.
+        let sent = kept.payload(&last).to_vec();
+        kept.forget(2, &last);
+        kept.encode(2, &last, &gradient[1..], &mut exact);
+        assert_eq!(kept.payload(&last), sent);
+        kept.begin(1..3);
+        kept.forget(2, &last);
+        kept.encode(2, &last, &gradient[1..], &mut exact);
+        assert_eq!(kept.payload(&last), anew);
     }
 
     #[test]

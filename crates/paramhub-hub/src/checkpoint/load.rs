@@ -9,8 +9,8 @@ use paramhub_core::limits::STATE_UPDATES_MAX;
 
 use super::folder::{Flaw, Found, JobFolder};
 use super::manifest::{Holds, Manifest, TensorEntry};
-use super::tensors;
-use super::write::{shape_of, state_shapes};
+use super::tensors::{self, Shape};
+use super::write::{quantised, shape_of, state_shapes};
 use crate::core::{Restored, ShardPlan};
 
 /// What each of a hub's shards begins with, in the order of the plans, and the step.
@@ -77,6 +77,7 @@ fn load_one(found: &Found, plans: &[ShardPlan]) -> Result<Loaded, String> {
             match holds {
                 Holds::Parameters => shards[shard].put_parameters(index, within, values),
                 Holds::State => shards[shard].put_state(index, slot, within, values),
+                Holds::Received => shards[shard].put_received(index, within, values),
             }
         });
     })?;
@@ -96,22 +97,30 @@ pub(super) fn read(
     }
     for part in &found.parts {
         let holds: Vec<Holds> = part.files.iter().map(|file| file.holds).collect();
-        let expected: &[Holds] =
-            if part.state_slots > 0 { &[Holds::Parameters, Holds::State] } else { &[Holds::Parameters] };
+        let mut expected = vec![Holds::Parameters];
+        expected.extend((part.state_slots > 0).then_some(Holds::State));
+        let quantised: Vec<(usize, Shape)> = quantised(&part.tensors, part).collect();
+        expected.extend((!quantised.is_empty()).then_some(Holds::Received));
         if holds != expected {
             return Err(format!("hub {} wrote other files than this release reads", part.hub));
         }
         for file in &part.files {
-            let slots = if file.holds == Holds::State { part.state_slots } else { 1 };
+            let tensor_of = |number: usize| match file.holds {
+                Holds::Parameters => (number, 0),
+                Holds::State => (number / part.state_slots, number % part.state_slots),
+                Holds::Received => (quantised[number].0, 0),
+            };
             let shapes = match file.holds {
                 Holds::Parameters => {
                     part.tensors.iter().map(|tensor| (tensor.name.clone(), shape_of(tensor, part))).collect()
                 }
-                Holds::State => state_shapes(&part.tensors, slots, part),
+                Holds::State => state_shapes(&part.tensors, part.state_slots, part),
+                Holds::Received => quantised.iter().map(|(_, shape)| shape.clone()).collect(),
             };
             let path: &Path = &found.path.join(&file.name);
             tensors::read(path, &shapes, file.bytes, &file.blake3, |number, at, values| {
-                take(&part.tensors[number / slots], file.holds, number % slots, at, values);
+                let (tensor, slot) = tensor_of(number);
+                take(&part.tensors[tensor], file.holds, slot, at, values);
             })
             .map_err(|why| format!("{} {why}", path.display()))?;
         }
@@ -123,7 +132,7 @@ pub(super) fn read(
 fn fits(found: &Found, plans: &[ShardPlan]) -> Result<(), String> {
     let (Some(about), Some(plan)) = (found.parts.first(), plans.first()) else { return Ok(()) };
     let settings = &plan.settings;
-    if let Some((index, theirs, mine)) = unhurried(&about.keys).first_difference(&unhurried(&settings.keys)) {
+    if let Some((index, theirs, mine)) = at_rest(&about.keys).first_difference(&at_rest(&settings.keys)) {
         let side = |key: Option<&Key>| key.map_or("no such key".to_string(), ToString::to_string);
         return Err(format!(
             "it is of another key table: key {index} is {} there, {} in this job",
@@ -160,10 +169,10 @@ fn fits(found: &Found, plans: &[ShardPlan]) -> Result<(), String> {
     }
 }
 
-/// In which order keys are sent is nothing that parameters depend on.
-fn unhurried(keys: &KeyTable) -> KeyTable {
-    let keys = keys.keys().iter().map(|key| Key { priority: 0, ..key.clone() });
-    KeyTable::new(keys.collect()).expect("it was one with priorities")
+/// In which order keys are sent, and in which codec, is nothing that what is kept of them depends on.
+fn at_rest(keys: &KeyTable) -> KeyTable {
+    let keys = keys.keys().iter().map(|key| Key { priority: 0, codec: None, ..key.clone() });
+    KeyTable::new(keys.collect()).expect("it was one with priorities and codecs")
 }
 
 /// Where elements of keys lie in a hub's shards.

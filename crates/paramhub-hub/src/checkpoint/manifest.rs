@@ -65,8 +65,7 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
-/// What a file's tensors are. Errors that codecs at hubs feed back will be another kind: a reader that does not know a kind
-/// refuses the checkpoint.
+/// What a file's tensors are. A reader that does not know a kind refuses the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Holds {
@@ -74,6 +73,9 @@ pub enum Holds {
     Parameters,
     /// Optimizer state: of every entry, one tensor a slot.
     State,
+    /// The parameters that ranks have, of every entry that [is quantised](TensorEntry::is_quantised), one tensor each: what the
+    /// parameters differ by is what the codec has yet to feed back.
+    Received,
 }
 
 /// A key, or the part of one that lies at this hub without a gap.
@@ -90,6 +92,9 @@ pub struct TensorEntry {
     pub elements: u64,
     /// From the first on: so many elements, the version they are of, and the updates their state has had.
     pub updates: Vec<(u64, u32, u64)>,
+    /// Whether answers are quantised, so that what ranks have is in a file of its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_quantised: bool,
 }
 
 impl TensorEntry {
@@ -210,6 +215,7 @@ pub(super) mod tests {
                 first: 0,
                 elements: 10,
                 updates: vec![(10, 12, 12)],
+                is_quantised: false,
             }],
         }
     }

@@ -51,6 +51,17 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
             })
         })?);
     }
+    if tensors.iter().any(|tensor| tensor.is_quantised) {
+        let (shapes, sources) = quantised(&tensors, about)
+            .map(|(tensor, shape)| (shape, &sources[tensor]))
+            .unzip::<_, _, Vec<_>, Vec<_>>();
+        let name = format!("hub-{}.received.safetensors", about.hub);
+        about.files.push(file(path, &name, Holds::Received, shapes, |tensor, put| {
+            sources[tensor].iter().try_for_each(|&(snapshot, chunk)| {
+                put(snapshots[snapshot].received(chunk).expect("all chunks of a quantised key are"))
+            })
+        })?);
+    }
     about.tensors = tensors;
     about.written_ms = now_ms();
     write_whole(&path.join(format!("hub-{}.json", about.hub)), &about.encode())
@@ -63,6 +74,15 @@ pub(super) fn state_shapes(tensors: &[TensorEntry], slots: usize, about: &Manife
         (0..slots).map(|slot| (tensor.state_name(slot), shape.clone())).collect::<Vec<_>>()
     };
     tensors.iter().flat_map(slots_of).collect()
+}
+
+/// The tensors of the file of what ranks have: their numbers among all, and their shapes.
+pub(super) fn quantised<'a>(
+    tensors: &'a [TensorEntry],
+    about: &'a Manifest,
+) -> impl Iterator<Item = (usize, Shape)> + 'a {
+    let of_quantised = tensors.iter().enumerate().filter(|(_, tensor)| tensor.is_quantised);
+    of_quantised.map(|(number, tensor)| (number, (tensor.name.clone(), shape_of(tensor, about))))
 }
 
 /// A whole key has its own shape; a part of one has none.
@@ -113,7 +133,8 @@ fn tensors_of(snapshots: &[Snapshot], about: &Manifest) -> (Vec<TensorEntry>, Ve
             }
             _ => {
                 let name = String::new();
-                tensors.push(TensorEntry { name, key, first, elements, updates: vec![known] });
+                let is_quantised = snapshots[source.0].received(source.1).is_some();
+                tensors.push(TensorEntry { name, key, first, elements, updates: vec![known], is_quantised });
                 sources.push(vec![source]);
             }
         }
@@ -142,9 +163,9 @@ fn part_name(key: &str, separator: &str, first: u64) -> String {
 
 fn clear(path: &Path, hub: u32) {
     let Ok(entries) = std::fs::read_dir(path) else { return };
-    let mine = [format!("hub-{hub}."), format!("hub-{hub}.state.")];
+    let mine = format!("hub-{hub}.");
     for entry in entries.flatten() {
-        if mine.iter().any(|mine| entry.file_name().to_string_lossy().starts_with(mine)) {
+        if entry.file_name().to_string_lossy().starts_with(&mine) {
             let _ = std::fs::remove_file(entry.path());
         }
     }

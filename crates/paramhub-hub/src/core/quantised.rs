@@ -47,9 +47,9 @@ impl Quantised {
         })
     }
 
-    /// The chunk begins with these parameters, the same at every rank.
-    pub(super) fn start(&mut self, slot: &Slot, model: &[f32]) {
-        self.kept_mut(slot).copy_from_slice(model);
+    /// Every rank begins with these parameters of the chunk.
+    pub(super) fn start(&mut self, slot: &Slot, parameters: &[f32]) {
+        self.kept_mut(slot).copy_from_slice(parameters);
     }
 
     /// Makes the answer that brings ranks from the parameters they have as near as it can to the chunk's new ones.

@@ -12,6 +12,9 @@ pub(crate) struct Restored {
     pub(crate) hyperparameters: Vec<Hyperparameters>,
     pub(super) model: Vec<f32>,
     pub(super) state: Vec<f32>,
+    /// Of quantised slots that the checkpoint has it of: the parameters that ranks had.
+    received: Vec<f32>,
+    has_received: Vec<bool>,
     /// Of every slot.
     pub(super) updates: Vec<u64>,
     slots: Vec<Slot>,
@@ -38,6 +41,8 @@ impl Restored {
             hyperparameters,
             model: zeros(layout.elements)?,
             state: zeros(layout.elements * layout.state_slots)?,
+            received: zeros(layout.quantised[0])?,
+            has_received: vec![false; layout.slots.len()],
             updates: vec![u64::MAX; layout.slots.len()],
             state_slots: layout.state_slots,
             block_elements: plan.block_elements(),
@@ -62,6 +67,24 @@ impl Restored {
                 self.state[here].copy_from_slice(&values[from - first..to - first]);
             }
             at += block.len();
+        }
+    }
+
+    /// Takes what ranks had of a slot's chunk, likewise. Where gradients are not quantised any more nobody lacks anything.
+    pub(crate) fn put_received(&mut self, index: u32, first: usize, values: &[f32]) {
+        let slot = self.slots[index as usize];
+        if slot.gradient.is_quantised() {
+            self.received[slot.quantised[0] + first..][..values.len()].copy_from_slice(values);
+            self.has_received[index as usize] = true;
+        }
+    }
+
+    /// What ranks have of a slot's chunk, which is quantised: all of it where the checkpoint is of a job that did not quantise it.
+    pub(super) fn received(&self, index: u32) -> &[f32] {
+        let slot = &self.slots[index as usize];
+        match self.has_received[index as usize] {
+            true => &self.received[slot.quantised[0]..][..slot.elements as usize],
+            false => &self.model[slot.range()],
         }
     }
 

@@ -1,4 +1,5 @@
-//! A copy of a shard's parameters and optimizer state, all of one version, taken while the exchange goes on.
+//! A copy of a shard's parameters, optimizer state and what codecs have yet to feed back, all of one version, taken while the
+//! exchange goes on.
 //!
 //! Its memory is the core's from the day the job opens, goes to whoever writes it when the copy is complete, and comes back
 //! with the next wish for one. The copy itself is made in [`Shard`](super::shard::Shard).
@@ -70,6 +71,8 @@ pub(crate) struct Snapshot {
     piece_of: Arc<[u32]>,
     model: Buffer,
     state: Buffer,
+    /// Of quantised chunks: the parameters that ranks have.
+    received: Buffer,
     state_slots: usize,
     block_elements: usize,
 }
@@ -81,13 +84,14 @@ impl Snapshot {
         layout: &Layout,
         block_elements: usize,
     ) -> Result<Option<Box<Snapshot>>, OutOfMemory> {
-        let (mut offset, mut pieces) = (0, Vec::new());
+        let (mut offset, mut received, mut pieces) = (0, 0, Vec::new());
         let mut piece_of = vec![NONE; layout.slots.len()];
         for (index, slot) in (0..).zip(&layout.slots).filter(|(index, _)| plan.ports.above(*index).is_none())
         {
             piece_of[index as usize] = pieces.len() as u32;
-            pieces.push(Piece { slot: Slot { offset, ..*slot } });
+            pieces.push(Piece { slot: Slot { offset, quantised: [received, 0], ..*slot } });
             offset += whole_lines(slot.elements as usize);
+            received += received_elements(slot);
         }
         if pieces.is_empty() {
             return Ok(None);
@@ -104,6 +108,7 @@ impl Snapshot {
             piece_of: piece_of.into(),
             model: Buffer::zeroed(offset, 5)?,
             state: Buffer::zeroed(offset * layout.state_slots, 6)?,
+            received: Buffer::zeroed(received, 7)?,
             state_slots: layout.state_slots,
             block_elements,
         })))
@@ -114,6 +119,7 @@ impl Snapshot {
         let here = |(index, _): &(u32, &Slot)| plan.ports.above(*index).is_none();
         let of_a_chunk = |(_, slot): (u32, &Slot)| {
             (whole_lines(slot.elements as usize) * size_of::<f32>() * (1 + layout.state_slots)
+                + received_elements(slot) * size_of::<f32>()
                 + size_of::<Piece>()
                 + size_of::<Mark>()
                 + 1) as u64
@@ -135,10 +141,13 @@ impl Snapshot {
         piece != NONE && !self.taken[piece as usize]
     }
 
-    /// Copies the chunk of a slot, which [`Snapshot::lacks`] it.
-    pub(super) fn take(&mut self, index: u32, model: &[f32], state: &[f32], mark: Mark) {
+    /// Copies the chunk of a slot, which [`Snapshot::lacks`] it. `received` are the parameters that ranks have of a quantised
+    /// one, and empty of another.
+    pub(super) fn take(&mut self, index: u32, model: &[f32], state: &[f32], received: &[f32], mark: Mark) {
         let piece = self.piece_of[index as usize] as usize;
-        let range = self.pieces[piece].slot.range();
+        let slot = self.pieces[piece].slot;
+        self.received[slot.quantised[0]..][..received.len()].copy_from_slice(received);
+        let range = slot.range();
         self.state[range.start * self.state_slots..range.end * self.state_slots].copy_from_slice(state);
         self.model[range].copy_from_slice(model);
         self.marks[piece] = mark;
@@ -165,7 +174,7 @@ impl Snapshot {
 
     #[cfg(test)]
     pub(super) fn floats(&self) -> usize {
-        self.model.len() + self.state.len()
+        self.model.len() + self.state.len() + self.received.len()
     }
 
     /// Values of state a parameter.
@@ -178,11 +187,21 @@ impl Snapshot {
         &self.model[self.pieces[chunk].slot.range()]
     }
 
+    /// The parameters that ranks have of its `chunk`-th chunk, if it is quantised: not yet the chunk's.
+    pub(crate) fn received(&self, chunk: usize) -> Option<&[f32]> {
+        let slot = &self.pieces[chunk].slot;
+        slot.gradient.is_quantised().then(|| &self.received[slot.quantised[0]..][..slot.elements as usize])
+    }
+
     /// A slot of the optimizer state of its `chunk`-th chunk, in the order of the elements.
     pub(crate) fn state(&self, chunk: usize, state_slot: usize) -> impl Iterator<Item = &[f32]> + '_ {
         let blocks = self.pieces[chunk].slot.state_blocks(self.state_slots, state_slot, self.block_elements);
         blocks.map(|block| &self.state[block])
     }
+}
+
+fn received_elements(slot: &Slot) -> usize {
+    if slot.gradient.is_quantised() { whole_lines(slot.elements as usize) } else { 0 }
 }
 
 impl std::fmt::Debug for Snapshot {

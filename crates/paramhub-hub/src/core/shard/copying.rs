@@ -147,10 +147,12 @@ impl Shard {
             Wanted::Version(version) => version,
             Wanted::Now => self.exchange.step(index),
         };
-        let range = self.slots[index as usize].range();
+        let slot = &self.slots[index as usize];
+        let range = slot.range();
+        let received = if slot.gradient.is_quantised() { self.quantised.parameters(slot) } else { &[] };
         let state = &self.state[range.start * self.state_slots..range.end * self.state_slots];
         let mark = Mark { version, updates, steps: self.exchange.steps_of_all(index) };
         armed.snapshot.newest = armed.snapshot.newest.max(version);
-        armed.snapshot.take(index, &self.model[range], state, mark);
+        armed.snapshot.take(index, &self.model[range], state, received, mark);
     }
 }

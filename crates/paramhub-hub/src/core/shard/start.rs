@@ -21,6 +21,9 @@ impl Shard {
             let known = self.exchange.initialise_state(index, None, restored.updates[index as usize]);
             known.and_then(|()| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
             encode(&self.model[slot.range()], &mut self.encoded, slot.range(), slot.parameter);
+            if slot.gradient.is_quantised() {
+                self.quantised.start(&slot, restored.received(index));
+            }
         }
     }
 
