@@ -199,6 +199,12 @@ class Job:
             self._native.begin_factors(numbers, ranges, views)
         return self
 
+    @property
+    def resumed_step(self) -> int | None:
+        """The step of the checkpoint that the hubs have begun with, whose parameters `init` has received; None where they are
+        rank 0's. Hyperparameters are the checkpoint's, too: change them with `set_hyperparameters`."""
+        return self._running().resumed_step
+
     def push(self, name: str, gradient: Any) -> Handle:
         """Contributes a gradient to the tensor's next step. The handle ends when it has taken effect.
 

@@ -224,6 +224,12 @@ impl Job {
         Ok(self.job(py)?.resumed_step())
     }
 
+    /// Whether its hubs are to write checkpoints of it.
+    #[getter]
+    fn has_checkpoints(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.job(py)?.has_checkpoints())
+    }
+
     /// Values of state that the job's optimizer keeps a parameter; its slots are counted from 0.
     #[getter]
     fn state_slots(&self, py: Python<'_>) -> PyResult<u8> {

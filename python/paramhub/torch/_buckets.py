@@ -104,6 +104,7 @@ class Buckets:
             },
             self._ranks,
             shared_parameters="never" if self._in_place else "where possible",
+            inherits=True,
         )
         self._stage: Stage | None = None
         if needs_stage(self.device):

@@ -62,6 +62,7 @@ class GradientExchange:
                 "optimizer": {"name": reduction},
                 "codec": codec,
             },
+            inherits=True,
         )
         if needs_stage(device):
             sizes = [torch.Size([parameter.numel()]) for _, parameter in trained]

@@ -100,7 +100,7 @@ class HubSums:
 
     def _open(self, slots: _native.Slots, label: str, settings: dict) -> None:
         try:
-            job = self._world.open_job(label, settings, self._members, inherits=False)
+            job = self._world.open_job(label, settings, self._members)
         except Exception as error:
             slots.fail(str(error), getattr(error, "culprit", None))
             return

@@ -80,16 +80,18 @@ class Tuning:
         self._names = names
         self._members = members
         self._may_lag = may_lag
-        self._sent = [of_group(group, names) for group in groups]
+        # A job that goes on from a checkpoint has the numbers of that, whatever it was opened with.
+        resumes = job.resumed_step is not None
+        self._sent = [{} if resumes else of_group(group, names) for group in groups]
 
     def begin_step(self) -> None:
         """Before a step's first gradient leaves: what the groups say now holds from this step on. Rank 0 tells."""
         for number, group in enumerate(self._groups):
             numbers = of_group(group, self._names)
-            if numbers == self._sent[number] or not self._members[number]:
+            if numbers == self._sent[number]:
                 continue
             self._sent[number] = numbers
-            if self._job.rank == 0:
+            if self._job.rank == 0 and self._members[number]:
                 self._job.set_hyperparameters(self._first_step(number), as_json(numbers), number)
 
     def _first_step(self, number: int) -> int:

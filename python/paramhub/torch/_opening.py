@@ -11,7 +11,7 @@ from paramhub import _native
 from paramhub.torch import _memory, _optimizer_state, _tensors
 from paramhub.torch._exchange import Exchange, StepUnderWay
 from paramhub.torch._staging import Stage
-from paramhub.torch._world import World
+from paramhub.torch._world import World, say
 
 
 def open_job(
@@ -23,7 +23,8 @@ def open_job(
     codecs: Mapping[str, str],
 ) -> None:
     """Opens the job of these parameters, which are in ``groups``, and has them start from rank 0's values, with the optimizer
-    state in ``states``. Collective. Where the parameters share memory with the hub they lie there from now on."""
+    state in ``states``; or both from the checkpoint that the job goes on from. Collective. Where the parameters share memory
+    with the hub they lie there from now on."""
     step = exchanges[0].step
     keys = []
     for exchange, group in zip(exchanges, groups, strict=True):
@@ -31,16 +32,16 @@ def open_job(
         keys.append(
             {**key, "shape": _memory.memory_shape(exchange.parameter), "codec": codecs.get(exchange.name)}
         )
-    job = world.open_job(world.label("hub-optimizer"), {**settings, "keys": keys}, peers="layers" in settings)
-    if job.resumed_step is not None:
-        raise RuntimeError(
-            f"the job goes on from its hubs' checkpoint of step {job.resumed_step}, which HubOptimizer cannot do yet: "
-            "create it without resume, and load a state_dict"
-        )
+    job = world.open_job(
+        world.label("hub-optimizer"), {**settings, "keys": keys}, peers="layers" in settings, inherits=True
+    )
+    resumes = job.resumed_step is not None
+    if resumes and world.rank == 0:
+        say(f"parameters and optimizer state are those of the hubs' checkpoint of step {job.resumed_step}")
     held = _place(job, step, exchanges)
     numbers = [exchange.number for exchange in exchanges]
     ranges = [_tensors.memory_range(tensor) for tensor in held]
-    if world.rank == 0:
+    if world.rank == 0 and not resumes:
         if states is not None:
             _optimizer_state.restore(job, exchanges, states)
         job.initialise(numbers, ranges, held, 0).wait()

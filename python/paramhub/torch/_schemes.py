@@ -115,6 +115,8 @@ class Schemes:
 
     def opened(self, job: _native.Job) -> None:
         """The job is there, and with it the plan."""
+        if self.is_observing and job.has_checkpoints:
+            self._stay()
         if not self.settings:
             return
         is_planned = all(name in self.found for name in self._order)
@@ -139,6 +141,18 @@ class Schemes:
             layer["scheme"] = plan[layer["name"]][0]
         if not by_factors:
             self.settings = {}
+
+    def _stay(self) -> None:
+        """Every layer is left to the hub: where it goes by its factors, its parameters are at the ranks alone."""
+        why = "its job is to have checkpoints, which hubs write"
+        if self._asked == "factors":
+            raise MisuseError(f"no layer can go by factors: {why}. Ask for scheme='hub' or 'auto'")
+        self.is_observing = False
+        self.found |= dict.fromkeys(self._captures, ("hub", why))
+        for capture in self._captures.values():
+            capture.remove()
+        self._captures = {}
+        self._print()
 
     def flush(self) -> None:
         """All gradients of the step have left their hooks."""

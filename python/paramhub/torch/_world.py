@@ -232,14 +232,15 @@ class World:
         ranks: Sequence[int] | None = None,
         *,
         shared_parameters: str = "never",
-        inherits: bool = True,
+        inherits: bool = False,
         peers: bool = False,
     ) -> _native.Job:
         """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
 
         The first of them creates it and tells the others through the store. Settings are those of InitService, in the
         hub's names; ``reproducible`` is added from this world's options where it is left out. The job that ``paramhub run`` has
-        created goes to the first that ``inherits``: a job that is opened at any time, on any thread, must not.
+        created, with the name and the checkpoints it was asked for, goes to the first that ``inherits``: one that exchanges
+        gradients, and is not opened at any time, on any thread.
         ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
         ``where possible`` or ``always``. ``peers`` is for jobs whose layers may go by factors, from rank to rank.
         """

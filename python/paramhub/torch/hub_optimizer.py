@@ -18,7 +18,7 @@ from paramhub.torch._exchange import Exchange, StepUnderWay
 from paramhub.torch._opening import open_job
 from paramhub.torch._schemes import Schemes
 from paramhub.torch._unused import Agreement
-from paramhub.torch._world import World, world
+from paramhub.torch._world import World, say, world
 
 NAMED_MAX = 5
 """Parameters an error names."""
@@ -124,6 +124,7 @@ class HubOptimizer(torch.optim.Optimizer):
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
         self._agreement = Agreement(self._world, self._exchanges) if find_unused_parameters else None
         self._open_job(None)
+        self._resumed_step = self._step.job.resumed_step
         self._attachment = Attachment(model, self._exchanges)
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
@@ -290,6 +291,12 @@ class HubOptimizer(torch.optim.Optimizer):
         return dict(self._schemes.found)
 
     @property
+    def resumed_step(self) -> int | None:
+        """The step that training goes on from, where parameters and the optimizer's state are those of a checkpoint that hubs
+        wrote; None where they are rank 0's. ``param_groups`` are as the script made them, and so is the place in the data."""
+        return self._resumed_step
+
+    @property
     def last_grad_norm(self) -> float | None:
         """With ``max_grad_norm``, the norm that the mean gradient had in the last step, before it was clipped."""
         if not self._clips:
@@ -352,6 +359,10 @@ class HubOptimizer(torch.optim.Optimizer):
         """What training starts from is given to a job at its beginning, so this is another job."""
         self.synchronize()
         stage = self._step.stage
+        if self._step.job.has_checkpoints and self._world.rank == 0:
+            say(
+                "the hubs write no more checkpoints: what was loaded or changed is given to another job, which has none"
+            )
         self._world.close_job(self._step.job)
         if stage is not None:
             stage.close()

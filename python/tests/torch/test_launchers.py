@@ -19,7 +19,7 @@ assert (rank, size) == (paramhub.torch.local_rank(), paramhub.torch.local_size()
 world = _world.world()
 assert world.exchange_text("greeting", f"from {rank}") == [f"from {other}" for other in range(size)]
 gradient = torch.full((1000,), 1.0 + rank)
-job = world.open_job("test", {"keys": [_tensors.key("w", gradient)], "optimizer": {"name": "sum"}})
+job = world.open_job("test", {"keys": [_tensors.key("w", gradient)], "optimizer": {"name": "sum"}}, inherits=True)
 job.push_pull_in_place([0], [_tensors.memory_range(gradient)], gradient).wait(60)
 print(f"{world.launcher}: rank {rank} of {size} has {gradient.mean():g}")
 """
