@@ -32,7 +32,10 @@ def test_every_rank_reads_the_same(hub: paramhub.Hub) -> None:
     book, best = results[0]
     # Ranks and hub are on one host: three machines, one of which has the hub, too.
     assert book["roster"]["place"] == "beside-workers"
-    assert [worker["rank"] for worker in book["roster"]["workers"]] == [0, 1, 2]
+    workers = book["roster"]["workers"]
+    assert [worker["rank"] for worker in workers] == [0, 1, 2]
+    addresses = [worker["address"] for worker in workers]
+    assert len(set(addresses)) == 3 and all(address.startswith("127.0.0.1:") for address in addresses)
     assert best == "factors"
 
 

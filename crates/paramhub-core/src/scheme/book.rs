@@ -1,6 +1,7 @@
 //! Poseidon's information book (section 4.1): the cluster, the model and the schemes chosen, the same on every node.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -41,6 +42,10 @@ pub struct WorkerEntry {
     pub rank: u32,
     /// Its host's name, as it told it.
     pub host: String,
+    /// Where it listens for the other workers, as `address:port`; `None` if it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub address: Option<SocketAddr>,
     /// Which machine it is on: machines are counted in the order of their first ranks. Those that nobody knows count as one each.
     pub machine: u32,
 }
@@ -60,7 +65,7 @@ pub struct HubEntry {
 impl Roster {
     /// Of a job at one site whose hubs run beside workers, as far as is known.
     pub fn beside_workers(workers: u32, hubs: &[HubShape]) -> Roster {
-        let worker = |rank| WorkerEntry { rank, host: String::new(), machine: rank };
+        let worker = |rank| WorkerEntry { rank, host: String::new(), address: None, machine: rank };
         let hub = |shape| HubEntry { addresses: addresses(shape), site: 0, is_beside_worker: true };
         Roster {
             workers: (0..workers).map(worker).collect(),

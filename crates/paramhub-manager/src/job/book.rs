@@ -40,8 +40,12 @@ impl Job {
             }
             machine
         };
-        let worker =
-            |rank| WorkerEntry { rank, host: self.seats.host(rank).to_owned(), machine: machine_of(rank) };
+        let worker = |rank: u32| WorkerEntry {
+            rank,
+            host: self.seats.host(rank).to_owned(),
+            address: self.peer_addresses.get(rank as usize).copied().flatten(),
+            machine: machine_of(rank),
+        };
         Roster { workers: (0..self.workers).map(worker).collect(), hubs, place }
     }
 

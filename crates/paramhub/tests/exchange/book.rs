@@ -46,6 +46,7 @@ fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
     assert_eq!(schemes, [Scheme::Factors, Scheme::Hub, Scheme::Hub]);
     assert_eq!(book.roster.place, HubPlace::BesideWorkers, "all are on this machine");
     assert!(book.roster.workers.iter().all(|worker| !worker.host.is_empty()));
+    assert!(book.roster.workers.iter().all(|worker| worker.address.is_none()), "none listens for the others");
     let address = cluster.hub().addresses()[0].to_string();
     assert_eq!(book.roster.hubs[0].addresses, [address]);
 }
