@@ -323,7 +323,9 @@ impl Desk {
     }
 
     fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
-        let Some(ticket) = self.tickets[key as usize].take() else { return Ok(()) };
+        let Some(mut ticket) = self.tickets[key as usize].take() else { return Ok(()) };
+        // Whoever holds the handle of what has ended keeps nobody else from these places.
+        ticket.buffers.claims = Default::default();
         self.underway -= 1;
         if self.underway == 0 {
             self.shared.counters.set_in_flight(false);

@@ -6,7 +6,7 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_transport::ReceiveRegion;
 use paramhub_worker::{Errand, Job};
 
-use crate::cluster::{Cluster, gradient, keys, sgd};
+use crate::cluster::{Cluster, await_true, gradient, keys, sgd};
 
 /// Both sides of the chunk size, odd ones, one element, and one of many chunks.
 const SIZES: [u64; 6] = [1, 8191, 8193, 50_001, 7, 1_000_003];
@@ -177,4 +177,24 @@ fn tensors_of_an_arena_may_be_exchanged_in_place() {
             }
         });
     }
+}
+
+#[test]
+fn a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited() {
+    let cluster = Cluster::new(1);
+    cluster.job("early", 1).run(
+        &Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[300])) },
+        |job| {
+            job.broadcast(&mut [vec![0.0_f32; 300]], 0).unwrap();
+            let mut unwaited = Vec::new();
+            for _ in 0..3 {
+                let handle = job.push_pull(0, vec![1.0_f32; 300], vec![0.0_f32; 300]).unwrap();
+                await_true("its end", || handle.is_done().then_some(()));
+                unwaited.push(handle);
+            }
+            for (step, handle) in (1..).zip(unwaited) {
+                assert_eq!(handle.wait().unwrap().1, vec![-(step as f32); 300]);
+            }
+        },
+    );
 }
