@@ -127,6 +127,7 @@ class Job:
         (outputs by inputs) is multiplied by in a step, the batch or in a model of sequences the batch times their length; of any
         other only its tensors. ``"tied": True`` says that something else uses the weight, too. ``scheme`` is how they are
         exchanged: ``hub``, ``factors``, or ``auto`` for what moves least, and a layer's own ``"scheme"`` goes before it.
+        Factors travel in the type of the weight, or in a layer's ``"factor_codec"``, ``f16`` or ``bf16``.
         ``factors-to-hub`` is for programs in Rust and `paramhub train`. See `query` and `best_scheme`. What goes by ``factors``
         is exchanged with `push_factors`; for that and for ``auto`` the workers connect with ``peers=True``.
 
@@ -186,8 +187,8 @@ class Job:
         }
         names = [name for name, _ in pairs]
         self._layers = {
-            name: _FactorLayer(number, names[weight], names[bias] if bias is not None else None)
-            for number, (name, weight, bias, _) in enumerate(self._native.factor_layers())
+            name: _FactorLayer(number, names[weight], names[bias] if bias is not None else None, codec)
+            for number, (name, weight, bias, _, codec) in enumerate(self._native.factor_layers())
         }
         if has_parameters:
             numbers = list(range(len(views)))
@@ -240,10 +241,10 @@ class Job:
         follows from those of all ranks into ``weight_out``, and the bias into ``bias_out``, if given.
 
         For each sample of this rank's step, ``inputs`` has a row of what went into the layer and ``output_gradients`` one of
-        the loss's gradient by what came out, in the type of the weight: the gradient is ``output_gradients.T @ inputs``.
-        There may be as many rows as the layer has samples in `init`, fewer, or none: every rank calls it once a step, for
-        all such layers in the same order. The two are copied before this returns; ``weight_out`` and ``bias_out`` are kept
-        until the handle has ended, and must be left alone.
+        the loss's gradient by what came out, in the type of the weight or the layer's ``factor_codec``: the gradient is
+        ``output_gradients.T @ inputs``. There may be as many rows as the layer has samples in `init`, fewer, or none: every
+        rank calls it once a step, for all such layers in the same order. The two are copied before this returns;
+        ``weight_out`` and ``bias_out`` are kept until the handle has ended, and must be left alone.
 
         What comes is equal to the bit at all ranks. Gradients are divided by the number of ranks, as by a hub.
         """
@@ -254,13 +255,13 @@ class Job:
                 f"{', '.join(map(repr, self._layers)) or 'none'}"
             )
         of = self._layers[layer]
-        key, weight = self._look(of.weight, weight_out, writable=True)
+        _, weight = self._look(of.weight, weight_out, writable=True)
         sent = [_native.Memory(tensor, False) for tensor in (inputs, output_gradients)]
         for memory, columns in zip(sent, reversed(weight.shape), strict=True):
-            if memory.dtype != key.dtype or len(memory.shape) != 2 or memory.shape[1] != columns:
+            if memory.dtype != of.codec or len(memory.shape) != 2 or memory.shape[1] != columns:
                 raise MisuseError(
                     f"job `{self.name}`, rank {self.rank}: layer {layer!r} takes inputs of [samples, {weight.shape[1]}] and "
-                    f"output gradients of [samples, {weight.shape[0]}] in {key.dtype}, but one of {memory.shape} in "
+                    f"output gradients of [samples, {weight.shape[0]}] in {of.codec}, but one of {memory.shape} in "
                     f"{memory.dtype} was passed"
                 )
         bias = None
@@ -372,7 +373,7 @@ def _layer(
     name: str, layer: Mapping[str, Any], tensors: list[str], shapes: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """A layer as the job's settings have it, with its tensors by number."""
-    known = {"tensors", "samples", "scheme", "tied"}
+    known = {"tensors", "samples", "scheme", "factor_codec", "tied"}
     if "tensors" not in layer or not known.issuperset(layer):
         raise MisuseError(
             f"layer {name!r} has {', '.join(layer) or 'nothing'}: give it its tensors, and perhaps samples, scheme and tied"
@@ -385,8 +386,9 @@ def _layer(
             f"layer {name!r} names the tensor {missing!r}, which the job does not have"
         ) from None
     settings: dict[str, Any] = {"name": name, "keys": keys, "tied": bool(layer.get("tied", False))}
-    if "scheme" in layer:
-        settings["scheme"] = layer["scheme"]
+    for option in ("scheme", "factor_codec"):
+        if option in layer:
+            settings[option] = layer[option]
     if "samples" in layer:
         shape = tuple(shapes[keys[0]]) if keys else ()
         if len(shape) != 2:
@@ -400,11 +402,12 @@ def _layer(
 
 
 class _FactorLayer(NamedTuple):
-    """A layer that goes by factors: its number, and the names of its tensors."""
+    """A layer that goes by factors: its number, the names of its tensors, and the type of its factors."""
 
     number: int
     weight: str
     bias: str | None
+    codec: str
 
 
 class _Key:

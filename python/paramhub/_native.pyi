@@ -155,8 +155,9 @@ class Job:
     def plan(self) -> list[tuple[str, str, str]]:
         """Of each layer its name, its scheme, and why."""
 
-    def factor_layers(self) -> list[tuple[str, int, int | None, int]]:
-        """Those that go by factors, by their numbers: name, keys of weight and bias, and samples a step may have."""
+    def factor_layers(self) -> list[tuple[str, int, int | None, int, str]]:
+        """Those that go by factors, by their numbers: name, keys of weight and bias, samples a step may have, and the
+        type of its factors."""
 
     def begin_factors(self, keys: list[int], ranges: list[Range], owner: object) -> None:
         """Lets them begin with these parameters, equal at all ranks, and with the state at the hubs."""

@@ -50,8 +50,7 @@ impl FactorBlock {
     /// Of all layers of a plan that go by [`Scheme::FactorsToHub`], in the plan's order. `map` is cut from the settings' table,
     /// and the settings have been checked.
     pub fn planned(settings: &Settings, map: &ChunkMap, plan: &Plan) -> Vec<FactorBlock> {
-        let of_factors = plan.layers.iter().filter(|planned| planned.scheme == Scheme::FactorsToHub);
-        let block = of_factors.map(|planned| {
+        let block = plan.going_by(Scheme::FactorsToHub, settings).map(|(planned, layer)| {
             let LayerType::FullyConnected { outputs, inputs, samples, .. } = planned.layer.kind else {
                 unreachable!("only fully connected layers are planned by factors");
             };
@@ -63,7 +62,7 @@ impl FactorBlock {
                 inputs: inputs as usize,
                 // Checked with the settings: all of a block can be counted in 32 bits.
                 samples: samples as u32,
-                codec: settings.keys.keys()[weight as usize].dtype.codec(),
+                codec: layer.factor_codec(settings.keys.keys()),
                 piece_elements: map.chunk_elements() as usize,
             }
         });

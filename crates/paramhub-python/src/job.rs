@@ -34,8 +34,9 @@ pub(crate) struct Job {
 
 /// A range of memory: address and bytes.
 pub(crate) type Range = (usize, usize);
-/// A layer that goes by factors: its name, the keys of its weight and its bias, and how many samples a step may have.
-type FactorLayer = (String, u32, Option<u32>, usize);
+/// A layer that goes by factors: its name, the keys of its weight and its bias, and how many samples a step
+/// may have, and the type of its factors.
+type FactorLayer = (String, u32, Option<u32>, usize, String);
 
 impl Job {
     pub(crate) fn new(job: paramhub::Job, factors: Option<FactorLayers>) -> Self {
@@ -404,7 +405,8 @@ impl Job {
         let layers = parts.factors.iter().flat_map(FactorLayers::planned);
         Ok(layers
             .map(|planned| {
-                (planned.layer.name.to_string(), planned.weight, planned.bias, planned.layer.samples)
+                let layer = &planned.layer;
+                (layer.name.to_string(), planned.weight, planned.bias, layer.samples, layer.codec.to_string())
             })
             .collect())
     }

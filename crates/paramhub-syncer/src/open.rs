@@ -24,7 +24,7 @@ pub fn open_factors(
     threads: usize,
 ) -> Result<Option<(FactorExchange, Vec<PlannedFactors>)>, SyncError> {
     let settings = job.settings();
-    let planned = planned_factors(settings.keys.keys(), &job.book().plan);
+    let planned = planned_factors(settings, &job.book().plan);
     if planned.is_empty() {
         return Ok(None);
     }

@@ -1,7 +1,7 @@
 //! Which layers of a job go by factors.
 
-use paramhub_core::key::Key;
 use paramhub_core::scheme::{LayerType, Plan, Scheme};
+use paramhub_core::settings::Settings;
 
 use crate::layer::FactorLayer;
 
@@ -16,16 +16,15 @@ pub struct PlannedFactors {
     pub bias: Option<u32>,
 }
 
-/// The layers of a plan that go by their factors, in the plan's order, which is the same at all ranks.
-pub fn planned_factors(keys: &[Key], plan: &Plan) -> Vec<PlannedFactors> {
-    let planned = plan.layers.iter().filter(|planned| planned.scheme == Scheme::Factors);
-    let made = planned.map(|planned| {
+/// The layers of a job that go by their factors, in the plan's order, which is the same at all ranks.
+pub fn planned_factors(settings: &Settings, plan: &Plan) -> Vec<PlannedFactors> {
+    let keys = settings.keys.keys();
+    let made = plan.going_by(Scheme::Factors, settings).map(|(planned, asked)| {
         let LayerType::FullyConnected { outputs, inputs, samples, .. } = planned.layer.kind else {
             unreachable!("only fully connected layers are planned by factors");
         };
         let (weight, bias) = (planned.keys[0], planned.keys.get(1).copied());
         let of = |key: u32| &keys[key as usize];
-        let codec = of(weight).dtype.codec();
         // Lengths of tensors that lie in memory.
         let length = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
         let layer = FactorLayer {
@@ -33,8 +32,8 @@ pub fn planned_factors(keys: &[Key], plan: &Plan) -> Vec<PlannedFactors> {
             shape: (length(outputs), length(inputs)),
             samples: length(samples),
             has_bias: bias.is_some(),
-            codec,
-            parameter_codec: codec,
+            codec: asked.factor_codec(keys),
+            parameter_codec: of(weight).dtype.codec(),
             groups: [of(weight).group, of(bias.unwrap_or(weight)).group],
         };
         PlannedFactors { layer, weight, bias }
@@ -45,9 +44,8 @@ pub fn planned_factors(keys: &[Key], plan: &Plan) -> Vec<PlannedFactors> {
 #[cfg(test)]
 mod tests {
     use paramhub_core::codec::{Codec, Dtype};
-    use paramhub_core::key::KeyTable;
+    use paramhub_core::key::{Key, KeyTable};
     use paramhub_core::scheme::{Cluster, LayerSettings, SchemeChoice};
-    use paramhub_core::settings::Settings;
 
     use super::*;
 
@@ -62,7 +60,7 @@ mod tests {
         ];
         let layers = vec![
             LayerSettings::other("conv", [0]),
-            LayerSettings::fully_connected("last", [3], [10, 512, 4]),
+            LayerSettings::fully_connected("last", [3], [10, 512, 4]).with_factors_in(Codec::F16),
             LayerSettings::fully_connected("fc", [1, 2], [512, 256, 4]),
         ];
         let optimizer = paramhub_core::settings::OptimizerChoice {
@@ -73,7 +71,7 @@ mod tests {
         let settings = Settings { layers, scheme: SchemeChoice::Auto, optimizer, ..Settings::new(table) };
         settings.check().unwrap();
         let plan = Plan::new(&settings, &Cluster::beside_workers(4));
-        let planned = planned_factors(settings.keys.keys(), &plan);
+        let planned = planned_factors(&settings, &plan);
         let fc = FactorLayer {
             codec: Codec::BF16,
             parameter_codec: Codec::BF16,
@@ -81,6 +79,8 @@ mod tests {
             ..FactorLayer::new("fc", (512, 256), 4).with_bias()
         };
         assert_eq!(planned.last(), Some(&PlannedFactors { layer: fc, weight: 1, bias: Some(2) }));
+        let last = &planned[0].layer;
+        assert_eq!((&*last.name, last.codec, last.parameter_codec), ("last", Codec::F16, Codec::F32));
         assert!(planned.iter().all(|planned| &*planned.layer.name != "conv"));
     }
 }

@@ -32,6 +32,8 @@ class Capture:
         self.weight = weight
         self.bias = bias
         self.outputs, self.inputs = weight.parameter.shape
+        self.dtype = weight.dtype
+        """In which its factors are handed in: no narrower than they are made."""
         self.turn: int | None = None
         """When its weight first got a gradient, among those of all."""
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -47,6 +49,11 @@ class Capture:
     def samples(self) -> int:
         """Rows that make up the weight's gradient so far."""
         return sum(inputs.shape[0] for inputs, _ in self._taken)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of what makes up the weight's gradient so far: under autocast narrower than the weight's."""
+        return {part.dtype for pair in self._taken for part in pair}
 
     @property
     def is_whole(self) -> bool:
@@ -81,7 +88,7 @@ class Capture:
     def take(self) -> Factors:
         """The factors of the weight's gradient, for once."""
         taken = self._taken if self.weight.parameter.grad is not None else []
-        dtype, device = self.weight.dtype, self.weight.parameter.device
+        dtype, device = self.dtype, self.weight.parameter.device
         tolerance = max((_tolerance(gradients.dtype) for _, gradients in taken), default=0.0)
         tiny = sum(_tiny(gradients) for _, gradients in taken)
         inputs = [inputs.to(dtype) for inputs, _ in taken] or [
@@ -107,7 +114,7 @@ class Capture:
 
 
 class Factors:
-    """Inputs and output gradients, row by row, in the weight's type."""
+    """Inputs and output gradients, row by row."""
 
     __slots__ = ("inputs", "output_gradients", "tiny", "tolerance")
 

@@ -79,6 +79,12 @@ class FactorLayer:
                 f"of weight and bias of layer {self.capture.name!r} one has a gradient and one has none, but both go by their "
                 "factors: freeze parameters before HubOptimizer is made, or give it scheme='hub'"
             )
+        dtype = self.capture.dtype
+        if wider := [kind for kind in self.capture.dtypes if torch.promote_types(kind, dtype) != dtype]:
+            raise MisuseError(
+                f"layer {self.capture.name!r} works in {wider[0]} in this step, but its factors travel in {dtype}, in which all "
+                "ranks had it in the first: run all training under one autocast, or give HubOptimizer scheme='hub'"
+            )
         factors = self.capture.take()
         count = factors.inputs.shape[0]
         if count > self._samples:
@@ -153,8 +159,8 @@ class _HostCopies:
 
     def __init__(self, stage: Stage, capture: Capture, samples: int) -> None:
         dtype = capture.weight.dtype
-        self._inputs = stage.empty((samples, capture.inputs), dtype)
-        self._output_gradients = stage.empty((samples, capture.outputs), dtype)
+        self._inputs = stage.empty((samples, capture.inputs), capture.dtype)
+        self._output_gradients = stage.empty((samples, capture.outputs), capture.dtype)
         self._gradients = [stage.empty((1, capture.inputs), dtype), stage.empty((capture.outputs,), dtype)]
 
     def of(self, factors: Factors, compared: int) -> tuple[Factors, list[torch.Tensor]]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NAMED_MAX = 6
 """Layers that a line names."""
 CHOICES = ("hub", "factors", "auto")
+HALVES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+HALVES_BY_NAME = {name: dtype for dtype, name in HALVES.items()}
 
 
 class Schemes:
@@ -85,18 +87,19 @@ class Schemes:
         layers = []
         for name in list(self._captures):
             seen = [
-                report["layers"].get(name, [0, "another rank's model has no such layer"])
+                report["layers"].get(name, [0, None, "another rank's model has no such layer"])
                 for report in reports
             ]
-            samples = max(samples for samples, _ in seen)
-            why = next((why for _, why in seen if why is not None), None)
+            samples = max(samples for samples, _, _ in seen)
+            kinds = {kind for samples, kind, _ in seen if samples > 0}
+            why = next((why for _, _, why in seen if why is not None), None)
             if why is None and samples == 0:
                 why = "no rank has used it in the first step"
             if why is not None:
                 self.found[name] = ("hub", why)
                 self._captures.pop(name).remove()
                 continue
-            layers.append(self._layer(name, max(samples, self._most.get(name, 0))))
+            layers.append(self._layer(name, max(samples, self._most.get(name, 0)), kinds))
         if not layers:
             self._print()
             return False
@@ -106,12 +109,17 @@ class Schemes:
         self.settings = {"layers": layers, "scheme": self._asked}
         return True
 
-    def _layer(self, name: str, samples: int) -> dict[str, Any]:
-        """As the job's settings have it."""
+    def _layer(self, name: str, samples: int, kinds: set[str | None]) -> dict[str, Any]:
+        """As the job's settings have it. Factors that are half as wide at all ranks travel so: nothing is lost."""
         capture = self._captures[name]
         keys = [capture.weight.number, *([capture.bias.number] if capture.bias is not None else [])]
         size = {"outputs": capture.outputs, "inputs": capture.inputs, "samples": samples}
-        return {"name": name, "keys": keys, "type": {"fully-connected": size}}
+        layer: dict[str, Any] = {"name": name, "keys": keys, "type": {"fully-connected": size}}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is not None:
+            layer["factor_codec"] = kind
+            capture.dtype = HALVES_BY_NAME[kind]
+        return layer
 
     def opened(self, job: _native.Job) -> None:
         """The job is there, and with it the plan."""
@@ -125,7 +133,7 @@ class Schemes:
             exchange.layer = None
         self._line = Line()
         by_factors = {
-            name: (number, samples) for number, (name, _, _, samples) in enumerate(job.factor_layers())
+            name: (number, samples) for number, (name, _, _, samples, _) in enumerate(job.factor_layers())
         }
         for name in [name for name in self._order if name in by_factors]:
             number, samples = by_factors[name]
@@ -234,22 +242,29 @@ def _why_not(
     return None
 
 
-def _observed(capture: Capture) -> tuple[int, str | None]:
-    """How many samples the first step had, and why the layer cannot go by factors, if it cannot."""
+def _observed(capture: Capture) -> tuple[int, str | None, str | None]:
+    """How many samples the first step had, in which half type if in one, and why the layer cannot go by factors, if it cannot."""
     weight, bias = (
         capture.weight.parameter.grad,
         capture.bias.parameter.grad if capture.bias is not None else None,
     )
     samples, is_whole = capture.samples, capture.is_whole
+    kinds = capture.dtypes
+    kind = HALVES.get(kinds.pop()) if len(kinds) == 1 else None
     factors = capture.take()
     if weight is not None and samples == 0:
-        return 0, "its forward pass was not seen, as in compiled code, or where its weight is used directly"
+        return (
+            0,
+            None,
+            "its forward pass was not seen, as in compiled code, or where its weight is used directly",
+        )
     if not is_whole or not factors.make(weight, bias):
         return (
             samples,
+            kind,
             "its inputs and output gradients do not make its whole gradient: something else uses or changes it",
         )
-    return samples, None
+    return samples, kind, None
 
 
 def _most_samples(samples: int | Mapping[str, int] | None, linears: Linears) -> Mapping[str, int]:

@@ -199,23 +199,47 @@ def steps_in(dtype: torch.dtype, steps: int) -> Train:
 
 
 def autocast(rank: Rank) -> list[bytes]:
-    def ways(dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    def ways(dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, torch.nn.Module, float]:
         model, dense, optimizer = both_ways(rank, lambda: paramhub.SGD(lr=0.05), steps_in(dtype, steps))
         assert {scheme for scheme, _ in optimizer.schemes.values()} == {"factors"}
+        sent = optimizer._step.job.statistics()["factor_bytes_sent"]
         optimizer.close()
-        return model, dense
+        return model, dense, sent
 
     half = torch.bfloat16
-    _, one = ways(half, 1)
-    model, dense = ways(half, 2)
+    _, one, _ = ways(half, 1)
+    model, dense, _ = ways(half, 2)
     # Both begin the second step alike. Autograd rounds the product of each call to bf16, by 2^-9 of it, and so the sum of two
     # calls; that of the factors is not rounded.
     assert 0 < difference(model, dense) < 2**-7 * difference(dense, one)
     # From there on the forward pass makes more of it: less than what bf16 itself makes.
-    model, dense = ways(half, STEPS)
-    _, exact = ways(torch.float32, STEPS)
+    model, dense, sent = ways(half, STEPS)
+    _, exact, sent_in_f32 = ways(torch.float32, STEPS)
+    # Two bytes less of every number to the one other rank; the first step went through the hub.
+    numbers = BATCH * (64 + 96 + 2 * (96 + 96) + 96 + 10)
+    assert sent_in_f32 - sent == (STEPS - 1) * numbers * 2
     assert difference(model, dense) < difference(dense, exact)
     return list(all_parameters(model))
+
+
+def changing(rank: Rank) -> str:
+    def train(model: torch.nn.Module, optimizer: HubOptimizer) -> None:
+        for step, enabled in enumerate([True, True, False]):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = loss_of(model, rank.rank, step)
+            loss.backward()
+            optimizer.step()
+
+    model = begin(rank, Perceptron)
+    with pytest.raises(paramhub.MisuseError) as error:
+        train(model, HubOptimizer(model, paramhub.SGD(lr=0.05), scheme="factors"))
+    return str(error.value)
+
+
+def test_factors_wider_than_they_travel_are_refused(team: Team) -> None:
+    for message in team(changing, ranks=2):
+        assert "works in torch.float32 in this step, but its factors travel in torch.bfloat16" in message
 
 
 def test_under_autocast_factors_are_at_least_as_exact(team: Team) -> None:

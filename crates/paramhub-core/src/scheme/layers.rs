@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use super::{Layer, LayerType, Scheme, Why};
+use crate::codec::Codec;
 use crate::key::{Key, elements_of};
 use crate::limits::{FACTOR_ELEMENTS_MAX, KEY_NAME_BYTES_MAX, LAYERS_MAX};
 use crate::settings::Settings;
@@ -99,6 +100,10 @@ pub struct LayerSettings {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub scheme: Option<SchemeChoice>,
+    /// How its factors travel: f32, f16 or bf16; by default as its keys lie in memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub factor_codec: Option<Codec>,
     /// Whether something else uses the weight, too, so that its gradient is more than this layer's factors make.
     #[serde(default)]
     pub tied: bool,
@@ -120,6 +125,9 @@ impl fmt::Display for LayerSettings {
         }
         if let Some(scheme) = self.scheme {
             write!(f, ", by {scheme}")?;
+        }
+        if let Some(codec) = self.factor_codec {
+            write!(f, ", factors as {codec}")?;
         }
         f.write_str(if self.tied { ", tied" } else { "" })
     }
@@ -187,6 +195,16 @@ pub enum LayerError {
         inputs: u64,
         /// The keys and samples found.
         found: String,
+    },
+    /// A codec that factors cannot travel in, or of a layer that has none.
+    #[error("the factors of layer `{layer}` cannot travel as {codec}: {why}")]
+    FactorCodec {
+        /// The layer.
+        layer: String,
+        /// The codec asked for.
+        codec: Codec,
+        /// Why not.
+        why: &'static str,
     },
     /// A scheme by which the layer cannot be exchanged.
     #[error("layer `{layer}` cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
@@ -271,7 +289,7 @@ impl LayerSettings {
     pub fn fully_connected(name: impl Into<String>, keys: impl Into<Vec<u32>>, size: [u64; 3]) -> Self {
         let [outputs, inputs, samples] = size;
         let kind = LayerKind::FullyConnected { outputs, inputs, samples };
-        LayerSettings { name: name.into(), kind, keys: keys.into(), scheme: None, tied: false }
+        LayerSettings { kind, ..LayerSettings::other(name, keys) }
     }
 
     /// A layer whose gradient has no factors.
@@ -281,6 +299,7 @@ impl LayerSettings {
             kind: LayerKind::Other,
             keys: keys.into(),
             scheme: None,
+            factor_codec: None,
             tied: false,
         }
     }
@@ -291,9 +310,27 @@ impl LayerSettings {
         LayerSettings { scheme: Some(scheme), ..self }
     }
 
+    /// The same, whose factors travel so.
+    #[must_use]
+    pub fn with_factors_in(self, codec: Codec) -> Self {
+        LayerSettings { factor_codec: Some(codec), ..self }
+    }
+
+    /// How its factors travel, if it has any; the settings have been checked.
+    pub fn factor_codec(&self, keys: &[Key]) -> Codec {
+        self.factor_codec.unwrap_or_else(|| keys[self.keys[0] as usize].dtype.codec())
+    }
+
     fn check(&self, keys: &[Key]) -> Result<(), LayerError> {
         if self.keys.is_empty() {
             return Err(LayerError::Keyless(self.name.clone()));
+        }
+        let is_connected = matches!(self.kind, LayerKind::FullyConnected { .. });
+        if let Some(codec) = self.factor_codec
+            && (codec.is_quantised() || !is_connected)
+        {
+            let why = if is_connected { "ask for f32, f16 or bf16" } else { "it is not fully connected" };
+            return Err(LayerError::FactorCodec { layer: self.name.clone(), codec, why });
         }
         let LayerKind::FullyConnected { outputs, inputs, samples } = self.kind else { return Ok(()) };
         let mut own = self.keys.iter().map(|&key| &keys[key as usize]);
@@ -421,6 +458,15 @@ mod tests {
         keys[2].dtype = crate::codec::Dtype::BF16;
         mixed.keys = KeyTable::new(keys).unwrap();
         assert!(matches!(mixed.check(), Err(SettingsError::Layer(LayerError::Shape { .. }))));
+    }
+
+    #[test]
+    fn factors_travel_in_floats_if_there_are_any() {
+        assert_eq!(settings(vec![fc().with_factors_in(Codec::BF16)]).check(), Ok(()));
+        let told = refused(vec![fc().with_factors_in(Codec::OneBit)]);
+        assert!(told.contains("cannot travel as one-bit: ask for f32, f16 or bf16"), "{told}");
+        let told = refused(vec![LayerSettings::other("conv", [0]).with_factors_in(Codec::F16)]);
+        assert!(told.contains("it is not fully connected"), "{told}");
     }
 
     #[test]

@@ -119,6 +119,15 @@ impl Why {
 }
 
 impl Plan {
+    /// The layers of the settings it was made from that go by `scheme`, in the plan's order.
+    pub fn going_by<'a>(
+        &'a self,
+        scheme: Scheme,
+        settings: &'a Settings,
+    ) -> impl Iterator<Item = (&'a PlannedLayer, &'a LayerSettings)> {
+        self.layers.iter().zip(&settings.layers).filter(move |(planned, _)| planned.scheme == scheme)
+    }
+
     /// Plans a job whose settings have been checked.
     pub fn new(settings: &Settings, cluster: &Cluster) -> Plan {
         let keys = settings.keys.keys();
@@ -126,12 +135,13 @@ impl Plan {
         let mut layers = Vec::with_capacity(settings.layers.len());
         for layer in &settings.layers {
             layer.keys.iter().for_each(|&key| listed[key as usize] = true);
-            let encoding = encoding(settings, &keys[layer.keys[0] as usize]);
+            let key = &keys[layer.keys[0] as usize];
+            let encoding = Encoding { factor: bytes(layer.factor_codec(keys)), ..encoding(settings, key) };
             let costed = layer.layer(keys);
             let (scheme, why) = choose(settings, &Cluster { encoding, ..*cluster }, layer, &costed);
             let encoding = match scheme {
                 // Its codec is for gradients, of which none travels, and there is no change that would be quantised.
-                Scheme::FactorsToHub => Encoding { parameter: encoding.factor, ..encoding },
+                Scheme::FactorsToHub => Encoding { parameter: bytes(key.dtype.codec()), ..encoding },
                 Scheme::Hub | Scheme::Factors => encoding,
             };
             layers.push(PlannedLayer { layer: costed, keys: layer.keys.clone(), scheme, why, encoding });
@@ -262,14 +272,19 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
     }
 }
 
-/// Factors travel as the layer's keys lie in memory, and so do parameters unless the changes to them are quantised.
+/// Parameters travel as the layer's keys lie in memory, unless the changes to them are quantised, and factors unless another codec
+/// was asked for.
 fn encoding(settings: &Settings, key: &Key) -> Encoding {
-    // Of a whole number of the blocks that have levels of their own.
-    const MANY: usize = 1 << 20;
-    let bytes = |codec: Codec| codec.payload_bytes(MANY) as f64 / MANY as f64;
     let (codec, memory) = (settings.codec_of(key), key.dtype.codec());
     let parameter = if codec.is_quantised() { codec } else { memory };
     Encoding { gradient: bytes(codec), parameter: bytes(parameter), factor: bytes(memory) }
+}
+
+/// Of an element.
+fn bytes(codec: Codec) -> f64 {
+    // Of a whole number of the blocks that have levels of their own.
+    const MANY: usize = 1 << 20;
+    codec.payload_bytes(MANY) as f64 / MANY as f64
 }
 
 #[cfg(test)]
@@ -401,6 +416,13 @@ mod tests {
         let plan = Plan::new(&half, &Cluster::balanced_hub(4));
         let fc7 = plan.layer("fc7").unwrap();
         assert_eq!(fc7.encoding, Encoding { gradient: 2.0, parameter: 4.0, factor: 4.0 });
+        let mut halved = half.clone();
+        halved.layers.iter_mut().for_each(|layer| layer.factor_codec = Some(Codec::BF16));
+        let plan_of_halves = Plan::new(&halved, &Cluster::balanced_hub(4));
+        let factors = |plan: &Plan| {
+            plan.traffic(plan.layer("fc7").unwrap(), Scheme::Factors).unwrap().worker.unwrap().sent
+        };
+        assert_eq!(factors(&plan_of_halves) * 2.0, factors(&plan));
         let worker = plan.traffic(fc7, Scheme::Hub).unwrap().worker.unwrap();
         assert_eq!((worker.sent, worker.received), (2.0 * 4096.0 * 4096.0, 4.0 * 4096.0 * 4096.0));
         let worker = plan.traffic(fc7, Scheme::Factors).unwrap().worker.unwrap();

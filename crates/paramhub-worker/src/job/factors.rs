@@ -11,7 +11,8 @@ use crate::handle::{Buffers, Handle, Ticket};
 use crate::inbox::Command;
 use crate::steps::Claim;
 
-/// One worker's factors of one step of a layer, and where its new parameters go; all of them in the keys' dtype.
+/// One worker's factors of one step of a layer, and where its new parameters go: in the keys' dtype. The factors are in it, too,
+/// unless the layer's settings have another [codec](paramhub_core::scheme::LayerSettings::factor_codec) for them.
 ///
 /// K samples of a layer of M outputs and N inputs: what went in, K rows of N elements, and the loss's gradient by what came out,
 /// K rows of M, in one order of samples. K may be less than the job's settings say, and 0.
@@ -197,7 +198,7 @@ impl Shared {
         for (region, (elements, buffer)) in
             [Some(&regions.weight), regions.bias.as_ref()].iter().zip(expected)
         {
-            let expected_bytes = (elements * bytes) as u64;
+            let expected_bytes = (elements * key.dtype.bytes()) as u64;
             if let Some(got_bytes) =
                 region.map(|region| region.bytes().len()).filter(|&got| got as u64 != expected_bytes)
             {

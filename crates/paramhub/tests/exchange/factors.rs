@@ -51,15 +51,15 @@ fn settings(scheme: Scheme, dtype: Dtype) -> Settings {
     }
 }
 
-fn encoded(values: &[f32], dtype: Dtype) -> Vec<u8> {
-    let mut wire = vec![0; values.len() * dtype.bytes()];
-    convert::encode(values, &mut wire, dtype.codec());
+fn encoded(values: &[f32], codec: Codec) -> Vec<u8> {
+    let mut wire = vec![0; values.len() * codec.bytes()];
+    convert::encode(values, &mut wire, codec);
     wire
 }
 
-fn decoded(wire: &[u8], dtype: Dtype) -> Vec<f32> {
-    let mut values = vec![0.0; wire.len() / dtype.bytes()];
-    convert::decode(wire, &mut values, dtype.codec());
+fn decoded(wire: &[u8], codec: Codec) -> Vec<f32> {
+    let mut values = vec![0.0; wire.len() / codec.bytes()];
+    convert::decode(wire, &mut values, codec);
     values
 }
 
@@ -89,16 +89,17 @@ fn multiplied(layer: &Layer, [inputs, gradients]: [&[f32]; 2]) -> [Vec<f32>; 2] 
 
 /// One step of all keys, whose parameters are as they lie in memory.
 fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
-    let dtype = job.settings().keys.keys()[0].dtype;
+    let keys = job.settings().keys.keys();
+    let (dense_codec, factor_codec) = (keys[0].dtype.codec(), job.settings().layers[0].factor_codec(keys));
     let by_factors = !job.book().plan.is_hub_only();
     let (mut dense, mut layers) = (Vec::new(), Vec::new());
     let mut push = |key: u32, gradient: &[f32], model: &mut [Vec<u8>]| {
         let out = std::mem::take(&mut model[key as usize]);
-        dense.push((key, job.push_pull(key, encoded(gradient, dtype), out).unwrap()));
+        dense.push((key, job.push_pull(key, encoded(gradient, dense_codec), out).unwrap()));
     };
     for layer in LAYERS.iter().rev() {
         let [inputs, output_gradients] =
-            factors(job.rank(), layer, step).map(|values| encoded(&values, dtype));
+            factors(job.rank(), layer, step).map(|values| encoded(&values, factor_codec));
         let (weight, bias) = layer.keys;
         if by_factors {
             let mut room = |key: u32| std::mem::take(&mut model[key as usize]);
@@ -106,7 +107,8 @@ fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
                 FactorBuffers { inputs, output_gradients, weight: room(weight), bias: bias.map(room) };
             layers.push((layer.keys, job.push_pull_factors(weight, buffers).unwrap()));
         } else {
-            let [inputs, output_gradients] = [inputs, output_gradients].map(|wire| decoded(&wire, dtype));
+            let [inputs, output_gradients] =
+                [inputs, output_gradients].map(|wire| decoded(&wire, factor_codec));
             let [of_weight, of_bias] = multiplied(layer, [&inputs, &output_gradients]);
             push(weight, &of_weight, model);
             if let Some(bias) = bias {
@@ -115,7 +117,7 @@ fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
         }
     }
     for key in [4, 0] {
-        let elements = model[key as usize].len() / dtype.bytes();
+        let elements = model[key as usize].len() / dense_codec.bytes();
         push(key, &gradient(job.rank(), key, step, elements), model);
     }
     for (key, handle) in dense {
@@ -139,7 +141,7 @@ fn train(ticket: &Ticket, settings: &Settings) -> Vec<Vec<Vec<f32>>> {
             .iter()
             .map(|key| {
                 let values: Vec<f32> = (0..key.elements().unwrap()).map(|at| at as f32 / 1e5).collect();
-                encoded(&values, key.dtype)
+                encoded(&values, key.dtype.codec())
             })
             .collect();
         job.broadcast(&mut model, 0).unwrap();
@@ -148,7 +150,7 @@ fn train(ticket: &Ticket, settings: &Settings) -> Vec<Vec<Vec<f32>>> {
         // What was answered is what a pull gets.
         let pulled = job.pull(1, vec![0_u8; model[1].len()]).unwrap().wait().unwrap().1;
         assert!(pulled == model[1], "rank {}", job.rank());
-        model.iter().map(|values| decoded(values, dtype)).collect()
+        model.iter().map(|values| decoded(values, dtype.codec())).collect()
     })
 }
 
@@ -177,6 +179,23 @@ fn a_mixed_model_learns_what_the_dense_exchange_learns() {
         for key in [1, 2, 3] {
             assert!(again[0][key] == models[0][key], "key {key} has other bits in another run");
         }
+    }
+}
+
+#[test]
+fn factors_may_be_half_as_wide_as_parameters() {
+    let cluster = Cluster::new(2);
+    for codec in [Codec::BF16, Codec::F16] {
+        let run = |scheme| {
+            let mut settings = settings(scheme, Dtype::F32);
+            settings.layers.iter_mut().for_each(|layer| layer.factor_codec = Some(codec));
+            train(&cluster.job(&format!("{codec}-{scheme}"), WORKERS), &settings)
+        };
+        // There they are rounded, too, before they are multiplied.
+        let expected = run(Scheme::Hub).remove(0);
+        let models = run(Scheme::FactorsToHub);
+        assert_near(&models[0], &expected, 1e-5);
+        assert!(models.iter().all(|model| *model == models[0]), "all ranks have the same bits");
     }
 }
 
