@@ -72,7 +72,9 @@ impl<'a> OperationBuilder<'a> {
     where
         F: FnOnce(Completion) + Send + 'static,
     {
-        self.submit(|head| Arc::new(Deferred { head, work: Mutex::new(Some(work)) }))
+        self.submit(|head| {
+            Arc::new(Deferred { head, work: Mutex::new(Some(work)), runner: Mutex::default() })
+        })
     }
 
     fn with<'v>(mut self, variables: impl IntoIterator<Item = &'v Variable>, access: Access) -> Self {

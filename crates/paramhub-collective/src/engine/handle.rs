@@ -88,6 +88,11 @@ impl Engine {
         self.pusher.shared.progress.in_flight()
     }
 
+    /// Operations that have been pushed since the engine was made.
+    pub fn pushed(&self) -> u64 {
+        self.pusher.shared.progress.pushed()
+    }
+
     /// Waits until all operations that were pushed before and mutate the variable have ended: it may then be read, until
     /// somebody pushes another that mutates it.
     ///

@@ -6,6 +6,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 
 use super::graph::{Links, Member};
 use super::shared::Shared;
@@ -59,6 +60,12 @@ pub(super) trait Body: Send + Sync {
 
     /// Drops the closure.
     fn discard(&self);
+
+    /// A panic of the calling thread drops the completion. True if that is the closure's own panic, whose message will end
+    /// the operation.
+    fn lose_completion(&self) -> bool {
+        false
+    }
 }
 
 /// The reason, if it failed.
@@ -110,6 +117,15 @@ where
 pub(super) struct Deferred<F> {
     pub(super) head: Head,
     pub(super) work: Mutex<Option<F>>,
+    /// Where the closure runs, while it does.
+    pub(super) runner: Mutex<Runner>,
+}
+
+#[derive(Clone, Copy, Default)]
+pub(super) struct Runner {
+    thread: Option<ThreadId>,
+    /// Its panic took the completion along.
+    lost: bool,
 }
 
 impl<F: FnOnce(Completion) + Send> Body for Deferred<F> {
@@ -120,14 +136,29 @@ impl<F: FnOnce(Completion) + Send> Body for Deferred<F> {
     fn run(&self, operation: &Operation, shared: &Arc<Shared>) -> Option<Outcome> {
         let work = taken(&self.work);
         let completion = Completion { operation: Some(operation.clone()), shared: Arc::clone(shared) };
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(completion))) {
-            shared.record(operation, panicked(payload));
+        let runner = |thread| {
+            let mut runner = self.runner.lock().expect("nothing panics under this lock");
+            std::mem::replace(&mut *runner, Runner { thread, lost: false }).lost
+        };
+        runner(Some(thread::current().id()));
+        let ran = catch_unwind(AssertUnwindSafe(|| work(completion)));
+        let lost = runner(None);
+        let message = panicked(ran.err()?);
+        if lost {
+            return Some(Err(message));
         }
+        shared.record(operation, message);
         None
     }
 
     fn discard(&self) {
         discard(&self.work);
+    }
+
+    fn lose_completion(&self) -> bool {
+        let mut runner = self.runner.lock().expect("nothing panics under this lock");
+        runner.lost = runner.thread == Some(thread::current().id());
+        runner.lost
     }
 }
 
@@ -166,7 +197,12 @@ impl Completion {
 
 impl Drop for Completion {
     fn drop(&mut self) {
-        let how = if std::thread::panicking() { "in a panic" } else { "without a word" };
+        let Some(operation) = &self.operation else { return };
+        let how = match thread::panicking() {
+            true if operation.0.lose_completion() => return,
+            true => "in a panic",
+            false => "without a word",
+        };
         self.end(Err(format!("its completion was dropped {how}")));
     }
 }

@@ -89,17 +89,21 @@ impl Progress {
         let ended = self.ended.0.fetch_add(1, Ordering::AcqRel) + 1;
         if ended & WAITED_FOR != 0 {
             let wanted = self.wanted.load(Ordering::Relaxed);
-            if self.pushed.load(Ordering::Acquire).saturating_sub(ended & !WAITED_FOR) < wanted {
+            if self.pushed().saturating_sub(ended & !WAITED_FOR) < wanted {
                 drop(self.waits.lock().expect("nothing panics under this lock"));
                 self.fewer.notify_all();
             }
         }
     }
 
+    pub(super) fn pushed(&self) -> u64 {
+        self.pushed.load(Ordering::Acquire)
+    }
+
     pub(super) fn in_flight(&self) -> u64 {
         // In this order: what has ended was pushed before.
         let ended = self.ended();
-        self.pushed.load(Ordering::Acquire) - ended
+        self.pushed() - ended
     }
 
     pub(super) fn wait_for_fewer_than(&self, wanted: u64) {

@@ -145,11 +145,12 @@ impl Shared {
 
     /// Nothing begins any more; what has not begun is dropped.
     pub(super) fn close(&self) {
-        self.progress.close();
         self.closed.store(true, Ordering::SeqCst);
         for pool in &self.pools {
             self.drop_all(pool.close());
         }
+        // Last, so that whoever is refused a push knows that nothing begins any more.
+        self.progress.close();
     }
 
     fn run(self: &Arc<Self>, operation: &Operation) -> Option<Outcome> {
