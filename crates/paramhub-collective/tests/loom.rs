@@ -19,6 +19,9 @@ mod queue;
 #[allow(dead_code)]
 #[path = "../src/engine/ready.rs"]
 mod ready;
+#[allow(dead_code)]
+#[path = "../src/engine/spin.rs"]
+mod spin;
 
 mod sync {
     pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};

@@ -42,6 +42,7 @@ mod progress;
 mod queue;
 mod ready;
 mod shared;
+mod spin;
 mod sync;
 #[cfg(test)]
 mod tests;

@@ -3,8 +3,9 @@
 //! Whoever pushes counts what is pushed and whoever runs counts what has ended, so that neither writes the other's line of
 //! the cache for each operation. A pusher looks at the second count only when the last look does not suffice any more.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::spin::spin;
 use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
 
 /// In [`Progress::ended`]: somebody waits. On the same word as the count, so that whoever ends an operation hears of the
@@ -107,7 +108,7 @@ impl Progress {
     }
 
     pub(super) fn wait_for_fewer_than(&self, wanted: u64) {
-        if self.spin_for_fewer_than(wanted) {
+        if spin(self.spin, || self.in_flight() < wanted) {
             return;
         }
         let mut waits = self.waits.lock().expect("nothing panics under this lock");
@@ -137,18 +138,5 @@ impl Progress {
 
     fn ended(&self) -> u64 {
         self.ended.0.load(Ordering::Acquire) & !WAITED_FOR
-    }
-
-    fn spin_for_fewer_than(&self, wanted: u64) -> bool {
-        let started = (!self.spin.is_zero()).then(Instant::now);
-        loop {
-            if self.in_flight() < wanted {
-                return true;
-            }
-            if started.is_none_or(|started| started.elapsed() >= self.spin) {
-                return false;
-            }
-            std::hint::spin_loop();
-        }
     }
 }

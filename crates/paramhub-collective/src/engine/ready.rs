@@ -6,12 +6,11 @@
 //! under the lock: there are as many searching threads as operations, or nobody sleeps.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::spin::spin;
 use super::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
-/// Between two looks at the clock.
-const SPINS: u32 = 64;
 /// Empty levels kept for the next priorities, so that they need no allocation.
 const SPARE: usize = 8;
 
@@ -82,7 +81,7 @@ impl<T> Pool<T> {
                 state.searching += 1;
                 (searching, has_spun) = (true, true);
                 drop(state);
-                self.spin();
+                spin(self.spin, || !self.is_empty());
                 state = self.state.lock().expect("nothing panics under this lock");
                 continue;
             }
@@ -106,18 +105,6 @@ impl<T> Pool<T> {
         self.length.store(0, Ordering::Relaxed);
         self.call.notify_all();
         std::iter::from_fn(|| state.levels.pop()).collect()
-    }
-
-    fn spin(&self) {
-        let started = Instant::now();
-        while started.elapsed() < self.spin {
-            for _ in 0..SPINS {
-                if !self.is_empty() {
-                    return;
-                }
-                std::hint::spin_loop();
-            }
-        }
     }
 }
 

@@ -4,12 +4,13 @@ use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, Thread};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::failure::Failure;
 use super::graph::{Link, Links};
 use super::operation::{Body, Head, Operation, Outcome, Role};
 use super::shared::Shared;
+use super::spin::spin;
 
 pub(super) struct Waiting {
     head: Head,
@@ -28,13 +29,10 @@ impl Waiting {
         Arc::new(Waiting { head, waiter: thread::current(), is_told, failure })
     }
 
-    pub(super) fn wait(&self, spin: Duration) -> Option<Arc<Failure>> {
-        let started = Instant::now();
+    pub(super) fn wait(&self, limit: Duration) -> Option<Arc<Failure>> {
+        spin(limit, || self.is_told.load(Ordering::Acquire));
         while !self.is_told.load(Ordering::Acquire) {
-            match started.elapsed() < spin {
-                true => std::hint::spin_loop(),
-                false => thread::park(),
-            }
+            thread::park();
         }
         self.failure.lock().expect("nothing panics under this lock").take()
     }
