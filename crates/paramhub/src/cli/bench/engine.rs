@@ -92,6 +92,11 @@ pub(super) fn engine(flags: &EngineFlags) -> anyhow::Result<ExitCode> {
     if flags.operations < READERS || flags.rounds == 0 {
         return Err(Usage(format!("expected --operations from {READERS} and --rounds from 1 on")).into());
     }
+    for &threads in &flags.threads {
+        if let Err(error) = Engine::new(config(threads)) {
+            return Err(Usage(format!("--threads {threads}: {error}")).into());
+        }
+    }
     let results = measure(flags)?;
     println!("{}", table(&results));
     println!(
@@ -137,7 +142,7 @@ fn measure(flags: &EngineFlags) -> anyhow::Result<Results> {
 /// Nanoseconds an operation.
 fn run(graph: &Graph, threads: usize, operations: usize) -> anyhow::Result<f64> {
     let operations = if graph.waits { operations / ROUND_TRIPS } else { operations };
-    let engine = Engine::new(EngineConfig { compute_threads: threads, ..EngineConfig::default() })?;
+    let engine = Engine::new(config(threads))?;
     // Threads start, and memory is had.
     (graph.push)(&engine, operations.min(VARIABLES));
     engine.wait_for_all()?;
@@ -145,6 +150,10 @@ fn run(graph: &Graph, threads: usize, operations: usize) -> anyhow::Result<f64> 
     (graph.push)(&engine, operations);
     engine.wait_for_all()?;
     Ok(started.elapsed().as_secs_f64() * 1e9 / operations as f64)
+}
+
+fn config(compute_threads: usize) -> EngineConfig {
+    EngineConfig { compute_threads, ..EngineConfig::default() }
 }
 
 fn run_channel(operations: usize) -> f64 {
