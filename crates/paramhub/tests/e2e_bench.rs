@@ -229,6 +229,31 @@ const VARIANTS: [(&str, bool); 8] = [
 ];
 
 #[test]
+fn operations_of_the_engine_are_timed_in_every_graph_with_every_number_of_threads() {
+    let ended = paramhub(["bench", "engine", "--operations", "1000", "--rounds", "3", "--json", "out.json"]);
+    let ended = ended.finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    assert_eq!((results["operations"].as_u64(), results["rounds"].as_u64()), (Some(1000), Some(3)));
+    let costs = results["costs"].as_array().expect("a list");
+    // Six graphs with one thread and with two, and a channel.
+    assert_eq!(costs.len(), 13);
+    for cost in costs {
+        let number = |name: &str| cost[name].as_f64().unwrap_or_else(|| panic!("no {name} in {cost}"));
+        assert!(0.0 < number("p10") && number("p10") <= number("nanoseconds"), "{cost}");
+        assert!(number("nanoseconds") <= number("p90"), "{cost}");
+        assert!((number("operations_per_second") * number("nanoseconds") / 1e9 - 1.0).abs() < 1e-9);
+        assert!(ended.stdout.contains(cost["graph"].as_str().expect("a name")), "{}", ended.stdout);
+    }
+    for (arguments, says) in [
+        (["--threads", "1,0"], "--threads 0: 0 threads for compute operations: expected 1 to 256"),
+        (["--operations", "10"], "expected --operations from 1000 and --rounds from 1 on"),
+    ] {
+        let refused = paramhub(["bench", "engine"].into_iter().chain(arguments)).finish().expect_code(2);
+        assert!(refused.stderr.contains(says), "{}", refused.stderr);
+    }
+}
+
+#[test]
 fn every_variant_of_an_ablation_is_exact_or_says_that_it_was_not_checked() {
     let arguments =
         ["bench", "ablate", "--keys", "keys.json", "--workers", "3", "--cores", "2", "--iters", "2"];

@@ -1,9 +1,11 @@
-//! `paramhub bench`: how fast gradients are exchanged here, how fast bare bytes are, and how fast the kernels.
+//! `paramhub bench`: how fast gradients are exchanged here, how fast bare bytes are, how fast the kernels, and
+//! what the dependency engine costs.
 
 mod ablate;
 mod breakdown;
 mod conductor;
 mod curves;
+mod engine;
 mod exchange;
 mod hosts;
 mod hub;
@@ -48,6 +50,7 @@ enum What {
     Poseidon(poseidon::PoseidonCommand),
     Plot(redraw::PlotFlags),
     Kernels(kernels::KernelsFlags),
+    Engine(engine::EngineFlags),
 }
 
 pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
@@ -60,6 +63,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Poseidon(flags) => poseidon::poseidon(&flags),
         What::Plot(flags) => redraw::redraw(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
+        What::Engine(flags) => engine::engine(&flags),
     }
 }
 

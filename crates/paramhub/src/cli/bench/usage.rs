@@ -29,6 +29,13 @@ pub(super) fn available_bytes() -> Option<u64> {
     kilobytes("/proc/meminfo", "MemAvailable:").map(|kilobytes| kilobytes << 10)
 }
 
+/// The processors' name, where the kernel tells.
+pub(super) fn processor() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let (_, name) = text.lines().find(|line| line.starts_with("model name"))?.split_once(':')?;
+    Some(name.trim().to_owned())
+}
+
 fn kilobytes(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(field))?;

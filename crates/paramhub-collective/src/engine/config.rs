@@ -1,0 +1,119 @@
+//! What an engine is made with.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::Duration;
+use std::{fmt, thread};
+
+use super::error::EngineError;
+use super::operation::{Kind, Operation, Role};
+
+/// Threads of a pool.
+pub(super) const THREADS_MAX: usize = 256;
+/// Operations in flight that memory can be trusted to hold: some 250 bytes each and what their closures own.
+pub(super) const IN_FLIGHT_MAX: u64 = 1 << 24;
+
+/// Threads, bounds, and who watches.
+#[derive(Clone)]
+pub struct EngineConfig {
+    /// Threads for [`Kind::Compute`]: by default as many as there are processors. 1 to 256, as for all kinds.
+    pub compute_threads: usize,
+    /// Threads for [`Kind::Copy`]: by default 1, since one saturates the memory of most machines.
+    pub copy_threads: usize,
+    /// Threads for [`Kind::Communicate`]: by default 2. Operations that wait for one another on other machines need as
+    /// many as there are of them at a time.
+    pub communicate_threads: usize,
+    /// Operations that have been pushed and have not ended: by default 65,536, at most 2^24. Whoever pushes more waits
+    /// until a quarter has ended; from inside an operation twice as many may be pushed.
+    pub in_flight: u64,
+    /// How long a thread without work looks for some before it sleeps, one of each pool at a time, and how long a waiting
+    /// thread looks before it does: by default 20 µs, less than waking up takes.
+    pub spin: Duration,
+    /// Hears when operations begin and end. Nothing is spent on it where there is none.
+    pub observer: Option<Arc<dyn Observer>>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> EngineConfig {
+        EngineConfig {
+            compute_threads: thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS_MAX),
+            copy_threads: 1,
+            communicate_threads: 2,
+            in_flight: 1 << 16,
+            spin: Duration::from_micros(20),
+            observer: None,
+        }
+    }
+}
+
+impl EngineConfig {
+    pub(super) fn threads(&self, kind: Kind) -> usize {
+        match kind {
+            Kind::Compute => self.compute_threads,
+            Kind::Copy => self.copy_threads,
+            Kind::Communicate => self.communicate_threads,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), EngineError> {
+        for kind in Kind::ALL {
+            let threads = self.threads(kind);
+            if !(1..=THREADS_MAX).contains(&threads) {
+                return Err(EngineError::Threads { kind, threads });
+            }
+        }
+        match (1..=IN_FLIGHT_MAX).contains(&self.in_flight) {
+            true => Ok(()),
+            false => Err(EngineError::InFlight(self.in_flight)),
+        }
+    }
+}
+
+impl fmt::Debug for EngineConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineConfig")
+            .field("compute_threads", &self.compute_threads)
+            .field("copy_threads", &self.copy_threads)
+            .field("communicate_threads", &self.communicate_threads)
+            .field("in_flight", &self.in_flight)
+            .field("spin", &self.spin)
+            .field("observer", &self.observer.is_some())
+            .finish()
+    }
+}
+
+/// Watches operations run, for a timeline. Called on the thread that runs or ends the operation, before anything that
+/// depends on it begins; it must be quick, and a panic of its own is lost. What is not run because of a failure is not
+/// seen.
+pub trait Observer: Send + Sync {
+    /// The calling thread begins the operation.
+    fn begin(&self, operation: &Event<'_>);
+
+    /// It has ended. Of a deferred one, this comes from the thread that ended it.
+    fn end(&self, operation: &Event<'_>, succeeded: bool);
+}
+
+/// An operation, as observers see it.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Event<'a> {
+    /// Counts pushes from 0 on; the same at begin and end.
+    pub number: u64,
+    /// The name it was pushed with.
+    pub name: &'a str,
+    /// Whose threads run it.
+    pub kind: Kind,
+    /// As pushed.
+    pub priority: i32,
+}
+
+impl Event<'_> {
+    pub(super) fn of(operation: &Operation) -> Event<'_> {
+        let head = operation.0.head();
+        let kind = match head.role {
+            Role::Run(kind) => kind,
+            Role::Wait => unreachable!("nobody watches waits"),
+        };
+        Event { number: head.number(), name: &head.name, kind, priority: head.priority }
+    }
+}

@@ -1,0 +1,56 @@
+//! The dependency engine: operations run when their data is ready (MPI collectives in DAGs, section 3.1; MXNet's
+//! threaded engine).
+//!
+//! Whoever pushes an operation says which [`Variable`]s it reads and which it mutates. The engine runs it as if all
+//! operations ran one by one in order of push, but at the same time wherever that makes no difference: reads of one
+//! variable run together, mutations one at a time. A variable stands for whatever the operations share: a gradient, a
+//! buffer, a communicator. The engine knows nothing of it.
+//!
+//! ```
+//! use paramhub_collective::engine::{Engine, EngineConfig, Kind};
+//! use std::sync::{Arc, Mutex};
+//!
+//! let engine = Engine::new(EngineConfig::default())?;
+//! let value = Arc::new(Mutex::new(1));
+//! let variable = engine.variable();
+//! for factor in [2, 3, 7] {
+//!     let value = Arc::clone(&value);
+//!     engine.operation("multiply", Kind::Compute).mutates([&variable]).push(move || {
+//!         *value.lock().unwrap() *= factor;
+//!         Ok::<(), String>(())
+//!     })?;
+//! }
+//! engine.wait_for_var(&variable)?;
+//! assert_eq!(*value.lock().unwrap(), 42);
+//!
+//! engine.operation("divide", Kind::Compute).mutates([&variable]).push(|| Err("by zero"))?;
+//! engine.operation("print", Kind::Compute).reads([&variable]).push(|| Err("this is not run"))?;
+//! let failed = engine.wait_for_var(&variable).unwrap_err();
+//! assert_eq!(failed.to_string(), "operation divide failed: by zero");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod builder;
+mod config;
+mod error;
+mod failure;
+mod few;
+mod graph;
+mod handle;
+mod operation;
+mod progress;
+mod queue;
+mod ready;
+mod shared;
+mod spin;
+mod sync;
+#[cfg(test)]
+mod tests;
+mod waiting;
+
+pub use builder::OperationBuilder;
+pub use config::{EngineConfig, Event, Observer};
+pub use error::{EngineError, PushError};
+pub use failure::Failure;
+pub use handle::{Engine, Pusher, Variable};
+pub use operation::{Completion, Kind};

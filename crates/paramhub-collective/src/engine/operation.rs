@@ -1,0 +1,247 @@
+//! What is pushed: a closure, and all that the engine has to know of it.
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
+
+use super::graph::{Links, Member};
+use super::shared::Shared;
+
+/// Which threads run an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Arithmetic: as many threads as there are processors.
+    Compute,
+    /// Copies in memory, which would otherwise queue behind arithmetic.
+    Copy,
+    /// What mostly waits for others.
+    Communicate,
+}
+
+impl Kind {
+    pub(super) const ALL: [Kind; 3] = [Kind::Compute, Kind::Copy, Kind::Communicate];
+
+    /// As in the names of its threads.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Compute => "compute",
+            Kind::Copy => "copy",
+            Kind::Communicate => "communicate",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A counted handle.
+#[derive(Clone)]
+pub(super) struct Operation(pub(super) Arc<dyn Body>);
+
+impl Member for Operation {
+    fn links(&self) -> &Links<Operation> {
+        &self.0.head().links
+    }
+}
+
+/// One allocation with its closure.
+pub(super) trait Body: Send + Sync {
+    fn head(&self) -> &Head;
+
+    /// None if it ends later, through its [`Completion`].
+    fn run(&self, operation: &Operation, shared: &Arc<Shared>) -> Option<Outcome>;
+
+    /// Drops the closure.
+    fn discard(&self);
+
+    /// A panic of the calling thread drops the completion. True if that is the closure's own panic, whose message will end
+    /// the operation.
+    fn lose_completion(&self) -> bool {
+        false
+    }
+}
+
+/// The reason, if it failed.
+pub(super) type Outcome = Result<(), String>;
+
+pub(super) struct Head {
+    pub(super) links: Links<Operation>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) role: Role,
+    pub(super) priority: i32,
+    /// Known when it is pushed.
+    pub(super) number: AtomicU64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Run(Kind),
+    /// Tells a waiting thread, and is run by whoever makes it ready.
+    Wait,
+}
+
+/// Ends with its closure.
+pub(super) struct Task<F> {
+    pub(super) head: Head,
+    pub(super) work: Mutex<Option<F>>,
+}
+
+impl<F, E> Body for Task<F>
+where
+    F: FnOnce() -> Result<(), E> + Send,
+    E: fmt::Display,
+{
+    fn head(&self) -> &Head {
+        &self.head
+    }
+
+    fn run(&self, _operation: &Operation, _shared: &Arc<Shared>) -> Option<Outcome> {
+        let work = taken(&self.work);
+        let ran = catch_unwind(AssertUnwindSafe(|| work().map_err(|error| error.to_string())));
+        Some(ran.unwrap_or_else(|payload| Err(panicked(payload))))
+    }
+
+    fn discard(&self) {
+        discard(&self.work);
+    }
+}
+
+/// Ends when its [`Completion`] says so.
+pub(super) struct Deferred<F> {
+    pub(super) head: Head,
+    pub(super) work: Mutex<Option<F>>,
+    /// Where the closure runs, while it does.
+    pub(super) runner: Mutex<Runner>,
+}
+
+#[derive(Clone, Copy, Default)]
+pub(super) struct Runner {
+    thread: Option<ThreadId>,
+    /// Its panic took the completion along.
+    lost: bool,
+}
+
+impl<F: FnOnce(Completion) + Send> Body for Deferred<F> {
+    fn head(&self) -> &Head {
+        &self.head
+    }
+
+    fn run(&self, operation: &Operation, shared: &Arc<Shared>) -> Option<Outcome> {
+        let work = taken(&self.work);
+        let completion = Completion { operation: Some(operation.clone()), shared: Arc::clone(shared) };
+        let runner = |thread| {
+            let mut runner = self.runner.lock().expect("nothing panics under this lock");
+            std::mem::replace(&mut *runner, Runner { thread, lost: false }).lost
+        };
+        runner(Some(thread::current().id()));
+        let ran = catch_unwind(AssertUnwindSafe(|| work(completion)));
+        let lost = runner(None);
+        let message = panicked(ran.err()?);
+        if lost {
+            return Some(Err(message));
+        }
+        shared.record(operation, message);
+        None
+    }
+
+    fn discard(&self) {
+        discard(&self.work);
+    }
+
+    fn lose_completion(&self) -> bool {
+        let mut runner = self.runner.lock().expect("nothing panics under this lock");
+        runner.lost = runner.thread == Some(thread::current().id());
+        runner.lost
+    }
+}
+
+/// Ends an operation that was pushed with [`push_deferred`](super::OperationBuilder::push_deferred), on any thread.
+///
+/// Dropped without a word, the operation has failed. What depends on the operation waits until then, so whoever holds a
+/// completion must not wait for the engine, nor push more than it has room for.
+#[must_use = "an operation whose completion is dropped has failed"]
+pub struct Completion {
+    operation: Option<Operation>,
+    shared: Arc<Shared>,
+}
+
+impl Completion {
+    /// The operation has ended well.
+    pub fn complete(mut self) {
+        self.end(Ok(()));
+    }
+
+    /// The operation has failed.
+    pub fn fail(mut self, reason: impl fmt::Display) {
+        self.end(Err(reason.to_string()));
+    }
+
+    /// As [`complete`](Self::complete) or [`fail`](Self::fail).
+    pub fn end_with<E: fmt::Display>(mut self, result: Result<(), E>) {
+        self.end(result.map_err(|error| error.to_string()));
+    }
+
+    fn end(&mut self, outcome: Outcome) {
+        if let Some(operation) = self.operation.take() {
+            self.shared.end_elsewhere(&operation, outcome);
+        }
+    }
+}
+
+impl Drop for Completion {
+    fn drop(&mut self) {
+        let Some(operation) = &self.operation else { return };
+        let how = match thread::panicking() {
+            true if operation.0.lose_completion() => return,
+            true => "in a panic",
+            false => "without a word",
+        };
+        self.end(Err(format!("its completion was dropped {how}")));
+    }
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.operation.as_ref().map(|operation| operation.0.head().name.as_ref());
+        f.debug_struct("Completion").field("operation", &name).finish_non_exhaustive()
+    }
+}
+
+impl Head {
+    pub(super) fn number(&self) -> u64 {
+        self.number.load(Ordering::Relaxed)
+    }
+}
+
+fn taken<F>(work: &Mutex<Option<F>>) -> F {
+    let work = work.lock().expect("nothing panics under this lock").take();
+    work.expect("an operation is ready once")
+}
+
+fn discard<F>(work: &Mutex<Option<F>>) {
+    let work = work.lock().expect("nothing panics under this lock").take();
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(work))) {
+        forget(payload);
+    }
+}
+
+fn panicked(payload: Box<dyn Any + Send>) -> String {
+    let message = payload.downcast_ref::<&str>().map(|message| (*message).to_owned());
+    let message = message.or_else(|| payload.downcast_ref::<String>().cloned());
+    forget(payload);
+    message.map_or_else(|| "it panicked".to_owned(), |message| format!("it panicked: {message}"))
+}
+
+/// Dropping what somebody panicked with may panic, too.
+fn forget(payload: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        std::mem::forget(again);
+    }
+}

@@ -1,0 +1,66 @@
+//! The queue of one variable: who has it, and who waits for it in order of push.
+
+use std::collections::VecDeque;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Access {
+    Read,
+    Mutate,
+}
+
+/// Either any number of readers have the variable or one mutator. Whoever cannot have it at once waits behind all that
+/// came before, so that nobody overtakes a mutation and no mutation starves.
+pub(super) struct Queue<T> {
+    readers: usize,
+    mutated: bool,
+    waiting: VecDeque<(Access, T)>,
+}
+
+impl<T> Queue<T> {
+    pub(super) fn new() -> Queue<T> {
+        Queue { readers: 0, mutated: false, waiting: VecDeque::new() }
+    }
+
+    /// True if the variable was given at once; else `entry` is made and waits.
+    pub(super) fn enter(&mut self, access: Access, entry: impl FnOnce() -> T) -> bool {
+        let free = self.waiting.is_empty() && self.admits(access);
+        match free {
+            true => self.admit(access),
+            false => self.waiting.push_back((access, entry())),
+        }
+        free
+    }
+
+    /// Gives the variable back. `give` hears, in order of push, of each that has it now: one that mutates it, or all reads
+    /// up to the next mutation.
+    pub(super) fn leave(&mut self, access: Access, mut give: impl FnMut(T)) {
+        match access {
+            Access::Read => self.readers -= 1,
+            Access::Mutate => self.mutated = false,
+        }
+        while let Some((access, _)) = self.waiting.front() {
+            let access = *access;
+            if !self.admits(access) {
+                return;
+            }
+            self.admit(access);
+            give(self.waiting.pop_front().expect("it was in front").1);
+        }
+    }
+
+    /// Whether nobody has it, or only readers and another comes.
+    pub(super) fn admits(&self, access: Access) -> bool {
+        !self.mutated && (access == Access::Read || self.readers == 0)
+    }
+
+    pub(super) fn nobody_waits(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    fn admit(&mut self, access: Access) {
+        match access {
+            Access::Read => self.readers += 1,
+            Access::Mutate => self.mutated = true,
+        }
+    }
+}

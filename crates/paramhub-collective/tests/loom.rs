@@ -1,0 +1,247 @@
+//! Every interleaving of a few threads, and every order in which memory may show what they wrote: the files of the engine
+//! in which threads meet, compiled with loom's locks and atomics.
+
+#[allow(dead_code, unreachable_pub)]
+#[path = "../src/engine/failure.rs"]
+mod failure;
+#[allow(dead_code)]
+#[path = "../src/engine/few.rs"]
+mod few;
+#[allow(dead_code)]
+#[path = "../src/engine/graph.rs"]
+mod graph;
+#[allow(dead_code)]
+#[path = "../src/engine/progress.rs"]
+mod progress;
+#[allow(dead_code)]
+#[path = "../src/engine/queue.rs"]
+mod queue;
+#[allow(dead_code)]
+#[path = "../src/engine/ready.rs"]
+mod ready;
+#[allow(dead_code)]
+#[path = "../src/engine/spin.rs"]
+mod spin;
+
+mod sync {
+    pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(super) use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
+}
+
+use std::time::Duration;
+
+use failure::Failure;
+use graph::{Link, Links, Member, Place, enter, leave};
+use loom::thread;
+use progress::{Progress, Refusal};
+use queue::Access::{self, Mutate, Read};
+use ready::Pool;
+use sync::{Arc, AtomicUsize, Mutex, Ordering};
+
+/// Switches of threads where nothing forces one. Loom's authors found that few bugs need more than two.
+const PREEMPTIONS: usize = 3;
+
+fn explore(check: impl Fn() + Send + Sync + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(PREEMPTIONS);
+    model.check(check);
+}
+
+/// A variable, and how often it was mutated. Written and read without any order of its own, so that the model shows what
+/// is stale if the engine does not order it.
+struct Data {
+    place: Arc<Place<Operation>>,
+    mutations: AtomicUsize,
+}
+
+#[derive(Clone)]
+struct Operation(Arc<Inner>);
+
+struct Inner {
+    links: Links<Operation>,
+    touched: Vec<(usize, Access)>,
+    /// Mutations pushed before, of each variable.
+    expected: Mutex<Vec<usize>>,
+    fails: bool,
+}
+
+impl Member for Operation {
+    fn links(&self) -> &Links<Operation> {
+        &self.0.links
+    }
+}
+
+struct World {
+    data: Vec<Data>,
+    /// As [`Progress`] holds it: mutations pushed so far, of each variable.
+    pushes: Mutex<Vec<usize>>,
+    ended: AtomicUsize,
+    poisoned: AtomicUsize,
+}
+
+impl World {
+    fn new(variables: usize) -> Arc<World> {
+        let variable = || Data { place: Arc::new(Place::new()), mutations: AtomicUsize::new(0) };
+        Arc::new(World {
+            data: (0..variables).map(|_| variable()).collect(),
+            pushes: Mutex::new(vec![0; variables]),
+            ended: AtomicUsize::new(0),
+            poisoned: AtomicUsize::new(0),
+        })
+    }
+
+    /// Pushes an operation and runs all that the calling thread makes ready.
+    fn push(&self, touched: &[(usize, Access)], fails: bool) {
+        let link = |&(at, access): &(usize, Access)| Link { place: Arc::clone(&self.data[at].place), access };
+        let links = Links::new(touched.iter().map(link).collect(), false);
+        let expected = Mutex::new(Vec::new());
+        let operation = Operation(Arc::new(Inner { links, touched: touched.to_vec(), expected, fails }));
+        let is_ready = {
+            let mut pushes = self.pushes.lock().unwrap();
+            operation.0.expected.lock().unwrap().clone_from(&pushes);
+            touched.iter().for_each(|&(at, access)| pushes[at] += usize::from(access == Mutate));
+            enter(&operation)
+        };
+        let mut ready: Vec<Operation> = is_ready.then_some(operation).into_iter().collect();
+        while let Some(operation) = ready.pop() {
+            self.run(&operation, &mut ready);
+        }
+    }
+
+    fn run(&self, operation: &Operation, ready: &mut Vec<Operation>) {
+        let Inner { links, touched, expected, fails } = &*operation.0;
+        let expected = expected.lock().unwrap().clone();
+        for &(at, access) in touched {
+            let mutations = &self.data[at].mutations;
+            let seen = mutations.load(Ordering::Relaxed);
+            assert_eq!(seen, expected[at], "neither early nor late, and all that was written is seen");
+            if access == Mutate {
+                mutations.store(seen + 1, Ordering::Relaxed);
+            }
+        }
+        let failure = links.poison().or_else(|| {
+            fails.then(|| {
+                let (operation, reason) = (String::new(), String::new());
+                std::sync::Arc::new(Failure { number: 0, operation, reason })
+            })
+        });
+        if links.is_poisoned() {
+            self.poisoned.fetch_add(1, Ordering::Relaxed);
+        }
+        leave(operation, failure.as_ref(), |next| ready.push(next), |_| ());
+        self.ended.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Threads that each push their operations, and the main thread first.
+fn all_run(variables: usize, teams: &'static [&'static [&'static [(usize, Access)]]]) {
+    explore(move || {
+        let world = World::new(variables);
+        let threads: Vec<_> = teams[1..]
+            .iter()
+            .map(|operations| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || operations.iter().for_each(|touched| world.push(touched, false)))
+            })
+            .collect();
+        teams[0].iter().for_each(|touched| world.push(touched, false));
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(world.ended.load(Ordering::Relaxed), teams.iter().map(|team| team.len()).sum());
+    });
+}
+
+#[test]
+fn operations_pushed_against_each_others_order_of_variables_cannot_wait_in_a_circle() {
+    all_run(2, &[&[&[(0, Mutate), (1, Mutate)]], &[&[(1, Mutate), (0, Mutate)]], &[&[(0, Read), (1, Read)]]]);
+}
+
+#[test]
+fn reads_see_the_mutation_before_them_and_the_mutation_after_them_waits_for_all() {
+    all_run(1, &[&[&[(0, Mutate)], &[(0, Read)]], &[&[(0, Read)], &[(0, Mutate)]]]);
+}
+
+#[test]
+fn an_operation_of_several_variables_becomes_ready_once() {
+    all_run(3, &[&[&[(0, Mutate)], &[(0, Read), (1, Read), (2, Mutate)]], &[&[(1, Mutate)], &[(2, Read)]]]);
+}
+
+#[test]
+fn a_failure_reaches_what_is_pushed_after_it_on_any_thread() {
+    explore(|| {
+        let world = World::new(2);
+        world.push(&[(0, Mutate)], true);
+        let other = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.push(&[(0, Read), (1, Mutate)], false))
+        };
+        world.push(&[(1, Mutate), (0, Read)], false);
+        other.join().unwrap();
+        assert_eq!(world.poisoned.load(Ordering::Relaxed), 2);
+        assert!(world.data.iter().all(|data| data.place.take_poison().is_some()));
+    });
+}
+
+#[test]
+fn no_thread_sleeps_while_there_is_an_operation_for_it() {
+    for batches in [&[1, 1][..], &[2], &[1, 2]] {
+        explore(move || {
+            let pool = Arc::new(Pool::new(Duration::ZERO));
+            let threads: Vec<_> = (0..2)
+                .map(|_| {
+                    let pool = Arc::clone(&pool);
+                    thread::spawn(move || pool.take().unwrap())
+                })
+                .collect();
+            for &batch in batches {
+                pool.put((0..batch).map(|_| (0, ()))).unwrap();
+            }
+            // Each takes one: a call that is lost leaves it asleep for ever, which loom finds.
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+}
+
+#[test]
+fn a_closed_pool_lets_every_thread_go() {
+    explore(|| {
+        let pool = Arc::new(Pool::<()>::new(Duration::ZERO));
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let pool = Arc::clone(&pool);
+                thread::spawn(move || pool.take().is_some())
+            })
+            .collect();
+        pool.put([(0, ())]).unwrap();
+        let left = pool.close().len();
+        let taken: usize = threads.into_iter().map(|thread| usize::from(thread.join().unwrap())).sum();
+        assert_eq!(left + taken, 1);
+    });
+}
+
+#[test]
+fn who_waits_for_room_and_who_waits_for_the_end_are_both_woken() {
+    explore(|| {
+        let progress = Arc::new(Progress::new(1, Duration::ZERO));
+        drop(progress.push(false).unwrap());
+        let ender = {
+            let progress = Arc::clone(&progress);
+            thread::spawn(move || progress.end())
+        };
+        let pusher = {
+            let progress = Arc::clone(&progress);
+            thread::spawn(move || {
+                drop(progress.push(false).unwrap());
+                progress.end();
+            })
+        };
+        progress.wait_for_fewer_than(1);
+        ender.join().unwrap();
+        pusher.join().unwrap();
+        assert_eq!(progress.in_flight(), 0);
+        drop(progress.push(true).unwrap());
+        drop(progress.push(true).unwrap());
+        assert_eq!(progress.push(true).err(), Some(Refusal::Full(2)));
+        progress.close();
+        assert_eq!(progress.push(false).err(), Some(Refusal::Closed));
+    });
+}
