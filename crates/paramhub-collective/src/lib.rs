@@ -1,4 +1,6 @@
-//! Collectives in a dependency engine. So far the engine: [`engine::Engine`].
+//! Collectives in a dependency engine (MPI collectives in DAGs): the [`engine`], and [communicators](communicator) whose collectives
+//! its operations call.
 #![forbid(unsafe_code)]
 
+pub mod communicator;
 pub mod engine;

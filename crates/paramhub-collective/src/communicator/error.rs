@@ -1,0 +1,46 @@
+//! What goes wrong in a communicator.
+
+use paramhub_mesh::MeshError;
+use thiserror::Error;
+
+/// Why a collective failed.
+#[derive(Clone, Debug, Error)]
+#[non_exhaustive]
+pub enum CommunicatorError {
+    /// The connections between the ranks.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// Buffers that do not fit the call.
+    #[error("collective `{name}`: {reason}")]
+    Misplaced {
+        /// What was to be exchanged.
+        name: String,
+        /// What does not fit.
+        reason: String,
+    },
+    /// Ranks do not call the same.
+    #[error(
+        "rank {rank} does not do what rank 0 does: call {sequence} of this communicator is {theirs} there, and {zeros} at rank 0; \
+         collectives come in one order at all ranks"
+    )]
+    Mismatch {
+        /// The first rank that differs from rank 0.
+        rank: u32,
+        /// Calls before this one.
+        sequence: u64,
+        /// What it calls.
+        theirs: String,
+        /// What rank 0 calls.
+        zeros: String,
+    },
+    /// The operating system refuses.
+    #[error("rank {rank}: cannot {what}: {reason}")]
+    System {
+        /// Who asked.
+        rank: u32,
+        /// What was tried.
+        what: &'static str,
+        /// What the operating system says.
+        reason: String,
+    },
+}

@@ -1,0 +1,50 @@
+//! A communicator's ranks, each on a thread.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::thread;
+
+use paramhub_collective::communicator::{Communicator, Native};
+use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
+
+/// Runs `work` at every rank of a native communicator, and returns what each came to. Who has done its work leaves.
+pub(crate) fn native<T: Send>(size: u32, work: impl Fn(&Native) -> T + Sync) -> Vec<T> {
+    native_with(size, |config| config, work)
+}
+
+/// The same with another configuration.
+pub(crate) fn native_with<T: Send>(
+    size: u32,
+    change: impl Fn(MeshConfig) -> MeshConfig + Sync,
+    work: impl Fn(&Native) -> T + Sync,
+) -> Vec<T> {
+    at_all(size, change, |native| {
+        let made = work(&native);
+        native.leave().unwrap();
+        made
+    })
+}
+
+/// Gives every rank's end away.
+pub(crate) fn at_all<T: Send>(
+    size: u32,
+    change: impl Fn(MeshConfig) -> MeshConfig + Sync,
+    work: impl Fn(Native) -> T + Sync,
+) -> Vec<T> {
+    let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
+    let listeners: Vec<MeshListener> = (0..size).map(|_| MeshListener::bind(loopback).unwrap()).collect();
+    let addresses: Vec<SocketAddr> = listeners.iter().map(MeshListener::address).collect();
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..)
+            .zip(listeners)
+            .map(|(rank, listener)| {
+                let config = change(MeshConfig::new(rank, Nonce([5; 32]), addresses.clone()));
+                let work = &work;
+                scope.spawn(move || work(Native::join(listener, config).unwrap()))
+            })
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}

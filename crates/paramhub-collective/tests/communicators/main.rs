@@ -1,0 +1,6 @@
+//! Communicators between ranks that are threads here, over real sockets and shared memory.
+
+mod checking;
+mod collectives;
+mod group;
+mod naive;
