@@ -24,6 +24,8 @@ use super::waiting::Waiting;
 pub struct Engine {
     pusher: Pusher,
     threads: Vec<JoinHandle<()>>,
+    /// Of each kind, by its number.
+    counts: [usize; Kind::ALL.len()],
     spin: Duration,
 }
 
@@ -56,7 +58,8 @@ impl Engine {
         config.check()?;
         let shared = Arc::new(Shared::new(&config));
         let pusher = Pusher { shared: Arc::clone(&shared) };
-        let mut engine = Engine { pusher, threads: Vec::new(), spin: config.spin };
+        let counts = Kind::ALL.map(|kind| config.threads(kind));
+        let mut engine = Engine { pusher, threads: Vec::new(), counts, spin: config.spin };
         for kind in Kind::ALL {
             for number in 0..config.threads(kind) {
                 let shared = Arc::clone(&shared);
@@ -81,6 +84,11 @@ impl Engine {
     /// For threads and operations that only push.
     pub fn pusher(&self) -> Pusher {
         self.pusher.clone()
+    }
+
+    /// Threads for operations of a kind.
+    pub fn threads(&self, kind: Kind) -> usize {
+        self.counts[kind as usize]
     }
 
     /// Operations that have been pushed and have not ended.

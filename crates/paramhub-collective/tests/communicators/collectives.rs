@@ -88,7 +88,9 @@ fn duplicates_have_orders_of_their_own() {
                 });
             }
         });
-        exercise(&*copies[1].duplicate().unwrap());
+        let copy_of_a_copy = copies[1].duplicate().unwrap();
+        exercise(&*copy_of_a_copy);
+        copy_of_a_copy.leave().unwrap();
         copies.iter().for_each(|copy| copy.leave().unwrap());
     });
 }

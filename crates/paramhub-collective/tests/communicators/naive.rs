@@ -33,10 +33,14 @@ fn naive(communicator: Arc<dyn Communicator>) -> Vec<Result<f32, String>> {
         };
         engine.operation(format!("backward {name}"), Kind::Compute).mutates([variable]).push(make).unwrap();
     }
+    // One thread at a time, as MPI wants it unless it was asked for more.
+    let calls = Arc::new(Mutex::new(()));
     for (name, gradient, variable) in &gradients {
+        let calls = Arc::clone(&calls);
         let (communicator, gradient) = (Arc::clone(&communicator), Arc::clone(gradient));
         let (name, tell) = (*name, is_first_done.clone());
         let reduce = move || -> Result<(), CommunicatorError> {
+            let _one_at_a_time = calls.lock().unwrap();
             // There may be nobody left to hear it.
             let _ = tell.send(());
             let mut wire = gradient.lock().unwrap()[0].to_le_bytes();

@@ -1,0 +1,91 @@
+//! Memory with a variable: what operations of the engine read and mutate.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use paramhub_core::codec::Dtype;
+use paramhub_kernels::convert;
+use paramhub_transport::ReceiveRegion;
+
+use crate::engine::{Engine, Failure, Variable};
+
+/// Numbers of one type, and the engine's variable for them: MXNet's NDArray, without a shape. A handle; clones are the same array.
+///
+/// Whoever reads or writes the memory outside of an operation waits for the variable first. The lock around it is never waited
+/// for as long as everybody keeps to that.
+#[derive(Clone)]
+pub struct Array {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    memory: Mutex<ReceiveRegion>,
+    dtype: Dtype,
+    elements: usize,
+    variable: Variable,
+}
+
+impl Array {
+    /// Of these numbers.
+    pub fn new(engine: &Engine, values: Vec<f32>) -> Array {
+        Array::over(engine, ReceiveRegion::owned(values), Dtype::F32)
+    }
+
+    /// Of memory of any owner, whose length is a whole number of elements; the rest is left alone.
+    pub fn over(engine: &Engine, memory: ReceiveRegion, dtype: Dtype) -> Array {
+        let elements = memory.bytes().len() / dtype.bytes();
+        let inner = Inner { memory: Mutex::new(memory), dtype, elements, variable: engine.variable() };
+        Array { inner: Arc::new(inner) }
+    }
+
+    /// What stands for it in the engine.
+    pub fn variable(&self) -> &Variable {
+        &self.inner.variable
+    }
+
+    /// The type of its numbers.
+    pub fn dtype(&self) -> Dtype {
+        self.inner.dtype
+    }
+
+    /// How many there are.
+    pub fn elements(&self) -> usize {
+        self.inner.elements
+    }
+
+    /// Bytes that they take.
+    pub fn bytes(&self) -> usize {
+        self.inner.elements * self.inner.dtype.bytes()
+    }
+
+    /// Looks at the numbers as they lie in memory; in an operation that reads or mutates the variable, or after a wait for it.
+    pub fn read<R>(&self, look: impl FnOnce(&[u8]) -> R) -> R {
+        look(&self.lock().bytes()[..self.bytes()])
+    }
+
+    /// Changes the numbers as they lie in memory; in an operation that mutates the variable, or after a wait for it.
+    pub fn write<R>(&self, change: impl FnOnce(&mut [u8]) -> R) -> R {
+        change(&mut self.lock().bytes_mut()[..self.bytes()])
+    }
+
+    /// Its numbers, once all operations that mutate it have ended.
+    ///
+    /// # Errors
+    /// The failure that it depends on.
+    pub fn to_vec(&self, engine: &Engine) -> Result<Vec<f32>, Arc<Failure>> {
+        engine.wait_for_var(self.variable())?;
+        let mut values = vec![0.0; self.elements()];
+        self.read(|bytes| convert::decode(bytes, &mut values, self.dtype().codec()));
+        Ok(values)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ReceiveRegion> {
+        self.inner.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Array {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Array({} {})", self.elements(), self.dtype())
+    }
+}

@@ -1,0 +1,152 @@
+//! Dependency chaining (MPI collectives in DAGs, section 4.3): a push copies, a pull reduces, and a dummy variable that every
+//! collective mutates keeps these in the order of the pulls.
+
+use std::sync::Arc;
+
+use paramhub_kernels::{Hyperparameters, Optimizer};
+
+use super::entry::Entry;
+use super::shelf::Shelf;
+use super::{Array, Key, KvStore, StoreError, StoreKind};
+use crate::communicator::{Communicator, CommunicatorError};
+use crate::engine::{Engine, Kind, Variable};
+
+pub(super) struct DepCha {
+    shelf: Shelf,
+    communicator: Arc<dyn Communicator>,
+    /// What all collectives mutate: nothing, but one after the other.
+    dummy: Variable,
+}
+
+impl DepCha {
+    pub(super) fn new(engine: Arc<Engine>, communicator: Box<dyn Communicator>) -> DepCha {
+        let (ranks, dummy) = (communicator.size(), engine.variable());
+        DepCha { shelf: Shelf::new(engine, ranks), communicator: Arc::from(communicator), dummy }
+    }
+
+    /// Pushes a collective that works in a key's buffer, and then, where the sum itself is pulled, puts it into `outs`.
+    fn chain(
+        &self,
+        what: &str,
+        entry: &Arc<Entry>,
+        outs: &[Array],
+        call: impl FnOnce(&dyn Communicator, &Entry, &mut [u8]) -> Result<(), CommunicatorError> + Send + 'static,
+    ) -> Result<(), StoreError> {
+        let (communicator, here, theirs) = (Arc::clone(&self.communicator), Arc::clone(entry), outs.to_vec());
+        let mutated = [entry.buffer.variable(), &self.dummy];
+        self.shelf
+            .engine
+            .operation(format!("{what} {}", entry.key), Kind::Communicate)
+            .mutates(mutated.into_iter().chain(outs.iter().map(Array::variable)))
+            .push(move || -> Result<(), CommunicatorError> {
+                here.buffer.write(|bytes| call(&*communicator, &here, bytes))?;
+                here.give(&theirs, true);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// Pushes the reduction of what was pushed last.
+    fn reduce(&self, entry: &Arc<Entry>, outs: &[Array]) -> Result<(), StoreError> {
+        self.chain("allreduce", entry, outs, |communicator, entry, bytes| {
+            communicator.allreduce(&entry.key.to_string(), bytes, entry.buffer.dtype())
+        })
+    }
+
+    /// Pushes the reductions of all that was pushed and not pulled.
+    fn reduce_pending(&self) -> Result<(), StoreError> {
+        for entry in self.shelf.entries().iter().filter(|entry| entry.set_pending(false)) {
+            self.reduce(entry, &[])?;
+            self.shelf.update(entry, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Pushes a call without memory.
+    fn call(
+        &self,
+        what: &'static str,
+        call: impl FnOnce(&dyn Communicator) -> Result<(), CommunicatorError> + Send + 'static,
+    ) -> Result<(), StoreError> {
+        let communicator = Arc::clone(&self.communicator);
+        self.shelf
+            .engine
+            .operation(what, Kind::Communicate)
+            .mutates([&self.dummy])
+            .push(move || call(&*communicator))?;
+        Ok(self.shelf.engine.wait_for_all()?)
+    }
+}
+
+impl KvStore for DepCha {
+    fn kind(&self) -> StoreKind {
+        StoreKind::DepCha
+    }
+
+    fn rank(&self) -> u32 {
+        self.communicator.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.communicator.size()
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        &self.shelf.engine
+    }
+
+    fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
+        let entry = self.shelf.add(key, value)?;
+        self.chain("broadcast", &entry, &[], |communicator, entry, bytes| {
+            communicator.broadcast(&entry.key.to_string(), bytes, 0)
+        })?;
+        self.shelf.begin(&entry)
+    }
+
+    fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
+        let entry = self.shelf.entry(key, values)?;
+        if entry.set_pending(true) {
+            // Nobody has pulled what was pushed before, but it counts.
+            self.reduce(&entry, &[])?;
+            self.shelf.update(&entry, priority)?;
+        }
+        self.shelf.copy_in(&entry, values, priority)
+    }
+
+    fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
+        let entry = self.shelf.entry(key, outs)?;
+        if !entry.set_pending(false) {
+            return self.shelf.copy_out(&entry, outs, priority);
+        }
+        if self.shelf.has_optimizer() {
+            self.reduce(&entry, &[])?;
+            self.shelf.update(&entry, priority)?;
+            return self.shelf.copy_out(&entry, outs, priority);
+        }
+        // As the paper has it, reduced and copied back in one.
+        self.reduce(&entry, outs)?;
+        self.shelf.update(&entry, priority)
+    }
+
+    fn set_optimizer(
+        &self,
+        optimizer: Arc<dyn Optimizer>,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(optimizer, hyperparameters)
+    }
+
+    fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_hyperparameters(hyperparameters)
+    }
+
+    fn barrier(&self) -> Result<(), StoreError> {
+        self.reduce_pending()?;
+        self.call("barrier", |communicator| communicator.barrier())
+    }
+
+    fn leave(&self) -> Result<(), StoreError> {
+        self.reduce_pending()?;
+        self.call("leave", |communicator| communicator.leave())
+    }
+}

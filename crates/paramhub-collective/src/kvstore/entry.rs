@@ -1,0 +1,149 @@
+//! What a store has of one key.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use paramhub_core::codec::Dtype;
+use paramhub_kernels::{Hyperparameters, Optimizer, Step, convert, sum};
+
+use super::{Array, Key};
+use crate::engine::{Engine, Variable};
+
+/// A key's memory: where what this rank has pushed becomes the sum of all ranks', and with an optimizer the parameters that follow.
+pub(super) struct Entry {
+    pub(super) key: Key,
+    /// The communication buffer (the paper's `comm_buf`): a collective works in place there, and nowhere else.
+    pub(super) buffer: Array,
+    /// The value of a key that nothing was pushed for yet, and the parameters of one that has an optimizer. They share the
+    /// variable: one and the same thing to those who pull.
+    pub(super) parameters: Variable,
+    weight: Mutex<Weight>,
+    /// Pushed, and not reduced yet: of a store that reduces at the pull.
+    is_pending: AtomicBool,
+    /// Whether the buffer has a sum.
+    has_sum: AtomicBool,
+    /// The communicator it was dealt to, where there are several.
+    line: AtomicUsize,
+}
+
+struct Weight {
+    /// In f32, whatever the key's type: masters.
+    values: Vec<f32>,
+    state: Vec<f32>,
+    updates: u64,
+    /// The gradient, where it comes in another type.
+    gradient: Vec<f32>,
+}
+
+/// The optimizer of a store, and how many ranks' gradients are in a sum.
+#[derive(Clone)]
+pub(super) struct Updater {
+    pub(super) optimizer: Arc<dyn Optimizer>,
+    pub(super) hyperparameters: Hyperparameters,
+    pub(super) ranks: u32,
+}
+
+impl Entry {
+    pub(super) fn new(engine: &Engine, key: Key, dtype: Dtype, elements: usize) -> Entry {
+        let memory = vec![0_u8; elements * dtype.bytes()];
+        let region = match dtype {
+            // Aligned, so that nothing is converted on the way.
+            Dtype::F32 => paramhub_transport::ReceiveRegion::owned(vec![0.0_f32; elements]),
+            Dtype::F16 | Dtype::BF16 => paramhub_transport::ReceiveRegion::owned(memory),
+        };
+        let weight =
+            Weight { values: vec![0.0; elements], state: Vec::new(), updates: 0, gradient: Vec::new() };
+        Entry {
+            key,
+            buffer: Array::over(engine, region, dtype),
+            parameters: engine.variable(),
+            weight: Mutex::new(weight),
+            is_pending: AtomicBool::new(false),
+            has_sum: AtomicBool::new(false),
+            line: AtomicUsize::new(0),
+        }
+    }
+
+    /// In an operation that mutates the buffer: puts the sum of this rank's arrays there.
+    pub(super) fn gather(&self, values: &[Array]) {
+        let dtype = self.buffer.dtype();
+        self.buffer.write(|buffer| match values {
+            [one] => one.read(|bytes| buffer.copy_from_slice(bytes)),
+            several => {
+                let mut total = vec![0.0; self.buffer.elements()];
+                for value in several {
+                    value.read(|bytes| sum::add(&mut total, bytes, dtype.codec()));
+                }
+                convert::encode(&total, buffer, dtype.codec());
+            }
+        });
+    }
+
+    /// In an operation that reads the buffer and mutates the parameters: the key's first value.
+    pub(super) fn begin(&self) {
+        let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
+        self.buffer.read(|bytes| convert::decode(bytes, &mut weight.values, self.buffer.dtype().codec()));
+    }
+
+    /// In an operation that reads the buffer and mutates the parameters: a step of the optimizer.
+    pub(super) fn update(&self, updater: &Updater) {
+        let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
+        let Weight { values, state, updates, gradient } = &mut *weight;
+        *updates += 1;
+        state.resize(updater.optimizer.state_slots(&updater.hyperparameters) * values.len(), 0.0);
+        let step = Step {
+            hyperparameters: &updater.hyperparameters,
+            number: *updates,
+            contributions: updater.ranks,
+            factor: 1.0,
+        };
+        self.buffer.read(|bytes| match bytemuck::try_cast_slice(bytes) {
+            Ok(sum) if self.buffer.dtype() == Dtype::F32 => {
+                updater.optimizer.apply(&step, values, sum, state)
+            }
+            _ => {
+                gradient.resize(values.len(), 0.0);
+                convert::decode(bytes, gradient, self.buffer.dtype().codec());
+                updater.optimizer.apply(&step, values, gradient, state);
+            }
+        });
+    }
+
+    /// In an operation that reads buffer and parameters and mutates `outs`: gives them the key's value.
+    pub(super) fn give(&self, outs: &[Array], from_buffer: bool) {
+        for out in outs {
+            out.write(|out| match from_buffer {
+                true => self.buffer.read(|bytes| out.copy_from_slice(bytes)),
+                false => {
+                    let weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
+                    convert::encode(&weight.values, out, self.buffer.dtype().codec());
+                }
+            });
+        }
+    }
+
+    /// Deals it to a communicator.
+    pub(super) fn set_line(&self, line: usize) {
+        self.line.store(line, Ordering::Relaxed);
+    }
+
+    /// The communicator it was dealt to.
+    pub(super) fn line(&self) -> usize {
+        self.line.load(Ordering::Relaxed)
+    }
+
+    /// Something has been pushed.
+    pub(super) fn push(&self) {
+        self.has_sum.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether anything ever was.
+    pub(super) fn has_sum(&self) -> bool {
+        self.has_sum.load(Ordering::Relaxed)
+    }
+
+    /// Says whether what was pushed waits to be reduced; the answer is what was said before.
+    pub(super) fn set_pending(&self, is_pending: bool) -> bool {
+        self.is_pending.swap(is_pending, Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,38 @@
+//! What a store refuses, or could not do.
+
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use super::Key;
+use crate::communicator::CommunicatorError;
+use crate::engine::{Failure, PushError};
+
+/// Why a call to a store failed.
+#[derive(Clone, Debug, Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// There is no such store, or it cannot be made so.
+    #[error("{0}")]
+    Options(String),
+    /// A key or an array that does not fit.
+    #[error("key {key}: {reason}")]
+    Key {
+        /// Which key.
+        key: Key,
+        /// What does not fit.
+        reason: String,
+    },
+    /// The store is not where this could be done.
+    #[error("{0}")]
+    Sequence(&'static str),
+    /// The engine takes no more operations.
+    #[error(transparent)]
+    Push(#[from] PushError),
+    /// An operation that was waited for.
+    #[error(transparent)]
+    Failed(#[from] Arc<Failure>),
+    /// A collective that was called here.
+    #[error(transparent)]
+    Communicator(#[from] CommunicatorError),
+}

@@ -1,0 +1,83 @@
+//! The funneled design (MPI collectives in DAGs, section 4.1): the caller does all the communication, in the order of its calls.
+
+use std::sync::Arc;
+
+use paramhub_kernels::{Hyperparameters, Optimizer};
+
+use super::shelf::Shelf;
+use super::{Array, Key, KvStore, StoreError, StoreKind};
+use crate::communicator::Communicator;
+use crate::engine::Engine;
+
+pub(super) struct Funnel {
+    shelf: Shelf,
+    communicator: Box<dyn Communicator>,
+}
+
+impl Funnel {
+    pub(super) fn new(engine: Arc<Engine>, communicator: Box<dyn Communicator>) -> Funnel {
+        Funnel { shelf: Shelf::new(engine, communicator.size()), communicator }
+    }
+}
+
+impl KvStore for Funnel {
+    fn kind(&self) -> StoreKind {
+        StoreKind::Funnel
+    }
+
+    fn rank(&self) -> u32 {
+        self.communicator.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.communicator.size()
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        &self.shelf.engine
+    }
+
+    fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
+        let entry = self.shelf.add(key, value)?;
+        self.shelf.engine.wait_to_mutate(entry.buffer.variable())?;
+        entry.buffer.write(|bytes| self.communicator.broadcast(&key.to_string(), bytes, 0))?;
+        self.shelf.begin(&entry)
+    }
+
+    fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
+        let entry = self.shelf.entry(key, values)?;
+        self.shelf.copy_in(&entry, values, priority)?;
+        // The others of the engine's threads go on meanwhile.
+        self.shelf.engine.wait_to_mutate(entry.buffer.variable())?;
+        let dtype = entry.buffer.dtype();
+        entry.buffer.write(|bytes| self.communicator.allreduce(&key.to_string(), bytes, dtype))?;
+        self.shelf.update(&entry, priority)
+    }
+
+    fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
+        let entry = self.shelf.entry(key, outs)?;
+        self.shelf.copy_out(&entry, outs, priority)
+    }
+
+    fn set_optimizer(
+        &self,
+        optimizer: Arc<dyn Optimizer>,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(optimizer, hyperparameters)
+    }
+
+    fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_hyperparameters(hyperparameters)
+    }
+
+    fn barrier(&self) -> Result<(), StoreError> {
+        self.shelf.engine.wait_for_all()?;
+        Ok(self.communicator.barrier()?)
+    }
+
+    fn leave(&self) -> Result<(), StoreError> {
+        self.shelf.engine.wait_for_all()?;
+        Ok(self.communicator.leave()?)
+    }
+}

@@ -1,0 +1,190 @@
+//! What all stores do alike: keys, their memory, and the operations that touch nothing but this rank's.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use paramhub_kernels::{Hyperparameters, Optimizer};
+
+use super::entry::{Entry, Updater};
+use super::{Array, Key, StoreError};
+use crate::engine::{Engine, Kind};
+
+pub(super) struct Shelf {
+    pub(super) engine: Arc<Engine>,
+    ranks: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    entries: HashMap<Key, Arc<Entry>>,
+    /// As they were given their values, which is the same at all ranks.
+    order: Vec<Arc<Entry>>,
+    updater: Option<Updater>,
+    has_pushed: bool,
+}
+
+impl Shelf {
+    pub(super) fn new(engine: Arc<Engine>, ranks: u32) -> Shelf {
+        Shelf { engine, ranks, state: Mutex::default() }
+    }
+
+    /// A new key's, with this rank's value in its buffer as soon as the engine gets there. Then the store makes it rank 0's,
+    /// and [begins](Self::begin).
+    pub(super) fn add(&self, key: &Key, value: &Array) -> Result<Arc<Entry>, StoreError> {
+        let entry = {
+            let State { entries, order, .. } = &mut *self.state();
+            let Slot::Vacant(slot) = entries.entry(key.clone()) else {
+                return Err(wrong(key, "it has its value already".into()));
+            };
+            let entry = Entry::new(&self.engine, key.clone(), value.dtype(), value.elements());
+            order.push(Arc::clone(slot.insert(Arc::new(entry))));
+            Arc::clone(&order[order.len() - 1])
+        };
+        self.copy_in(&entry, std::slice::from_ref(value), 0)?;
+        Ok(entry)
+    }
+
+    pub(super) fn begin(&self, entry: &Arc<Entry>) -> Result<(), StoreError> {
+        let here = Arc::clone(entry);
+        self.engine
+            .operation(format!("init {}", entry.key), Kind::Copy)
+            .reads([entry.buffer.variable()])
+            .mutates([&entry.parameters])
+            .push(move || -> Result<(), String> {
+                here.begin();
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// The entry of a key, which arrays of this type and length fit.
+    pub(super) fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<Entry>, StoreError> {
+        let entry = self.state().entries.get(key).cloned();
+        let entry = entry.ok_or_else(|| wrong(key, "it has no value yet: give it one with init".into()))?;
+        let (dtype, elements) = (entry.buffer.dtype(), entry.buffer.elements());
+        if let Some(other) =
+            arrays.iter().find(|array| array.dtype() != dtype || array.elements() != elements)
+        {
+            let (theirs, count) = (other.dtype(), other.elements());
+            return Err(wrong(
+                key,
+                format!("its value is {elements} of {dtype}, the array is {count} of {theirs}"),
+            ));
+        }
+        match arrays {
+            [] => Err(wrong(key, "there is no array to push, or to pull into".into())),
+            _ => Ok(entry),
+        }
+    }
+
+    /// Pushes what adds up this rank's arrays in the communication buffer.
+    pub(super) fn copy_in(
+        &self,
+        entry: &Arc<Entry>,
+        values: &[Array],
+        priority: i32,
+    ) -> Result<(), StoreError> {
+        let (here, own) = (Arc::clone(entry), values.to_vec());
+        self.engine
+            .operation(format!("copy {}", entry.key), Kind::Copy)
+            .reads(values.iter().map(Array::variable))
+            .mutates([entry.buffer.variable()])
+            .priority(priority)
+            .push(move || -> Result<(), String> {
+                here.gather(&own);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// Pushes the step of the optimizer that the sum in the buffer makes, if there is an optimizer.
+    pub(super) fn update(&self, entry: &Arc<Entry>, priority: i32) -> Result<(), StoreError> {
+        entry.push();
+        let updater = {
+            let mut state = self.state();
+            state.has_pushed = true;
+            state.updater.clone()
+        };
+        let Some(updater) = updater else { return Ok(()) };
+        let here = Arc::clone(entry);
+        self.engine
+            .operation(format!("update {}", entry.key), Kind::Compute)
+            .reads([entry.buffer.variable()])
+            .mutates([&entry.parameters])
+            .priority(priority)
+            .push(move || -> Result<(), String> {
+                here.update(&updater);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// All entries, in the order that all ranks have them in.
+    pub(super) fn entries(&self) -> Vec<Arc<Entry>> {
+        self.state().order.clone()
+    }
+
+    /// Whether values are parameters.
+    pub(super) fn has_optimizer(&self) -> bool {
+        self.state().updater.is_some()
+    }
+
+    /// Whether those who pull get the sum itself.
+    pub(super) fn gives_sums(&self, entry: &Entry) -> bool {
+        entry.has_sum() && !self.has_optimizer()
+    }
+
+    /// Pushes what puts the key's value into `outs`.
+    pub(super) fn copy_out(
+        &self,
+        entry: &Arc<Entry>,
+        outs: &[Array],
+        priority: i32,
+    ) -> Result<(), StoreError> {
+        let (here, theirs, gives_sums) = (Arc::clone(entry), outs.to_vec(), self.gives_sums(entry));
+        let source = if gives_sums { entry.buffer.variable() } else { &entry.parameters };
+        self.engine
+            .operation(format!("copy back {}", entry.key), Kind::Copy)
+            .reads([source])
+            .mutates(outs.iter().map(Array::variable))
+            .priority(priority)
+            .push(move || -> Result<(), String> {
+                here.give(&theirs, gives_sums);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    pub(super) fn set_optimizer(
+        &self,
+        optimizer: Arc<dyn Optimizer>,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), StoreError> {
+        let mut state = self.state();
+        if state.has_pushed {
+            return Err(StoreError::Sequence("the optimizer is chosen before the first push"));
+        }
+        optimizer.check(&hyperparameters).map_err(|error| StoreError::Options(error.to_string()))?;
+        state.updater = Some(Updater { optimizer, hyperparameters, ranks: self.ranks });
+        Ok(())
+    }
+
+    pub(super) fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        let mut state = self.state();
+        let updater = state.updater.as_mut().ok_or(StoreError::Sequence("there is no optimizer"))?;
+        let checked = updater.optimizer.check(&hyperparameters);
+        checked.map_err(|error| StoreError::Options(error.to_string()))?;
+        updater.hyperparameters = hyperparameters;
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn wrong(key: &Key, reason: String) -> StoreError {
+    StoreError::Key { key: key.clone(), reason }
+}

@@ -1,0 +1,7 @@
+//! Key-value stores of all designs, between ranks that are threads here, over real communicators.
+
+#[path = "../communicators/group.rs"]
+mod group;
+mod orders;
+mod semantics;
+mod team;

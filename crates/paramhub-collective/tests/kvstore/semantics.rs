@@ -1,0 +1,239 @@
+//! What init, push and pull mean, whichever design.
+
+use std::sync::Arc;
+
+use half::bf16;
+use paramhub_collective::engine::{EngineConfig, Kind};
+use paramhub_collective::kvstore::{Array, Key, KvStore, StoreError, StoreKind, StoreOptions, create};
+use paramhub_core::codec::Dtype;
+use paramhub_kernels::{Hyperparameters, Registry};
+use paramhub_transport::ReceiveRegion;
+
+use crate::team::{DESIGNS, engine, local, stores};
+
+const COUNTS: [usize; 4] = [1, 300, 5, 70_001];
+const STEPS: u32 = 5;
+
+fn array(store: &dyn KvStore, values: Vec<f32>) -> Array {
+    Array::new(store.engine(), values)
+}
+
+fn values(store: &dyn KvStore, array: &Array) -> Vec<f32> {
+    array.to_vec(store.engine()).unwrap()
+}
+
+/// Whole numbers, whose sums are the same in any order.
+fn gradient(rank: u32, key: usize, step: u32) -> Vec<f32> {
+    let number = |at: usize| ((at * 5 + key * 3 + step as usize * 7 + rank as usize * 2) % 13) as f32 - 6.0;
+    (0..COUNTS[key]).map(number).collect()
+}
+
+fn keys() -> Vec<Key> {
+    vec!["fc.weight".into(), 1.into(), "fc.bias".into(), Key::from(u64::MAX)]
+}
+
+fn optimizer(store: &dyn KvStore) -> Hyperparameters {
+    let numbers = Hyperparameters { learning_rate: 0.125, momentum: 0.5, ..Default::default() };
+    store.set_optimizer(Registry::with_builtins().optimizer("sgd").unwrap(), numbers).unwrap();
+    numbers
+}
+
+#[test]
+fn sums_of_all_ranks_are_pulled_by_all() {
+    for (kind, size) in DESIGNS.into_iter().flat_map(|kind| [(kind, 2), (kind, 3)]) {
+        stores(kind, size, |store| {
+            assert_eq!((store.kind(), store.size()), (kind, size));
+            for (key, count) in keys().iter().zip(COUNTS) {
+                // Rank 0's value is everybody's.
+                store.init(key, &array(store, vec![store.rank() as f32 + 1.5; count])).unwrap();
+                let out = array(store, vec![0.0; count]);
+                store.pull(key, std::slice::from_ref(&out), 0).unwrap();
+                assert_eq!(values(store, &out), vec![1.5; count], "{kind} {key}");
+            }
+            for step in 0..STEPS {
+                let gradients: Vec<Array> =
+                    (0..COUNTS.len()).map(|key| array(store, gradient(store.rank(), key, step))).collect();
+                for (at, key) in keys().iter().enumerate().rev() {
+                    store.push(key, &gradients[at..=at], at as i32).unwrap();
+                }
+                // Into where the gradient was, as the papers' listings do.
+                for (at, key) in keys().iter().enumerate() {
+                    store.pull(key, &gradients[at..=at], 0).unwrap();
+                }
+                for (at, sum) in gradients.iter().enumerate() {
+                    let of_ranks: Vec<Vec<f32>> = (0..size).map(|rank| gradient(rank, at, step)).collect();
+                    let expected = (0..COUNTS[at]).map(|i| of_ranks.iter().map(|of| of[i]).sum::<f32>());
+                    assert!(
+                        values(store, sum).into_iter().eq(expected),
+                        "{kind}, {size} ranks, key {at}, step {step}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+/// Trains with an optimizer at the store, and returns the parameters.
+fn trained(store: &dyn KvStore, ranks: &[u32]) -> Vec<Vec<f32>> {
+    let numbers = optimizer(store);
+    for (key, count) in keys().iter().zip(COUNTS) {
+        store.init(key, &array(store, vec![2.0; count])).unwrap();
+    }
+    let parameters: Vec<Array> = COUNTS.iter().map(|&count| array(store, vec![0.0; count])).collect();
+    for step in 0..STEPS {
+        if step == 3 {
+            store.set_hyperparameters(Hyperparameters { learning_rate: 0.25, ..numbers }).unwrap();
+        }
+        for (at, key) in keys().iter().enumerate() {
+            // One process that stands for several ranks pushes all of theirs.
+            let own: Vec<Array> = ranks.iter().map(|&rank| array(store, gradient(rank, at, step))).collect();
+            store.pushpull(key, &own, &parameters[at..=at], 0).unwrap();
+        }
+    }
+    parameters.iter().map(|array| values(store, array)).collect()
+}
+
+#[test]
+fn an_optimizer_makes_the_same_parameters_at_every_rank_in_every_design() {
+    // Of a mean, where a local store of one rank has a sum.
+    let local = local();
+    let alone = trained(&*local, &[0]);
+    for kind in DESIGNS {
+        let found = stores(kind, 1, |store| trained(store, &[0]));
+        assert!(found[0] == alone, "{kind} alone is local");
+    }
+    let expected = stores(StoreKind::Funnel, 3, |store| trained(store, &[store.rank()]));
+    assert!(expected[0] != alone);
+    for kind in DESIGNS {
+        let found = stores(kind, 3, |store| trained(store, &[store.rank()]));
+        assert!(found.iter().all(|of| *of == expected[0]), "{kind}");
+    }
+}
+
+#[test]
+fn several_values_of_a_rank_are_added_up_and_several_outs_filled_in_halves_too() {
+    for kind in DESIGNS {
+        stores(kind, 2, |store| {
+            let half = |value: f32| {
+                let wire: Vec<u8> =
+                    std::iter::repeat_n(bf16::from_f32(value).to_le_bytes(), 500).flatten().collect();
+                Array::over(store.engine(), ReceiveRegion::owned(wire), Dtype::BF16)
+            };
+            let key = Key::from("half");
+            store.init(&key, &half(1.0)).unwrap();
+            let own = [half(1.0), half(2.5), half(store.rank() as f32)];
+            let outs = [half(0.0), half(0.0)];
+            store.pushpull(&key, &own, &outs, 0).unwrap();
+            for out in &outs {
+                assert_eq!(values(store, out), vec![8.0; 500], "{kind}");
+            }
+        });
+    }
+}
+
+#[test]
+fn every_push_counts_pulled_or_not() {
+    for kind in DESIGNS {
+        stores(kind, 2, |store| {
+            store
+                .set_optimizer(
+                    Registry::with_builtins().optimizer("sgd").unwrap(),
+                    Hyperparameters { learning_rate: 1.0, ..Default::default() },
+                )
+                .unwrap();
+            let key = Key::from(7);
+            store.init(&key, &array(store, vec![0.0; 10])).unwrap();
+            let one = [array(store, vec![-1.0; 10])];
+            let out = [array(store, vec![0.0; 10])];
+            store.push(&key, &one, 0).unwrap();
+            store.push(&key, &one, 0).unwrap();
+            store.pull(&key, &out, 0).unwrap();
+            assert_eq!(values(store, &out[0]), vec![2.0; 10], "{kind}");
+            store.push(&key, &one, 0).unwrap();
+            store.barrier().unwrap();
+            store.pull(&key, &out, 0).unwrap();
+            assert_eq!(values(store, &out[0]), vec![3.0; 10], "{kind}");
+            store.pull(&key, &out, 0).unwrap();
+            assert_eq!(values(store, &out[0]), vec![3.0; 10], "{kind}");
+            // Left over, and exchanged in the end.
+            store.push(&key, &one, 0).unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_would() {
+    let store = &*local();
+    let told = |outcome: Result<(), StoreError>| outcome.unwrap_err().to_string();
+    let three = [array(store, vec![0.0; 3])];
+    assert_eq!(told(store.push(&"w".into(), &three, 0)), "key w: it has no value yet: give it one with init");
+    store.init(&"w".into(), &array(store, vec![1.0; 4])).unwrap();
+    assert_eq!(told(store.init(&"w".into(), &three[0])), "key w: it has its value already");
+    assert_eq!(
+        told(store.push(&"w".into(), &three, 0)),
+        "key w: its value is 4 of f32, the array is 3 of f32"
+    );
+    assert_eq!(told(store.pull(&"w".into(), &[], 0)), "key w: there is no array to push, or to pull into");
+    store.push(&"w".into(), &[array(store, vec![1.0; 4])], 0).unwrap();
+    let sgd = Registry::with_builtins().optimizer("sgd").unwrap();
+    let late = store.set_optimizer(Arc::clone(&sgd), Hyperparameters::default());
+    assert_eq!(told(late), "the optimizer is chosen before the first push");
+    assert_eq!(told(store.set_hyperparameters(Hyperparameters::default())), "there is no optimizer");
+
+    let options = |outstanding| StoreOptions {
+        engine: engine(EngineConfig { communicate_threads: 2, ..Default::default() }),
+        communicator: None,
+        outstanding,
+    };
+    let refused = create(StoreKind::DepCha, options(None)).err().unwrap().to_string();
+    assert_eq!(refused, "a depcha store needs a communicator");
+    let refused = "nccl".parse::<StoreKind>().unwrap_err().to_string();
+    assert_eq!(refused, "there is no store `nccl`: expected local, funnel, concom, depcha");
+    crate::group::native(1, |_| ());
+    crate::group::at_all(
+        1,
+        |config| config,
+        |native| {
+            let options = StoreOptions { communicator: Some(Box::new(native)), ..options(Some(3)) };
+            let refused = create(StoreKind::ConCom, options).err().unwrap().to_string();
+            assert!(refused.starts_with("3 keys at a time need as many threads"), "{refused}");
+        },
+    );
+}
+
+#[test]
+fn a_gradient_that_could_not_be_made_is_told_by_its_name_where_it_is_waited_for() {
+    for kind in [StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha] {
+        let work = |store: &dyn KvStore| {
+            let key = Key::from("w");
+            store.init(&key, &array(store, vec![1.0; 4])).unwrap();
+            store.barrier().unwrap();
+            let gradient = [array(store, vec![0.0; 4])];
+            let broken =
+                store.engine().operation("backward w", Kind::Compute).mutates([gradient[0].variable()]);
+            broken.push(|| Err("it is not a number")).unwrap();
+            let out = [array(store, vec![0.0; 4])];
+            let pushed = store.pushpull(&key, &gradient, &out, 0);
+            let told = match pushed {
+                // Who waits in push hears it there.
+                Err(error) => error.to_string(),
+                Ok(()) => out[0].to_vec(store.engine()).unwrap_err().to_string(),
+            };
+            assert_eq!(told, "operation backward w failed: it is not a number", "{kind}");
+        };
+        if kind == StoreKind::Local {
+            work(&*local());
+            continue;
+        }
+        crate::group::at_all(
+            1,
+            |config| config,
+            |native| {
+                let engine = engine(EngineConfig::default());
+                let options =
+                    StoreOptions { engine, communicator: Some(Box::new(native)), outstanding: None };
+                work(&*create(kind, options).unwrap());
+            },
+        );
+    }
+}
