@@ -62,7 +62,15 @@ struct Inner {
     touched: Vec<(usize, Access)>,
     /// Mutations pushed before, of each variable.
     expected: Mutex<Vec<usize>>,
-    fails: bool,
+    role: Role,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Role {
+    Succeeds,
+    Fails,
+    /// Takes the poison, as who is told of a failure.
+    Waits,
 }
 
 impl Member for Operation {
@@ -77,6 +85,7 @@ struct World {
     pushes: Mutex<Vec<usize>>,
     ended: AtomicUsize,
     poisoned: AtomicUsize,
+    told: AtomicUsize,
 }
 
 impl World {
@@ -87,15 +96,16 @@ impl World {
             pushes: Mutex::new(vec![0; variables]),
             ended: AtomicUsize::new(0),
             poisoned: AtomicUsize::new(0),
+            told: AtomicUsize::new(0),
         })
     }
 
     /// Pushes an operation and runs all that the calling thread makes ready.
-    fn push(&self, touched: &[(usize, Access)], fails: bool) {
+    fn push(&self, touched: &[(usize, Access)], role: Role) {
         let link = |&(at, access): &(usize, Access)| Link { place: Arc::clone(&self.data[at].place), access };
-        let links = Links::new(touched.iter().map(link).collect(), false);
+        let links = Links::new(touched.iter().map(link).collect(), role == Role::Waits);
         let expected = Mutex::new(Vec::new());
-        let operation = Operation(Arc::new(Inner { links, touched: touched.to_vec(), expected, fails }));
+        let operation = Operation(Arc::new(Inner { links, touched: touched.to_vec(), expected, role }));
         let is_ready = {
             let mut pushes = self.pushes.lock().unwrap();
             operation.0.expected.lock().unwrap().clone_from(&pushes);
@@ -109,7 +119,7 @@ impl World {
     }
 
     fn run(&self, operation: &Operation, ready: &mut Vec<Operation>) {
-        let Inner { links, touched, expected, fails } = &*operation.0;
+        let Inner { links, touched, expected, role } = &*operation.0;
         let expected = expected.lock().unwrap().clone();
         for &(at, access) in touched {
             let mutations = &self.data[at].mutations;
@@ -119,8 +129,12 @@ impl World {
                 mutations.store(seen + 1, Ordering::Relaxed);
             }
         }
+        if *role == Role::Waits {
+            self.told.fetch_add(usize::from(links.poison().is_some()), Ordering::Relaxed);
+            return leave(operation, None, |next| ready.push(next), |_| ());
+        }
         let failure = links.poison().or_else(|| {
-            fails.then(|| {
+            (*role == Role::Fails).then(|| {
                 let (operation, reason) = (String::new(), String::new());
                 std::sync::Arc::new(Failure { number: 0, operation, reason })
             })
@@ -141,10 +155,12 @@ fn all_run(variables: usize, teams: &'static [&'static [&'static [(usize, Access
             .iter()
             .map(|operations| {
                 let world = Arc::clone(&world);
-                thread::spawn(move || operations.iter().for_each(|touched| world.push(touched, false)))
+                thread::spawn(move || {
+                    operations.iter().for_each(|touched| world.push(touched, Role::Succeeds))
+                })
             })
             .collect();
-        teams[0].iter().for_each(|touched| world.push(touched, false));
+        teams[0].iter().for_each(|touched| world.push(touched, Role::Succeeds));
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         assert_eq!(world.ended.load(Ordering::Relaxed), teams.iter().map(|team| team.len()).sum());
     });
@@ -169,15 +185,32 @@ fn an_operation_of_several_variables_becomes_ready_once() {
 fn a_failure_reaches_what_is_pushed_after_it_on_any_thread() {
     explore(|| {
         let world = World::new(2);
-        world.push(&[(0, Mutate)], true);
+        world.push(&[(0, Mutate)], Role::Fails);
         let other = {
             let world = Arc::clone(&world);
-            thread::spawn(move || world.push(&[(0, Read), (1, Mutate)], false))
+            thread::spawn(move || world.push(&[(0, Read), (1, Mutate)], Role::Succeeds))
         };
-        world.push(&[(1, Mutate), (0, Read)], false);
+        world.push(&[(1, Mutate), (0, Read)], Role::Succeeds);
         other.join().unwrap();
         assert_eq!(world.poisoned.load(Ordering::Relaxed), 2);
         assert!(world.data.iter().all(|data| data.place.take_poison().is_some()));
+    });
+}
+
+#[test]
+fn a_failure_is_told_by_one_wait_or_by_none_yet() {
+    explore(|| {
+        let world = World::new(1);
+        let waits = |world: &Arc<World>| {
+            let world = Arc::clone(world);
+            move || world.push(&[(0, Read)], Role::Waits)
+        };
+        let other = thread::spawn(waits(&world));
+        world.push(&[(0, Mutate)], Role::Fails);
+        waits(&world)();
+        other.join().unwrap();
+        assert_eq!(world.told.load(Ordering::Relaxed), 1);
+        assert!(!world.data[0].place.is_poisoned());
     });
 }
 
