@@ -188,7 +188,7 @@ impl Order {
 }
 
 /// Part `part` of `parts` of `span`, cut at whole elements of `width` bytes. Parts differ by one element at most.
-fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
+pub(crate) fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
     let elements = span.bytes / width;
     let (each, longer) = (elements / parts, elements % parts);
     let before = |part: usize| part * each + part.min(longer);
