@@ -313,3 +313,118 @@ fn draw<const N: usize>() -> io::Result<[u8; N]> {
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::thread;
+
+    use paramhub_core::auth::Nonce;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn config(rank: u32, size: usize) -> MeshConfig {
+        MeshConfig::new(rank, Nonce([0; 32]), vec![([127, 0, 0, 1], 1).into(); size])
+    }
+
+    /// Rank 0 of `size`, and the other ends of its connections.
+    fn rank_0(
+        size: usize,
+        patience: Duration,
+    ) -> (thread::JoinHandle<Result<Agreed, MeshError>>, Vec<UnixStream>) {
+        let (near, far): (Vec<_>, Vec<_>) = (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
+        let rank_0 = thread::spawn(move || {
+            let sockets = near.into_iter().map(|socket| {
+                socket.set_nonblocking(true).unwrap();
+                Some(OwnedFd::from(socket))
+            });
+            let sockets: Vec<_> = std::iter::once(None).chain(sockets).collect();
+            let deadline = Instant::now() + patience;
+            agree(&config(0, size), &sockets, Patience { deadline, goes_on: &mut || true })
+        });
+        for socket in &far {
+            socket.set_read_timeout(Some(LONG)).unwrap();
+        }
+        (rank_0, far)
+    }
+
+    fn offered(socket: &mut UnixStream) -> Offer {
+        let mut wire = [0; OFFER_BYTES];
+        socket.read_exact(&mut wire).unwrap();
+        Offer::decode(&wire).unwrap().unwrap()
+    }
+
+    fn verdict(socket: &mut UnixStream) -> u8 {
+        let mut verdict = [9];
+        socket.read_exact(&mut verdict).unwrap();
+        verdict[0]
+    }
+
+    #[test]
+    fn descriptors_are_for_those_with_the_token() {
+        let (rank_0, mut others) = rank_0(3, LONG);
+        let offer = offered(&mut others[0]);
+        assert_eq!(offered(&mut others[1]), offer);
+        // Some say nothing, some the wrong thing, some leave: nobody gets anything, and nobody is kept waiting.
+        let _silent = connect(&offer.path(), LONG).unwrap();
+        drop(connect(&offer.path(), LONG).unwrap());
+        for said in [&[0_u8; TOKEN_BYTES][..], b"short"] {
+            let mut stranger = connect(&offer.path(), LONG).unwrap();
+            stranger.write_all(said).unwrap();
+            stranger.set_read_timeout(Some(LONG)).unwrap();
+            let got = receive_segments(&stranger, &mut [0; 8]);
+            assert!(got.is_err() || got.is_ok_and(|(heard, descriptors)| heard + descriptors.len() == 0));
+        }
+        let commons: Vec<Commons> = (1..3).map(|rank| fetch(&config(rank, 3), &offer).unwrap()).collect();
+        for socket in &mut others {
+            socket.write_all(&[1]).unwrap();
+        }
+        assert_eq!([verdict(&mut others[0]), verdict(&mut others[1])], [1, 1]);
+        let first = rank_0.join().unwrap().unwrap().unwrap();
+        // It is one memory.
+        first.put(5, 17, b"bytes");
+        for commons in &commons {
+            let mut seen = [0; 5];
+            commons.take(0, 5, 17, &mut seen);
+            assert_eq!(&seen, b"bytes");
+        }
+    }
+
+    #[test]
+    fn one_that_has_none_keeps_all_from_it() {
+        let (rank_0, mut others) = rank_0(3, LONG);
+        let offer = offered(&mut others[0]);
+        assert_eq!(offered(&mut others[1]), offer);
+        fetch(&config(1, 3), &offer).unwrap();
+        others[0].write_all(&[1]).unwrap();
+        others[1].write_all(&[0]).unwrap();
+        assert_eq!([verdict(&mut others[0]), verdict(&mut others[1])], [0, 0]);
+        let why = rank_0.join().unwrap().unwrap().err().unwrap();
+        assert!(why.contains("rank 2"), "{why}");
+        assert!(fetch(&config(2, 3), &offer).is_err(), "it is not offered any more");
+    }
+
+    #[test]
+    fn one_that_dies_is_left_to_the_mesh_and_one_that_is_silent_is_missing() {
+        let (dead, mut others) = rank_0(3, LONG);
+        drop(others.pop());
+        others[0].write_all(&[1]).unwrap();
+        assert!(dead.join().unwrap().unwrap().is_err());
+        let (waits, _others) = rank_0(3, Duration::from_millis(300));
+        let error = waits.join().unwrap().err().unwrap().to_string();
+        assert!(error.contains("rank 1 is missing") && error.contains("rank 2 is missing"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_offer_is_named() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        far.write_all(&[7; OFFER_BYTES]).unwrap();
+        let deadline = Instant::now() + LONG;
+        let sockets = [Some(OwnedFd::from(near)), None];
+        let agreed = agree(&config(1, 2), &sockets, Patience { deadline, goes_on: &mut || true });
+        assert!(matches!(agreed, Err(MeshError::Protocol { rank: 0, .. })));
+    }
+}

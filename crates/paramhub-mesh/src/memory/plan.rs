@@ -183,12 +183,14 @@ impl Plan {
         }
     }
 
-    /// The ranks without whose part this one cannot finish a chunk.
+    /// The ranks that must have done their part of a chunk before this one can end it.
     pub(crate) fn sources(&self) -> u64 {
         let Room { rank, size, .. } = self.room;
         let others = (u64::MAX >> (u64::BITS - size)) & !(1 << rank);
         match &self.shape {
             Shape::Barrier | Shape::Gather { .. } | Shape::Parts { to: None, .. } => others,
+            // The root waits for nothing but that all have called the same.
+            Shape::Broadcast { root, .. } if *root == rank => others,
             Shape::Broadcast { root, .. } => others & (1 << root),
             Shape::Parts { to: Some(root), .. } if *root == rank => others,
             Shape::Parts { .. } | Shape::Whole { .. } | Shape::Scatter { .. } => 0,
@@ -198,7 +200,7 @@ impl Plan {
     /// What this rank copies of a chunk from the slot of one of its sources, and where it lies there.
     pub(crate) fn taken(&self, chunk: u64, source: u32) -> Option<(Span, usize)> {
         match &self.shape {
-            Shape::Broadcast { bytes, .. } => Some((self.slice(0, *bytes, chunk), 0)),
+            Shape::Broadcast { root, bytes } => (source == *root).then(|| (self.slice(0, *bytes, chunk), 0)),
             Shape::Parts { .. } => Some((self.part(chunk, source), self.offset(source))),
             Shape::Gather { lengths, .. } => Some((self.slice(source, lengths[source as usize], chunk), 0)),
             Shape::Barrier | Shape::Whole { .. } | Shape::Scatter { .. } => None,
@@ -220,5 +222,175 @@ impl Plan {
     /// Where a rank's part lies in a slot.
     fn offset(&self, rank: u32) -> usize {
         rank as usize * self.room.part_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SLOT_BYTES: usize = 128 << 10;
+
+    /// A rank's buffers, its plan and its slot of one chunk.
+    struct Rank {
+        plan: Plan,
+        buffers: Vec<Vec<u8>>,
+        slot: Vec<u8>,
+    }
+
+    impl Rank {
+        fn bytes(&self, span: Span) -> Vec<u8> {
+            self.buffers[span.buffer as usize][span.start..span.end()].to_vec()
+        }
+
+        fn set(&mut self, span: Span, bytes: &[u8]) {
+            self.buffers[span.buffer as usize][span.start..span.end()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Runs all ranks' plans, a chunk at a time, with sums of bytes. What a rank reads of a slot must have been written.
+    fn run(ranks: &mut [Rank]) {
+        let size = ranks.len();
+        let chunks = ranks[0].plan.chunks();
+        assert!(ranks.iter().all(|rank| rank.plan.chunks() == chunks));
+        for chunk in 0..chunks {
+            for rank in ranks.iter_mut() {
+                rank.slot = vec![0xee; SLOT_BYTES];
+                for for_rank in 0..size as u32 {
+                    if let Some((from, offset)) = rank.plan.copied(chunk, for_rank) {
+                        let bytes = rank.bytes(from);
+                        rank.slot[offset..][..bytes.len()].copy_from_slice(&bytes);
+                    }
+                }
+                if let Some((into, from)) = rank.plan.kept(chunk) {
+                    let bytes = rank.bytes(from);
+                    rank.set(into, &bytes);
+                }
+            }
+            for own in 0..size {
+                let Some(reduction) = ranks[own].plan.reduced(chunk) else { continue };
+                let mut sum = match (reduction.is_whole, reduction.first) {
+                    (true, _) => vec![0; reduction.into.bytes],
+                    (_, Some(first)) => ranks[own].bytes(first),
+                    (_, None) => ranks[own].bytes(reduction.into),
+                };
+                for (other, rank) in ranks.iter().enumerate() {
+                    if reduction.is_whole || other != own {
+                        let from = &rank.slot[reduction.offset..][..sum.len()];
+                        sum.iter_mut().zip(from).for_each(|(sum, byte)| *sum = sum.wrapping_add(*byte));
+                    }
+                }
+                ranks[own].set(reduction.into, &sum);
+                if reduction.is_spread {
+                    ranks[own].slot[reduction.offset..][..sum.len()].copy_from_slice(&sum);
+                }
+            }
+            for own in 0..size {
+                let sources = ranks[own].plan.sources();
+                for source in (0..size as u32).filter(|&rank| sources >> rank & 1 == 1) {
+                    if let Some((into, offset)) = ranks[own].plan.taken(chunk, source) {
+                        let bytes = ranks[source as usize].slot[offset..][..into.bytes].to_vec();
+                        ranks[own].set(into, &bytes);
+                    }
+                }
+            }
+        }
+    }
+
+    fn content(rank: usize, buffer: usize, bytes: usize) -> Vec<u8> {
+        (0..bytes).map(|at| (at * 7 + rank * 31 + buffer * 101) as u8).collect()
+    }
+
+    fn ranks(size: usize, plan: impl Fn(Room) -> Plan, buffers: impl Fn(usize) -> Vec<Vec<u8>>) -> Vec<Rank> {
+        let rank = |rank: usize| {
+            let room = Room { rank: rank as u32, size: size as u32, slot_bytes: SLOT_BYTES };
+            Rank { plan: plan(room), buffers: buffers(rank), slot: Vec::new() }
+        };
+        (0..size).map(rank).collect()
+    }
+
+    fn sum(size: usize, bytes: usize, buffer: usize) -> Vec<u8> {
+        let contents: Vec<Vec<u8>> = (0..size).map(|rank| content(rank, buffer, bytes)).collect();
+        (0..bytes)
+            .map(|at| contents.iter().fold(0_u8, |sum, content| sum.wrapping_add(content[at])))
+            .collect()
+    }
+
+    /// Around every bound, and longer than a slot.
+    fn lengths() -> impl Strategy<Value = usize> {
+        let width = 4;
+        prop_oneof![0..40_usize, 4000..4200_usize, 30_000..70_000_usize].prop_map(move |n| n * width)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn reductions_reach_whom_they_should(size in 2..7_usize, bytes in lengths(), to in 0..7_u32) {
+            let to = (to < size as u32).then_some(to);
+            let plan = |room| Plan::reduce(room, bytes, 4, to);
+            let mut all = ranks(size, plan, |rank| vec![content(rank, 0, bytes)]);
+            run(&mut all);
+            for (rank, reached) in all.iter().enumerate() {
+                if to.is_none_or(|to| to == rank as u32) {
+                    prop_assert_eq!(&reached.buffers[0], &sum(size, bytes, 0));
+                }
+            }
+        }
+
+        #[test]
+        fn blocks_are_reduced_and_gathered(size in 2..7_usize, seed in prop::collection::vec(lengths(), 6), has_own: bool) {
+            let lengths = &seed[..size];
+            let plan = |room| Plan::reduce_scatter(room, lengths, !has_own);
+            let mut all = ranks(size, plan, |rank| {
+                let inputs = (0..size).map(|block| match block == rank && !has_own {
+                    true => Vec::new(),
+                    false => content(rank, block, lengths[block]),
+                });
+                let output = if has_own { vec![0; lengths[rank]] } else { content(rank, rank, lengths[rank]) };
+                inputs.chain([output]).collect()
+            });
+            run(&mut all);
+            for (rank, reached) in all.iter().enumerate() {
+                prop_assert_eq!(&reached.buffers[size], &sum(size, lengths[rank], rank));
+            }
+            let plan = |room| Plan::allgather(room, lengths, has_own);
+            let mut all = ranks(size, plan, |rank| {
+                let own = content(rank, 0, lengths[rank]);
+                let mut outputs: Vec<Vec<u8>> = lengths.iter().map(|bytes| vec![0; *bytes]).collect();
+                match has_own {
+                    true => outputs.push(own),
+                    false => outputs[rank] = own,
+                }
+                outputs
+            });
+            run(&mut all);
+            for reached in &all {
+                for (rank, length) in lengths.iter().enumerate() {
+                    prop_assert_eq!(&reached.buffers[rank], &content(rank, 0, *length));
+                }
+            }
+        }
+
+        #[test]
+        fn broadcasts_reach_all(size in 2..7_usize, bytes in lengths(), root in 0..6_u32) {
+            let root = root % size as u32;
+            let plan = |room| Plan::broadcast(room, root, bytes);
+            let mut all = ranks(size, plan, |rank| vec![content(rank, 0, bytes)]);
+            run(&mut all);
+            prop_assert!(all.iter().all(|rank| rank.buffers[0] == content(root as usize, 0, bytes)));
+        }
+    }
+
+    #[test]
+    fn as_many_ranks_as_may_share_memory_have_room() {
+        let size = super::super::commons::RANKS_MAX;
+        let room = Room { rank: size - 1, size, slot_bytes: SLOT_BYTES };
+        assert!(room.part_bytes() >= 8 * LINE_BYTES && room.part_bytes() * size as usize <= SLOT_BYTES);
+        let plan = Plan::reduce(room, 100 << 20, 8, None);
+        let (span, offset) = plan.copied(3, 0).unwrap();
+        assert!(span.bytes <= room.part_bytes() && offset == 0);
     }
 }
