@@ -51,7 +51,7 @@ impl Stage {
     pub(crate) const ALL: [Stage; 3] = [Stage::Copied, Stage::Reduced, Stage::Taken];
 }
 
-/// What a rank sleeps for: at each stage, who should have come how far. A count of 0 is waited for by nobody.
+/// What a rank sleeps for: that these have brought so many chunks past a stage. A count of 0 is waited for by nobody.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wish {
     pub(crate) count: u64,
@@ -156,7 +156,7 @@ impl Commons {
         })
     }
 
-    /// Lets the others know that this rank sleeps until one of its wishes, by stage, comes true. It has to look once more
+    /// Lets the others know that this rank sleeps until one of its wishes, by the others' stage, comes true. It has to look once more
     /// whether that is so already before it does.
     pub(crate) fn sleep(&self, wishes: [Wish; 3]) {
         for (stage, wish) in wishes.into_iter().enumerate() {

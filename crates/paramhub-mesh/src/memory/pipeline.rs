@@ -145,7 +145,11 @@ impl Pipeline {
 
     /// Has the bell rung once this rank can go on. Returns whether it may wait for that: not if it can go on already.
     pub(crate) fn fall_asleep(&mut self) -> bool {
-        self.commons.sleep(Stage::ALL.map(|stage| self.wish(stage).unwrap_or_default()));
+        let mut wishes = [Wish::default(); 3];
+        for stage in Stage::ALL {
+            wishes[awaited_stage(stage) as usize] = self.wish(stage).unwrap_or_default();
+        }
+        self.commons.sleep(wishes);
         self.has_more = Stage::ALL.into_iter().any(|stage| self.may(stage));
         !self.has_more
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use paramhub_mesh::{ElementType, Mesh, MeshConfig, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{Random, at_all, done, meshes, meshes_with, run, seed};
+use crate::common::{PATIENCE, Random, at_all, done, meshes, meshes_with, run, seed};
 
 fn sums(mesh: &Mesh, elements: usize) {
     let mut values: Vec<f32> = (0..elements).map(|at| (at % 97) as f32 + mesh.rank() as f32).collect();
@@ -17,6 +17,15 @@ fn sums(mesh: &Mesh, elements: usize) {
     assert!(values.iter().enumerate().all(right), "{elements} elements at rank {}", mesh.rank());
 }
 
+/// [`run`] where no heartbeat wakes anybody within a test's patience: who is not rung for when it can go on hangs.
+fn run_without_heartbeats(size: u32, f: impl Fn(&Mesh) + Sync) {
+    let dead_after = 100 * PATIENCE;
+    at_all(meshes_with(size, |config| MeshConfig { dead_after, ..config }), |mesh| {
+        f(&mesh);
+        mesh.leave(PATIENCE).unwrap();
+    });
+}
+
 #[test]
 fn one_rank_that_forbids_it_is_enough_for_all_to_go_over_tcp() {
     for forbids in 0..3 {
@@ -25,14 +34,14 @@ fn one_rank_that_forbids_it_is_enough_for_all_to_go_over_tcp() {
             assert!(mesh.shares_memory().is_err(), "{mesh:?}");
             assert!(format!("{mesh:?}").contains("memory"), "{mesh:?}");
             sums(&mesh, 70_000);
-            mesh.leave(crate::common::PATIENCE).unwrap();
+            mesh.leave(PATIENCE).unwrap();
         });
     }
 }
 
 #[test]
 fn more_ranks_than_processors_get_through() {
-    run(8, |mesh| {
+    run_without_heartbeats(8, |mesh| {
         for elements in [1, 5000, 300_001] {
             for _ in 0..20 {
                 sums(mesh, elements);
@@ -45,7 +54,7 @@ fn more_ranks_than_processors_get_through() {
 #[test]
 fn stragglers_find_what_was_meant_for_them() {
     let seed = seed();
-    run(4, |mesh| {
+    run_without_heartbeats(4, |mesh| {
         let mut random = Random(seed ^ u64::from(mesh.rank()));
         for round in 0..60_u32 {
             if random.below(8) == 0 {
@@ -137,5 +146,5 @@ fn who_is_waited_for_is_known() {
         meshes[1].allreduce(ReceiveRegion::owned(vec![1_f32; 100_000]), ElementType::F32, ReduceOp::Sum);
     done(late).unwrap();
     handles.iter().for_each(|handle| handle.wait().unwrap());
-    at_all(meshes, |mesh| mesh.leave(crate::common::PATIENCE).unwrap());
+    at_all(meshes, |mesh| mesh.leave(PATIENCE).unwrap());
 }
