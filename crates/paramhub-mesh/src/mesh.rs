@@ -156,7 +156,7 @@ impl Mesh {
     }
 
     /// Reduces all ranks' buffers, in place, at every rank. All ranks name the same length, element and operator; all get the
-    /// same bits, today and tomorrow, as long as size, length and release stay the same.
+    /// same bits, today and tomorrow, as long as size, length, release and [way](Self::shares_memory) stay the same.
     pub fn allreduce(
         &self,
         buffer: ReceiveRegion,
