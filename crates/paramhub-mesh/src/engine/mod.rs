@@ -9,6 +9,7 @@ mod outbound;
 mod parting;
 mod peer;
 mod sequence;
+mod sharing;
 mod slab;
 #[cfg(test)]
 mod tests;
@@ -262,14 +263,6 @@ impl Engine {
         has_more || !self.computing.is_empty() || self.seats.iter().any(is_due)
     }
 
-    /// Whether nothing goes on in shared memory before other ranks do, who have been told to ring then.
-    fn sleeps_over_memory(&mut self) -> bool {
-        match &mut self.pipeline {
-            Some(pipeline) if pipeline.is_waiting() => !pipeline.look_out() && pipeline.fall_asleep(),
-            _ => true,
-        }
-    }
-
     fn obey(&mut self, command: Command) -> Result<(), MeshError> {
         match command {
             Command::Run(request) => match request.what {
@@ -418,22 +411,6 @@ impl Engine {
                 self.board.ended(id);
             }
         }
-    }
-
-    fn advance_memory(&mut self) -> Result<(), MeshError> {
-        let Some(pipeline) = &mut self.pipeline else { return Ok(()) };
-        let Err(stranger) = pipeline.advance(&mut self.board, COMPUTE_BYTES) else { return Ok(()) };
-        let (who, rank) = (self.board.who.clone(), stranger.rank);
-        Err(match stranger.theirs {
-            Some((number, theirs)) if number == stranger.number => MeshError::OperationMismatch {
-                who,
-                number,
-                here: stranger.ours.to_string().into(),
-                rank,
-                there: theirs.to_string().into(),
-            },
-            _ => MeshError::Protocol { who, rank, reason: "its memory is out of order".into() },
-        })
     }
 
     /// Compares what the previous rank has begun, and lets it know.
