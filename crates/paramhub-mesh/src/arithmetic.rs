@@ -29,6 +29,57 @@ pub(crate) fn reduce(element: ElementType, op: ReduceOp, into: &mut [u8], from: 
     }
 }
 
+/// `into[i] = into[i] op sources[0][i] op ...`, or without `into`'s own where it does not take part. `read` copies a source's
+/// bytes, from where on, to the slice it is given. f16 and bf16 stay f32 in between and are rounded once.
+///
+/// # Panics
+/// As [`reduce`], and if nothing takes part.
+pub(crate) fn reduce_all(
+    element: ElementType,
+    op: ReduceOp,
+    into: &mut [u8],
+    takes_part: bool,
+    sources: impl Iterator<Item = u32> + Clone,
+    read: impl Fn(u32, usize, &mut [u8]),
+) {
+    assert_eq!(into.len() % element.bytes(), 0, "a reduction takes whole elements");
+    let mut copy = [0_u8; TILE * size_of::<f32>()];
+    let half = match element {
+        ElementType::F16 => Some(Codec::F16),
+        ElementType::BF16 => Some(Codec::BF16),
+        _ => None,
+    };
+    let tile_bytes = half.map_or(copy.len(), |codec| TILE * codec.bytes());
+    for (number, into) in into.chunks_mut(tile_bytes).enumerate() {
+        let copy = &mut copy[..into.len()];
+        let mut sources = sources.clone();
+        if !takes_part {
+            read(sources.next().expect("something is reduced"), number * tile_bytes, into);
+        }
+        let mut wide = [0.0_f32; TILE];
+        let wide = half.map(|codec| {
+            let wide = &mut wide[..into.len() / codec.bytes()];
+            convert::decode(into, wide, codec);
+            (codec, wide)
+        });
+        match wide {
+            Some((codec, wide)) => {
+                for source in sources {
+                    read(source, number * tile_bytes, copy);
+                    fold_half(codec, op, wide, copy);
+                }
+                convert::encode(wide, into, codec);
+            }
+            None => {
+                for source in sources {
+                    read(source, number * tile_bytes, copy);
+                    reduce(element, op, into, copy);
+                }
+            }
+        }
+    }
+}
+
 /// `bytes[i] = bytes[i] / ranks`.
 ///
 /// # Panics
@@ -56,25 +107,29 @@ fn reduce_f32(op: ReduceOp, into: &mut [u8], from: &[u8]) {
 }
 
 fn reduce_half(codec: Codec, op: ReduceOp, into: &mut [u8], from: &[u8]) {
-    let (mut left, mut right) = ([0.0_f32; TILE], [0.0_f32; TILE]);
+    let mut left = [0.0_f32; TILE];
     for (into, from) in into.chunks_mut(TILE * codec.bytes()).zip(from.chunks(TILE * codec.bytes())) {
-        let (left, right) =
-            (&mut left[..into.len() / codec.bytes()], &mut right[..into.len() / codec.bytes()]);
+        let left = &mut left[..into.len() / codec.bytes()];
         convert::decode(into, left, codec);
-        match op {
-            ReduceOp::Sum | ReduceOp::Average => sum::add(left, from, codec),
-            _ => {
-                convert::decode(from, right, codec);
-                let pairs = left.iter_mut().zip(right.iter());
-                match op {
-                    ReduceOp::Product => pairs.for_each(|(left, right)| *left *= right),
-                    ReduceOp::Min => pairs.for_each(|(left, right)| *left = minimum_f32(*left, *right)),
-                    ReduceOp::Max => pairs.for_each(|(left, right)| *left = maximum_f32(*left, *right)),
-                    _ => unsupported(ElementType::F16, op),
-                }
-            }
-        }
+        fold_half(codec, op, left, from);
         convert::encode(left, into, codec);
+    }
+}
+
+/// `left[i] = left[i] op from[i]`, a tile at most.
+fn fold_half(codec: Codec, op: ReduceOp, left: &mut [f32], from: &[u8]) {
+    if matches!(op, ReduceOp::Sum | ReduceOp::Average) {
+        return sum::add(left, from, codec);
+    }
+    let mut right = [0.0_f32; TILE];
+    let right = &mut right[..left.len()];
+    convert::decode(from, right, codec);
+    let pairs = left.iter_mut().zip(right.iter());
+    match op {
+        ReduceOp::Product => pairs.for_each(|(left, right)| *left *= right),
+        ReduceOp::Min => pairs.for_each(|(left, right)| *left = minimum_f32(*left, *right)),
+        ReduceOp::Max => pairs.for_each(|(left, right)| *left = maximum_f32(*left, *right)),
+        _ => unsupported(ElementType::F16, op),
     }
 }
 
@@ -275,6 +330,40 @@ mod tests {
         let mut halves = [half::f16::from_f32(9.0).to_bits(); 5];
         divide(ElementType::F16, bytemuck::cast_slice_mut(&mut halves), 4);
         assert_eq!(halves, [half::f16::from_f32(2.25).to_bits(); 5]);
+    }
+
+    #[test]
+    fn all_at_once_is_one_after_the_other() {
+        // Odd, and longer than a tile of any element.
+        let sources: Vec<Vec<u8>> =
+            (1..4_u8).map(|k| (0..8 * 3 * TILE).map(|at| (at % 5) as u8 * k % 7).collect()).collect();
+        for element in ElementType::ALL.into_iter().filter(|element| !element.is_float()) {
+            for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(element)) {
+                let mut expected = sources[0].clone();
+                reduce(element, op, &mut expected, &sources[1]);
+                reduce(element, op, &mut expected, &sources[2]);
+                let read = |source: u32, at: usize, into: &mut [u8]| {
+                    into.copy_from_slice(&sources[source as usize][at..at + into.len()]);
+                };
+                let mut with_own = sources[0].clone();
+                reduce_all(element, op, &mut with_own, true, 1..3, read);
+                let mut without = vec![0xff; expected.len()];
+                reduce_all(element, op, &mut without, false, 0..3, read);
+                assert_eq!((&with_own, &without), (&expected, &expected), "{op} of {element}");
+            }
+        }
+    }
+
+    #[test]
+    fn halves_reduced_at_once_are_rounded_once() {
+        let half = |value: f32| half::f16::from_f32(value).to_bits();
+        // 2048 + 1 + 1: rounded after each it would stay 2048.
+        let read = |_: u32, _: usize, into: &mut [u8]| {
+            into.copy_from_slice(&bytemuck::cast_slice(&[half(1.0); 3])[..into.len()]);
+        };
+        let mut sum = [half(2048.0); 3];
+        reduce_all(ElementType::F16, ReduceOp::Sum, bytemuck::cast_slice_mut(&mut sum), true, 0..2, read);
+        assert_eq!(sum, [half(2050.0); 3]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use paramhub_core::limits::WORKERS_MAX;
 
 use crate::error::{MeshError, Who};
 
-/// What a rank must know to join a mesh. All but `rank` and the timeouts must be the same on every rank.
+/// What a rank must know to join a mesh. All but `rank`, `shares_memory` and the timeouts must be the same on every rank.
 #[derive(Clone, Debug)]
 pub struct MeshConfig {
     /// For messages.
@@ -23,6 +23,9 @@ pub struct MeshConfig {
     /// Where each rank listens, by rank: what [`MeshListener::address`](crate::MeshListener::address) said there, with an IP
     /// address under which the others reach it. The caller exchanges them. The own one is not used.
     pub addresses: Vec<SocketAddr>,
+    /// Whether ranks that are all on one host do collectives through memory they share. If one of them forbids it, all go
+    /// over TCP, as they do between hosts and where the memory cannot be had.
+    pub shares_memory: bool,
     /// How long [`join`](crate::MeshListener::join) waits for the others.
     pub join_timeout: Duration,
     /// A peer that has not been heard for so long, while something is outstanding, is given up. Peers send heartbeats.
@@ -43,6 +46,7 @@ impl MeshConfig {
             size: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
             secret,
             addresses,
+            shares_memory: true,
             join_timeout: Self::JOIN_TIMEOUT,
             dead_after: Self::DEAD_AFTER,
         }

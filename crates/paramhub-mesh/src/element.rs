@@ -83,8 +83,8 @@ impl fmt::Display for ElementType {
 /// | `Average` | the sum divided by the number of ranks | - | - |
 /// | `BitAnd`, `BitOr`, `BitXor` | - | bit by bit | and, or, exclusive or |
 ///
-/// f16 and bf16 are computed in f32 and rounded to the nearest, ties to even, after each contribution; an average is
-/// rounded once more. Which payload a NaN has is not specified.
+/// f16 and bf16 are computed in f32 and rounded to the nearest, ties to even: after each contribution over TCP, once in memory
+/// that ranks share. An average is rounded once more. Which payload a NaN has is not specified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {

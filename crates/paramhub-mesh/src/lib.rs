@@ -30,7 +30,8 @@
 //! ```
 //!
 //! Rules that need no socket are apart from those that move bytes: `schedule` says what a rank does for a collective,
-//! `arithmetic` reduces, `wire` knows the bytes; `join` makes the connections and `engine`, one thread a mesh, does the rest.
+//! `arithmetic` reduces, `wire` knows the bytes; `join` makes the connections and `engine`, one thread a mesh, does the rest. Between ranks of one
+//! host collectives go through `memory` instead.
 
 #![forbid(unsafe_code)]
 
@@ -43,6 +44,7 @@ mod error;
 mod handle;
 mod inbox;
 mod join;
+mod memory;
 mod mesh;
 mod operation;
 mod probe;

@@ -1,5 +1,7 @@
 //! The handle that user threads work with.
 
+mod checks;
+
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -16,6 +18,8 @@ use crate::engine::Engine;
 use crate::error::{MeshError, Who};
 use crate::handle::{Handle, Ticket, on_mesh_thread};
 use crate::inbox::{Command, Inbox};
+use crate::memory::agreement::Agreed;
+use crate::memory::{Plan, Room};
 use crate::operation::{Buffer, Request, What};
 use crate::schedule::{self, Schedule, Span, Work};
 
@@ -37,6 +41,8 @@ const LEAVE_GRACE: Duration = Duration::from_secs(5);
 pub struct Mesh {
     who: Who,
     size: u32,
+    /// What plans are made for, or why there are none.
+    memory: Result<Room, Arc<str>>,
     inbox: Arc<Inbox>,
     thread: Mutex<Thread>,
 }
@@ -48,7 +54,11 @@ enum Thread {
 }
 
 impl Mesh {
-    pub(crate) fn start(config: &MeshConfig, sockets: Vec<Option<OwnedFd>>) -> Result<Mesh, MeshError> {
+    pub(crate) fn start(
+        config: &MeshConfig,
+        sockets: Vec<Option<OwnedFd>>,
+        memory: Agreed,
+    ) -> Result<Mesh, MeshError> {
         let who = config.who();
         let system = |what: &'static str| {
             let who = who.clone();
@@ -56,7 +66,15 @@ impl Mesh {
         };
         let waker = Waker::new().map_err(system("make a waker"))?;
         let inbox = Arc::new(Inbox::new(waker.clone()));
-        let engine = Engine::new(who.clone(), sockets, waker, Arc::clone(&inbox), config.dead_after)
+        let (commons, memory) = match memory {
+            Ok(commons) => {
+                let room = commons.room();
+                (Some(commons), Ok(room))
+            }
+            Err(why) => (None, Err(why)),
+        };
+        let (heed, dead_after) = (Arc::clone(&inbox), config.dead_after);
+        let engine = Engine::new(who.clone(), sockets, waker, heed, dead_after, commons)
             .map_err(system("make a poller"))?;
         let (tell, ended) = sync_channel(1);
         thread::Builder::new()
@@ -66,7 +84,7 @@ impl Mesh {
                 let _ = tell.send(engine.run());
             })
             .map_err(system("start a thread"))?;
-        Ok(Mesh { who, size: config.size, inbox, thread: Mutex::new(Thread::Runs(ended)) })
+        Ok(Mesh { who, size: config.size, memory, inbox, thread: Mutex::new(Thread::Runs(ended)) })
     }
 
     /// This process's place.
@@ -77,6 +95,11 @@ impl Mesh {
     /// Ranks in the mesh.
     pub fn size(&self) -> u32 {
         self.size
+    }
+
+    /// Whether collectives go through memory that all ranks share, or else why not.
+    pub fn shares_memory(&self) -> Result<(), &str> {
+        self.memory.as_ref().map(|_| ()).map_err(|why| &**why)
     }
 
     pub(crate) fn who(&self) -> &Who {
@@ -119,7 +142,8 @@ impl Mesh {
     /// Ends once every rank has begun it.
     pub fn barrier(&self) -> Result<Handle, MeshError> {
         let what = What::Collective(Descriptor::new(Collective::Barrier));
-        self.issue(what, Vec::new(), schedule::barrier(self.rank(), self.size))
+        let schedule = || schedule::barrier(self.rank(), self.size);
+        self.issue_either(what, Vec::new(), Plan::barrier, schedule)
     }
 
     /// Gives `root`'s bytes to every rank, in place. All ranks name the same length.
@@ -128,12 +152,13 @@ impl Mesh {
         let descriptor = Descriptor { root, bytes: bytes as u64, ..Descriptor::new(Collective::Broadcast) };
         let what = What::Collective(descriptor);
         self.check_root(&what, root)?;
-        let schedule = schedule::broadcast(self.rank(), self.size, root, bytes);
-        self.issue(what, vec![Buffer::Receive(buffer)], schedule)
+        let plan = |room| Plan::broadcast(room, root, bytes);
+        let schedule = || schedule::broadcast(self.rank(), self.size, root, bytes);
+        self.issue_either(what, vec![Buffer::Receive(buffer)], plan, schedule)
     }
 
     /// Reduces all ranks' buffers, in place, at every rank. All ranks name the same length, element and operator; all get the
-    /// same bits, today and tomorrow, as long as size, length and release stay the same.
+    /// same bits, today and tomorrow, as long as size, length, release and [way](Self::shares_memory) stay the same.
     pub fn allreduce(
         &self,
         buffer: ReceiveRegion,
@@ -149,8 +174,9 @@ impl Mesh {
         let what = What::Collective(descriptor);
         self.check_reduction(&what, element, op, [bytes])?;
         let is_average = op == ReduceOp::Average;
-        let schedule = schedule::allreduce(self.rank(), self.size, bytes, element.bytes(), is_average);
-        self.issue(what, vec![Buffer::Receive(buffer)], schedule)
+        let plan = |room| Plan::reduce(room, bytes, element.bytes(), None);
+        let schedule = || schedule::allreduce(self.rank(), self.size, bytes, element.bytes(), is_average);
+        self.issue_either(what, vec![Buffer::Receive(buffer)], plan, schedule)
     }
 
     /// Says that an allreduce of so many bytes comes here, which goes another way, for example through a hub. It moves nothing
@@ -191,8 +217,9 @@ impl Mesh {
         self.check_root(&what, root)?;
         self.check_reduction(&what, element, op, [bytes])?;
         let is_average = op == ReduceOp::Average;
-        let schedule = schedule::reduce(self.rank(), self.size, root, bytes, element.bytes(), is_average);
-        self.issue(what, vec![Buffer::Receive(buffer)], schedule)
+        let plan = |room| Plan::reduce(room, bytes, element.bytes(), Some(root));
+        let schedule = || schedule::reduce(self.rank(), self.size, root, bytes, element.bytes(), is_average);
+        self.issue_either(what, vec![Buffer::Receive(buffer)], plan, schedule)
     }
 
     /// Gives every rank's block to every rank. `outputs` has one region for each rank, which may differ in length; all ranks
@@ -203,7 +230,7 @@ impl Mesh {
         input: Option<SendRegion>,
         outputs: Vec<ReceiveRegion>,
     ) -> Result<Handle, MeshError> {
-        self.allgather_as(|descriptor| descriptor, schedule::allgather, input, outputs)
+        self.allgather_as(|descriptor| descriptor, Some(Plan::allgather), schedule::allgather, input, outputs)
     }
 
     /// The same where several ranks share a host, of which `hosts` tells for each rank: a block crosses to another host once and
@@ -218,7 +245,9 @@ impl Mesh {
         let schedule = |rank, lengths: &[usize], has_input| {
             schedule::allgather_between_hosts(rank, hosts, lengths, has_input)
         };
-        self.allgather_as(|descriptor| descriptor.with_hosts(hosts), schedule, input, outputs)
+        // Where all of them are one, these are no hosts.
+        let plan = None::<fn(Room, &[usize], bool) -> Plan>;
+        self.allgather_as(|descriptor| descriptor.with_hosts(hosts), plan, schedule, input, outputs)
     }
 
     /// How many blocks this rank sends in an [`allgather_between_hosts`](Self::allgather_between_hosts): its own, to each peer of
@@ -231,6 +260,7 @@ impl Mesh {
     fn allgather_as(
         &self,
         describe: impl FnOnce(Descriptor) -> Descriptor,
+        plan: Option<impl FnOnce(Room, &[usize], bool) -> Plan>,
         schedule: impl FnOnce(u32, &[usize], bool) -> Schedule,
         input: Option<SendRegion>,
         outputs: Vec<ReceiveRegion>,
@@ -241,9 +271,13 @@ impl Mesh {
         self.check_count(&what, "outputs", lengths.len())?;
         let own = lengths[self.rank() as usize];
         self.check_same(&what, input.as_ref().map(|input| input.bytes().len()), own)?;
-        let schedule = schedule(self.rank(), &lengths, input.is_some());
+        let has_input = input.is_some();
         let buffers = outputs.into_iter().map(Buffer::Receive).chain(input.map(Buffer::Send)).collect();
-        self.issue(what, buffers, schedule)
+        let schedule = || schedule(self.rank(), &lengths, has_input);
+        match plan {
+            Some(plan) => self.issue_either(what, buffers, |room| plan(room, &lengths, has_input), schedule),
+            None => self.issue(what, buffers, schedule()),
+        }
     }
 
     /// Reduces all ranks' `inputs[i]` into rank i's `output`. The lengths of the inputs may differ; all ranks name the same.
@@ -268,10 +302,12 @@ impl Mesh {
         self.check_same(&what, Some(own), lengths[self.rank() as usize])?;
         self.check_reduction(&what, element, op, lengths.iter().copied())?;
         let is_average = op == ReduceOp::Average;
+        let plan = |room| Plan::reduce_scatter(room, &lengths, in_place);
         let schedule =
-            schedule::reduce_scatter(self.rank(), &lengths, element.bytes(), is_average, !in_place);
+            || schedule::reduce_scatter(self.rank(), &lengths, element.bytes(), is_average, !in_place);
         let output = std::iter::once(Buffer::Receive(output));
-        self.issue(what, inputs.into_iter().map(Buffer::Send).chain(output).collect(), schedule)
+        let buffers = inputs.into_iter().map(Buffer::Send).chain(output).collect();
+        self.issue_either(what, buffers, plan, schedule)
     }
 
     /// Gives every rank's block to `root`. There, `outputs` has one region for each rank, and `input` may be missing if the
@@ -372,72 +408,33 @@ impl Mesh {
     }
 
     fn issue(&self, what: What, buffers: Vec<Buffer>, schedule: Schedule) -> Result<Handle, MeshError> {
-        let (ticket, completion) = Ticket::new(MeshError::Left { who: self.who.clone() });
-        self.inbox.put_request(&self.who, Request { what, buffers, schedule, ticket })?;
-        Ok(Handle::new(completion, Arc::clone(&self.inbox)))
+        self.issue_as(what, buffers, schedule, None)
     }
 
-    fn check_peer(&self, what: &What, peer: u32) -> Result<(), MeshError> {
-        match peer {
-            peer if peer >= self.size => Err(self.no_such_rank(what, peer)),
-            peer if peer == self.rank() => Err(self.misplaced(what, "that is this rank itself".into())),
-            _ => Ok(()),
-        }
-    }
-
-    fn check_root(&self, what: &What, root: u32) -> Result<(), MeshError> {
-        if root < self.size { Ok(()) } else { Err(self.no_such_rank(what, root)) }
-    }
-
-    fn no_such_rank(&self, what: &What, rank: u32) -> MeshError {
-        self.misplaced(what, format!("there is no rank {rank}, only 0 to {}", self.size - 1))
-    }
-
-    fn check_count(&self, what: &What, regions: &str, count: usize) -> Result<(), MeshError> {
-        if count == self.size as usize {
-            return Ok(());
-        }
-        Err(self.misplaced(what, format!("it takes {} {regions}, one for each rank, not {count}", self.size)))
-    }
-
-    fn check_none(&self, what: &What, regions: &str, count: usize) -> Result<(), MeshError> {
-        if count == 0 {
-            return Ok(());
-        }
-        Err(self.misplaced(what, format!("only the root takes {regions}, and {count} were given")))
-    }
-
-    fn check_same(&self, what: &What, given: Option<usize>, expected: usize) -> Result<(), MeshError> {
-        match given {
-            Some(given) if given != expected => {
-                let reason =
-                    format!("the own block has {given} bytes on one side and {expected} on the other");
-                Err(self.misplaced(what, reason))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn check_reduction(
+    /// By a plan where memory is shared, and by a schedule where it is not.
+    fn issue_either(
         &self,
-        what: &What,
-        element: ElementType,
-        op: ReduceOp,
-        lengths: impl IntoIterator<Item = usize>,
-    ) -> Result<(), MeshError> {
-        if !op.supports(element) {
-            return Err(self.misplaced(what, format!("there is no {op} of {element}")));
-        }
-        match lengths.into_iter().find(|bytes| bytes % element.bytes() != 0) {
-            Some(bytes) => {
-                Err(self.misplaced(what, format!("{bytes} bytes are no whole number of {element} elements")))
-            }
-            None => Ok(()),
+        what: What,
+        buffers: Vec<Buffer>,
+        plan: impl FnOnce(Room) -> Plan,
+        schedule: impl FnOnce() -> Schedule,
+    ) -> Result<Handle, MeshError> {
+        match &self.memory {
+            Ok(room) => self.issue_as(what, buffers, Schedule::default(), Some(plan(*room))),
+            Err(_) => self.issue_as(what, buffers, schedule(), None),
         }
     }
 
-    fn misplaced(&self, what: &What, reason: String) -> MeshError {
-        MeshError::Misplaced { who: self.who.clone(), what: what.to_string().into(), reason: reason.into() }
+    fn issue_as(
+        &self,
+        what: What,
+        buffers: Vec<Buffer>,
+        schedule: Schedule,
+        plan: Option<Plan>,
+    ) -> Result<Handle, MeshError> {
+        let (ticket, completion) = Ticket::new(MeshError::Left { who: self.who.clone() });
+        self.inbox.put_request(&self.who, Request { what, buffers, schedule, plan, ticket })?;
+        Ok(Handle::new(completion, Arc::clone(&self.inbox)))
     }
 }
 
@@ -451,6 +448,10 @@ impl Drop for Mesh {
 
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mesh").field("who", &self.who).field("size", &self.size).finish_non_exhaustive()
+        f.debug_struct("Mesh")
+            .field("who", &self.who)
+            .field("size", &self.size)
+            .field("shares_memory", &self.shares_memory())
+            .finish_non_exhaustive()
     }
 }

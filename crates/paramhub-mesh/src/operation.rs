@@ -9,6 +9,7 @@ use crate::arithmetic;
 use crate::descriptor::Descriptor;
 use crate::element::{ElementType, ReduceOp};
 use crate::handle::Ticket;
+use crate::memory::Plan;
 use crate::schedule::{Order, SCRATCH, Schedule, Span, Work};
 
 /// What a user thread asks for.
@@ -16,6 +17,8 @@ pub(crate) struct Request {
     pub(crate) what: What,
     pub(crate) buffers: Vec<Buffer>,
     pub(crate) schedule: Schedule,
+    /// In place of a schedule, of a collective that goes through shared memory.
+    pub(crate) plan: Option<Plan>,
     pub(crate) ticket: Ticket,
 }
 
@@ -83,7 +86,7 @@ pub(crate) struct Operation {
 
 impl Operation {
     pub(crate) fn new(request: Request, number: u64, scratch: Vec<u8>) -> Self {
-        let Request { what, mut buffers, schedule, ticket } = request;
+        let Request { what, mut buffers, schedule, plan: _, ticket } = request;
         buffers.push(Buffer::Scratch(scratch));
         let (order, steps_left) = (schedule.order(), schedule.work.len());
         Operation { what, number, ticket, buffers, work: schedule.work, order, steps_left, source: None }
@@ -122,6 +125,12 @@ impl Operation {
         &mut self.buffers[position].bytes_mut()[span.start..span.end()]
     }
 
+    /// `into = from`, which do not overlap.
+    pub(crate) fn copy(&mut self, into: Span, from: Span) {
+        let (into, from) = self.pair(into, from);
+        into.copy_from_slice(from);
+    }
+
     /// Does a step that needs no peer, from byte `done` on, and at most about `budget` bytes of it. Returns where it stands.
     pub(crate) fn compute(&mut self, work: Work, done: usize, budget: usize, ranks: u32) -> usize {
         let total = match work {
@@ -133,8 +142,7 @@ impl Operation {
         let bytes = (total - done).min(budget.max(8) / 8 * 8);
         match work {
             Work::Copy { into, from } => {
-                let (into, from) = self.pair(into.part(done, bytes), from.part(done, bytes));
-                into.copy_from_slice(from);
+                self.copy(into.part(done, bytes), from.part(done, bytes));
             }
             Work::Reduce { into, from } => {
                 let (element, op) = self.reduction();

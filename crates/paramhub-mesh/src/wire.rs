@@ -14,11 +14,26 @@
 //! 0        4         6      8      12     16     20     24            40              72
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
 //! | "PHUM" | version | zero | rank | size | peer | zero | incarnation | challenge     |
-//! | 4 bytes| u16 = 1 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
+//! | 4 bytes| u16 = 2 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
 //! ```
 //! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and so is the way to prove; the parts are the whole Hello
 //! and the listener's challenge.
+//!
+//! # The memory
+//! Then rank 0 says to each other rank whether it has memory to share: an Offer, 56 bytes, which are all zero if it has none,
+//! and nothing more is said of it.
+//! ```text
+//! 0         8        24       56
+//! +---------+--------+--------+
+//! | 1 (u64) | name   | token  |
+//! |         | 16 b.  | 32 b.  |
+//! +---------+--------+--------+
+//! ```
+//! Who is on rank 0's host can connect to the abstract Unix socket `paramhub-mesh-` and the name in hexadecimal digits. It sends
+//! the token, and gets the descriptors of the memory and of every rank's eventfd, by rank: at most four to a message, which
+//! carries their number in one byte. Over the mesh's connection each rank then answers 1 if it has mapped the memory and 0 if
+//! not, one byte, and rank 0 says 1 to everybody if all have and 0 if not.
 //!
 //! # Frames
 //! A header of 32 bytes, then `length` bytes of payload.
@@ -53,9 +68,15 @@ use crate::descriptor::DESCRIPTOR_BYTES;
 /// The first four bytes of every connection.
 pub(crate) const MAGIC: [u8; 4] = *b"PHUM";
 /// The version of handshake and frames; both ends must speak the same.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 72;
+/// Bytes of an [`Offer`].
+pub(crate) const OFFER_BYTES: usize = 56;
+/// Bytes of what is shown to get what is offered.
+pub(crate) const TOKEN_BYTES: usize = 32;
+/// That there is none.
+pub(crate) const NO_OFFER: [u8; OFFER_BYTES] = [0; OFFER_BYTES];
 /// Bytes of a [`Header`].
 pub(crate) const HEADER_BYTES: usize = 32;
 /// Payload bytes of one [`Kind::Data`] frame. Transfers take turns frame by frame, so this is how long a small one waits for
@@ -129,6 +150,39 @@ impl Hello {
     pub(crate) fn proofs(&self, secret: &Nonce, listener_challenge: &Challenge) -> (Proof, Proof) {
         let parts: [&[u8]; 2] = [&self.encode(), listener_challenge];
         (secret.prove(Purpose::MeshDialler, &parts), secret.prove(Purpose::MeshListener, &parts))
+    }
+}
+
+/// Rank 0's memory, for those of its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    /// Drawn, so that nobody else is there.
+    pub(crate) name: [u8; 16],
+    pub(crate) token: [u8; TOKEN_BYTES],
+}
+
+impl Offer {
+    pub(crate) fn encode(&self) -> [u8; OFFER_BYTES] {
+        let mut wire = NO_OFFER;
+        wire[0] = 1;
+        wire[8..24].copy_from_slice(&self.name);
+        wire[24..56].copy_from_slice(&self.token);
+        wire
+    }
+
+    /// `None` where there is none.
+    pub(crate) fn decode(wire: &[u8; OFFER_BYTES]) -> Result<Option<Offer>, &'static str> {
+        match u64::from_le_bytes(bytes(wire, 0)) {
+            0 if *wire == NO_OFFER => Ok(None),
+            1 => Ok(Some(Offer { name: bytes(wire, 8), token: bytes(wire, 24) })),
+            _ => Err("an offer of memory that is none"),
+        }
+    }
+
+    /// Of the abstract Unix socket.
+    pub(crate) fn path(&self) -> String {
+        let digits: String = self.name.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("paramhub-mesh-{digits}")
     }
 }
 
@@ -275,6 +329,17 @@ mod tests {
         assert!(!dialler.matches(&hello().proofs(&Nonce([8; 32]), &[1; 32]).0));
         assert!(!dialler.matches(&hello().proofs(&secret, &[2; 32]).0));
         assert!(!dialler.matches(&Hello { rank: 4, ..hello() }.proofs(&secret, &[1; 32]).0));
+    }
+
+    #[test]
+    fn offers_round_trip_and_none_is_none() {
+        let offer = Offer { name: [3; 16], token: [4; TOKEN_BYTES] };
+        assert_eq!(Offer::decode(&offer.encode()), Ok(Some(offer)));
+        assert_eq!(offer.path(), format!("paramhub-mesh-{}", "03".repeat(16)));
+        assert_eq!(Offer::decode(&NO_OFFER), Ok(None));
+        let mut odd = NO_OFFER;
+        odd[30] = 1;
+        assert!(Offer::decode(&odd).is_err());
     }
 
     #[test]

@@ -85,18 +85,19 @@ impl Board {
         }
     }
 
-    /// Begins an operation: its free steps are queued.
-    pub(crate) fn begin(&mut self, request: Request, number: u64) {
+    /// Begins an operation: its free steps are queued. One with a plan has none, and ends when its plan has.
+    pub(crate) fn begin(&mut self, request: Request, number: u64, has_plan: bool) -> Key {
         let scratch = self.scratch(request.schedule.scratch_bytes);
         let operation = Operation::new(request, number, scratch);
         self.collectives += usize::from(operation.is_collective());
         let free: Vec<u32> = operation.order.free().collect();
-        let is_over = operation.steps_left == 0;
+        let is_over = operation.steps_left == 0 && !has_plan;
         let operation = self.operations.insert(operation);
         self.free.extend(free.into_iter().map(|step| StepId { operation, step }));
         if is_over {
             self.end(operation, Ok(()));
         }
+        operation
     }
 
     /// A step has ended. The operation's last one ends it.
@@ -136,6 +137,10 @@ impl Board {
 
     pub(crate) fn operation(&self, key: Key) -> &Operation {
         self.operations.get(key).expect("a step's operation lives until its last step")
+    }
+
+    pub(crate) fn operation_mut(&mut self, key: Key) -> &mut Operation {
+        self.operations.get_mut(key).expect("a collective in memory lives until its last chunk")
     }
 
     /// How a step's transfer is matched.

@@ -9,6 +9,7 @@ mod outbound;
 mod parting;
 mod peer;
 mod sequence;
+mod sharing;
 mod slab;
 #[cfg(test)]
 mod tests;
@@ -25,18 +26,22 @@ use paramhub_transport::{Events, Interest, Poller, Waker};
 use crate::error::{MeshError, Who, panic_message};
 use crate::handle::become_mesh_thread;
 use crate::inbox::{Command, Inbox};
+use crate::memory::{Commons, Pipeline};
 use crate::operation::{Request, What};
 use crate::schedule::Work;
 use crate::wire::{Header, Kind, PIECE_BYTES};
-use board::{Board, Landing, StepId};
+pub(crate) use board::Board;
+use board::{Landing, StepId};
 use inbound::Over;
 use matching::Waiting;
 use parting::part;
 use peer::{Peer, Seat};
-use slab::Key;
+pub(crate) use slab::Key;
 
 /// Collectives under way at a time: the next one's announcements travel while this one's last pieces do.
 const COLLECTIVES_MAX: usize = 4;
+/// The same in shared memory, where the chunks of many may be under way.
+const COLLECTIVES_IN_MEMORY_MAX: usize = 64;
 /// Bytes one peer may bring, or be sent, before the others have their turn.
 const TURN_BYTES: usize = 1 << 20;
 /// Bytes that are copied or reduced before the peers have their turn.
@@ -46,6 +51,7 @@ const SCRATCH_BYTES: usize = PIECE_BYTES + (16 << 10);
 /// How long the last words of a mesh that failed may take.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 const WAKER: u64 = u64::MAX;
+const BELL: u64 = u64::MAX - 1;
 
 /// What the mesh's thread works with.
 pub(crate) struct Engine {
@@ -60,6 +66,8 @@ pub(crate) struct Engine {
     /// Steps that compute, and how far the first has come.
     computing: VecDeque<StepId>,
     computed: usize,
+    /// Where all ranks share memory.
+    pipeline: Option<Pipeline>,
     scratch: Box<[u8]>,
     done: Vec<StepId>,
     /// While leaving: how long it may take, and until when that is.
@@ -83,8 +91,13 @@ impl Engine {
         waker: Waker,
         inbox: Arc<Inbox>,
         dead_after: Duration,
+        memory: Option<Commons>,
     ) -> std::io::Result<Self> {
         let poller = Poller::new()?;
+        let pipeline = memory.map(Pipeline::new);
+        if let Some(pipeline) = &pipeline {
+            poller.add(pipeline.bell(), BELL, Interest::READABLE)?;
+        }
         poller.add(&waker, WAKER, Interest::READABLE)?;
         let now = Instant::now();
         let size = sockets.len() as u32;
@@ -108,6 +121,7 @@ impl Engine {
             queue: VecDeque::new(),
             computing: VecDeque::new(),
             computed: 0,
+            pipeline,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
             done: Vec::new(),
             leaving: None,
@@ -148,6 +162,9 @@ impl Engine {
         }
         // Nobody has anything to say to this thread any more. Fails only if the descriptor is not in the set.
         let _ = self.poller.remove(&self.waker);
+        if let Some(pipeline) = &self.pipeline {
+            let _ = self.poller.remove(pipeline.bell());
+        }
         part(partings, &self.poller, &mut self.scratch, deadline);
         outcome
     }
@@ -173,7 +190,7 @@ impl Engine {
             if self.has_left(now)? {
                 return Ok(());
             }
-            let timeout = match self.is_restless() {
+            let timeout = match self.is_restless() || !self.sleeps_over_memory() {
                 true => Duration::ZERO,
                 false => next_beat.saturating_duration_since(now),
             };
@@ -184,12 +201,22 @@ impl Engine {
             self.poller
                 .wait(&mut events, Some(timeout))
                 .map_err(|error| self.system("wait for peers", &error))?;
+            if let Some(pipeline) = &mut self.pipeline {
+                pipeline.rise();
+            }
             let now = Instant::now();
             self.forgive_own_absence(now);
             for event in events.iter() {
-                if event.token == WAKER {
-                    self.waker.drain();
-                    continue;
+                match (event.token, &self.pipeline) {
+                    (WAKER, _) => {
+                        self.waker.drain();
+                        continue;
+                    }
+                    (BELL, Some(pipeline)) => {
+                        pipeline.bell().hear();
+                        continue;
+                    }
+                    _ => {}
                 }
                 let rank = event.token as u32;
                 if event.writable
@@ -219,6 +246,7 @@ impl Engine {
                 self.issue(id)?;
             }
             self.compute();
+            self.advance_memory()?;
             self.tell_neighbours()?;
             self.withdraw();
             self.flush()?;
@@ -231,14 +259,17 @@ impl Engine {
     /// Whether something can go on without anything coming in.
     fn is_restless(&self) -> bool {
         let is_due = |seat: &Seat| matches!(seat, Seat::Present(peer) if peer.outbound.is_due());
-        !self.computing.is_empty() || self.seats.iter().any(is_due)
+        let has_more = self.pipeline.as_ref().is_some_and(Pipeline::has_more);
+        has_more || !self.computing.is_empty() || self.seats.iter().any(is_due)
     }
 
     fn obey(&mut self, command: Command) -> Result<(), MeshError> {
         match command {
             Command::Run(request) => match request.what {
                 What::Collective(_) => self.queue.push_back(*request),
-                _ => self.board.begin(*request, 0),
+                _ => {
+                    self.board.begin(*request, 0, false);
+                }
             },
             Command::Inquire { completion, answer } => {
                 // Whoever asked may have gone.
@@ -258,14 +289,14 @@ impl Engine {
     }
 
     fn may_begin(&self) -> bool {
-        !self.queue.is_empty()
-            && self.board.collectives < COLLECTIVES_MAX
-            && (self.seats.len() == 1 || self.board.sequence.may_begin())
+        let Some(next) = self.queue.front() else { return false };
+        let most = if next.plan.is_some() { COLLECTIVES_IN_MEMORY_MAX } else { COLLECTIVES_MAX };
+        self.board.collectives < most && (self.seats.len() == 1 || self.board.sequence.may_begin())
     }
 
     fn begin_collectives(&mut self) -> Result<(), MeshError> {
         while self.may_begin() {
-            let request = self.queue.pop_front().expect("there is one");
+            let mut request = self.queue.pop_front().expect("there is one");
             let What::Collective(descriptor) = request.what else {
                 unreachable!("only collectives are queued");
             };
@@ -275,7 +306,7 @@ impl Engine {
                 continue;
             }
             if self.seats.len() == 1 {
-                self.board.begin(request, 0);
+                self.board.begin(request, 0, false);
                 continue;
             }
             let number = self.board.sequence.begin(descriptor);
@@ -284,7 +315,11 @@ impl Engine {
                 let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
                 peer.outbound.control(begin, &descriptor.encode());
             }
-            self.board.begin(request, number);
+            let plan = request.plan.take();
+            let key = self.board.begin(request, number, plan.is_some());
+            if let (Some(plan), Some(pipeline)) = (plan, &mut self.pipeline) {
+                pipeline.push(key, number, descriptor, plan);
+            }
         }
         Ok(())
     }

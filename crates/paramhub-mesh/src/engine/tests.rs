@@ -32,7 +32,12 @@ fn mesh_with(rank: u32, sockets: Vec<Option<UnixStream>>, dead_after: Duration) 
             OwnedFd::from(socket)
         })
     });
-    Mesh::start(&MeshConfig { dead_after, ..config }, sockets.collect()).unwrap()
+    Mesh::start(
+        &MeshConfig { dead_after, ..config },
+        sockets.collect(),
+        Err("these peers are no processes".into()),
+    )
+    .unwrap()
 }
 
 /// A peer's end of a connection, spoken by hand.

@@ -65,6 +65,10 @@ impl Engine {
                 ranks.push(peer.rank);
             }
         }
+        if let Some(pipeline) = &self.pipeline {
+            let keys = self.board.operations.iter().map(|(key, _)| key).filter(|key| is_meant(*key));
+            ranks.extend(keys.flat_map(|key| pipeline.awaited(key)));
+        }
         ranks.sort_unstable();
         ranks.dedup();
         ranks

@@ -19,6 +19,7 @@ use paramhub_transport::{Events, Interest, Poller};
 
 use crate::config::MeshConfig;
 use crate::error::{MeshError, Who};
+use crate::memory::agreement::{Patience, agree};
 use crate::mesh::Mesh;
 use crate::wire::Hello;
 use knock::{Knock, Progress, draw};
@@ -71,13 +72,15 @@ impl MeshListener {
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<Mesh, MeshError> {
         config.check()?;
+        let deadline = Instant::now() + config.join_timeout;
         let sockets = if config.size == 1 {
             drop(self.listener);
             vec![None]
         } else {
             Joining::new(&config, self.listener)?.run(&mut goes_on)?
         };
-        Mesh::start(&config, sockets)
+        let memory = agree(&config, &sockets, Patience { deadline, goes_on: &mut goes_on })?;
+        Mesh::start(&config, sockets, memory)
     }
 }
 

@@ -3,6 +3,8 @@
 //! A schedule is a plain value made from the rank, the number of ranks and the lengths. It knows no sockets, so that all ranks'
 //! schedules of a collective can be run against one another in a test, in any order their dependencies allow.
 //!
+//! Where ranks share memory, a [`Plan`](crate::memory::Plan) takes its place for most collectives.
+//!
 //! The idea of running collectives as such schedules is that of libNBC (Hoefler, Lumsdaine, Rehm: "Implementation and
 //! performance analysis of non-blocking collective operations for MPI", SC 2007).
 
@@ -188,7 +190,7 @@ impl Order {
 }
 
 /// Part `part` of `parts` of `span`, cut at whole elements of `width` bytes. Parts differ by one element at most.
-fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
+pub(crate) fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
     let elements = span.bytes / width;
     let (each, longer) = (elements / parts, elements % parts);
     let before = |part: usize| part * each + part.min(longer);

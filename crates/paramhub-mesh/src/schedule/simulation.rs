@@ -53,7 +53,8 @@ fn simulate(
                 buffers.into_iter().map(|bytes| Buffer::Receive(ReceiveRegion::owned(bytes))).collect();
             let who = Who { mesh: Arc::from("simulated"), rank: 0 };
             let (ticket, _) = Ticket::new(MeshError::Left { who });
-            let request = Request { what: What::Collective(descriptor), buffers, schedule, ticket };
+            let request =
+                Request { what: What::Collective(descriptor), buffers, schedule, plan: None, ticket };
             let operation = Operation::new(request, 0, scratch);
             let free = operation.order.free().collect();
             Rank { operation, free }

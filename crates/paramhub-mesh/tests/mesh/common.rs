@@ -21,12 +21,17 @@ pub(crate) fn listeners(size: u32) -> (Vec<MeshListener>, Vec<SocketAddr>) {
 }
 
 pub(crate) fn config(rank: u32, addresses: &[SocketAddr]) -> MeshConfig {
-    MeshConfig { name: "test".into(), ..MeshConfig::new(rank, secret(), addresses.to_vec()) }
+    let config = MeshConfig::new(rank, secret(), addresses.to_vec());
+    MeshConfig { name: "test".into(), shares_memory: crate::SHARES_MEMORY, ..config }
 }
 
 /// All ranks' meshes.
 pub(crate) fn meshes(size: u32) -> Vec<Mesh> {
-    meshes_with(size, |config| config)
+    let meshes = meshes_with(size, |config| config);
+    for mesh in &meshes {
+        assert_eq!(mesh.shares_memory().is_ok(), crate::SHARES_MEMORY && size > 1, "{mesh:?}");
+    }
+    meshes
 }
 
 pub(crate) fn meshes_with(size: u32, change: impl Fn(MeshConfig) -> MeshConfig + Sync) -> Vec<Mesh> {

@@ -135,8 +135,12 @@ impl Segment {
         unsafe { shared::stream_out(source, self.at(offset, source.len())) };
     }
 
-    /// A counter in the segment.
-    pub(super) fn counter(&self, offset: usize) -> &AtomicU64 {
+    /// A counter in the segment, at a multiple of 8.
+    ///
+    /// # Panics
+    /// If it is not, or the segment was mapped to read.
+    #[inline]
+    pub fn counter(&self, offset: usize) -> &AtomicU64 {
         let pointer = self.at(offset, size_of::<AtomicU64>()).cast::<AtomicU64>();
         assert!(pointer.is_aligned() && self.writable);
         // SAFETY: mapped, writable and aligned while `self` lives; any bits are a number, and the other process's writes
