@@ -38,12 +38,15 @@ use queue::Access::{self, Mutate, Read};
 use ready::Pool;
 use sync::{Arc, AtomicUsize, Mutex, Ordering};
 
-/// Switches of threads where nothing forces one. Loom's authors found that few bugs need more than two.
-const PREEMPTIONS: usize = 3;
+/// Every interleaving.
+const ALL: Option<usize> = None;
+/// Where all would take minutes: switches of threads where nothing forces one. Loom's authors found that few bugs need more
+/// than two.
+const MANY: Option<usize> = Some(3);
 
-fn explore(check: impl Fn() + Send + Sync + 'static) {
+fn explore(preemptions: Option<usize>, check: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(PREEMPTIONS);
+    model.preemption_bound = preemptions;
     model.check(check);
 }
 
@@ -148,8 +151,12 @@ impl World {
 }
 
 /// Threads that each push their operations, and the main thread first.
-fn all_run(variables: usize, teams: &'static [&'static [&'static [(usize, Access)]]]) {
-    explore(move || {
+fn all_run(
+    preemptions: Option<usize>,
+    variables: usize,
+    teams: &'static [&'static [&'static [(usize, Access)]]],
+) {
+    explore(preemptions, move || {
         let world = World::new(variables);
         let threads: Vec<_> = teams[1..]
             .iter()
@@ -168,22 +175,31 @@ fn all_run(variables: usize, teams: &'static [&'static [&'static [(usize, Access
 
 #[test]
 fn operations_pushed_against_each_others_order_of_variables_cannot_wait_in_a_circle() {
-    all_run(2, &[&[&[(0, Mutate), (1, Mutate)]], &[&[(1, Mutate), (0, Mutate)]], &[&[(0, Read), (1, Read)]]]);
+    all_run(ALL, 2, &[&[&[(0, Mutate), (1, Mutate)]], &[&[(1, Mutate), (0, Mutate)]]]);
+    all_run(
+        MANY,
+        2,
+        &[&[&[(0, Mutate), (1, Mutate)]], &[&[(1, Mutate), (0, Mutate)]], &[&[(0, Read), (1, Read)]]],
+    );
 }
 
 #[test]
 fn reads_see_the_mutation_before_them_and_the_mutation_after_them_waits_for_all() {
-    all_run(1, &[&[&[(0, Mutate)], &[(0, Read)]], &[&[(0, Read)], &[(0, Mutate)]]]);
+    all_run(MANY, 1, &[&[&[(0, Mutate)], &[(0, Read)]], &[&[(0, Read)], &[(0, Mutate)]]]);
 }
 
 #[test]
 fn an_operation_of_several_variables_becomes_ready_once() {
-    all_run(3, &[&[&[(0, Mutate)], &[(0, Read), (1, Read), (2, Mutate)]], &[&[(1, Mutate)], &[(2, Read)]]]);
+    all_run(
+        ALL,
+        3,
+        &[&[&[(0, Mutate)], &[(0, Read), (1, Read), (2, Mutate)]], &[&[(1, Mutate)], &[(2, Read)]]],
+    );
 }
 
 #[test]
 fn a_failure_reaches_what_is_pushed_after_it_on_any_thread() {
-    explore(|| {
+    explore(ALL, || {
         let world = World::new(2);
         world.push(&[(0, Mutate)], Role::Fails);
         let other = {
@@ -199,7 +215,7 @@ fn a_failure_reaches_what_is_pushed_after_it_on_any_thread() {
 
 #[test]
 fn a_failure_is_told_by_one_wait_or_by_none_yet() {
-    explore(|| {
+    explore(ALL, || {
         let world = World::new(1);
         let waits = |world: &Arc<World>| {
             let world = Arc::clone(world);
@@ -217,7 +233,7 @@ fn a_failure_is_told_by_one_wait_or_by_none_yet() {
 #[test]
 fn no_thread_sleeps_while_there_is_an_operation_for_it() {
     for batches in [&[1, 1][..], &[2], &[1, 2]] {
-        explore(move || {
+        explore(ALL, move || {
             let pool = Arc::new(Pool::new(Duration::ZERO));
             let threads: Vec<_> = (0..2)
                 .map(|_| {
@@ -236,7 +252,7 @@ fn no_thread_sleeps_while_there_is_an_operation_for_it() {
 
 #[test]
 fn a_closed_pool_lets_every_thread_go() {
-    explore(|| {
+    explore(ALL, || {
         let pool = Arc::new(Pool::<()>::new(Duration::ZERO));
         let threads: Vec<_> = (0..2)
             .map(|_| {
@@ -253,7 +269,7 @@ fn a_closed_pool_lets_every_thread_go() {
 
 #[test]
 fn who_waits_for_room_and_who_waits_for_the_end_are_both_woken() {
-    explore(|| {
+    explore(MANY, || {
         let progress = Arc::new(Progress::new(1, Duration::ZERO));
         drop(progress.push(false).unwrap());
         let ender = {
