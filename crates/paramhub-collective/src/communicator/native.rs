@@ -21,10 +21,8 @@ const ADDRESS_BYTES: usize = 64;
 #[derive(Debug)]
 pub struct Native {
     mesh: Mesh,
-    /// What it was made with, for others like it.
-    config: MeshConfig,
-    /// Where this rank listens.
-    ip: IpAddr,
+    /// What it was made with and where this rank listens, for others like it; none where only the mesh is known.
+    origin: Option<(MeshConfig, IpAddr)>,
     copies: AtomicU32,
 }
 
@@ -36,7 +34,12 @@ impl Native {
     pub fn join(listener: MeshListener, config: MeshConfig) -> Result<Native, CommunicatorError> {
         let ip = listener.address().ip();
         let mesh = listener.join(config.clone())?;
-        Ok(Native { mesh, config, ip, copies: AtomicU32::new(0) })
+        Ok(Native { mesh, origin: Some((config, ip)), copies: AtomicU32::new(0) })
+    }
+
+    /// Over a mesh that its ranks have joined. It cannot be duplicated.
+    pub fn over(mesh: Mesh) -> Native {
+        Native { mesh, origin: None, copies: AtomicU32::new(0) }
     }
 
     /// The connections, for what is no collective.
@@ -118,9 +121,15 @@ impl Communicator for Native {
     }
 
     fn duplicate(&self) -> Result<Box<dyn Communicator>, CommunicatorError> {
+        let Some((config, ip)) = &self.origin else {
+            return Err(CommunicatorError::Misplaced {
+                name: "duplicate".into(),
+                reason: "it was made of a mesh, and knows no other way to the ranks".into(),
+            });
+        };
         let number = self.copies.fetch_add(1, Ordering::Relaxed) + 1;
         let refused = |what, reason: String| CommunicatorError::System { rank: self.rank(), what, reason };
-        let listener = MeshListener::bind(self.ip).map_err(|error| refused("listen", error.to_string()))?;
+        let listener = MeshListener::bind(*ip).map_err(|error| refused("listen", error.to_string()))?;
         let told = self.exchange(&listener.address().to_string())?;
         let addresses = told.iter().map(|address| FromStr::from_str(address));
         let addresses = addresses
@@ -128,10 +137,10 @@ impl Communicator for Native {
             .map_err(|_| refused("read where the others listen", format!("{told:?}")))?;
         let name = format!("communicator {number}");
         let config = MeshConfig {
-            name: format!("{}, {name}", self.config.name).into(),
-            secret: self.config.secret.derive(&name),
+            name: format!("{}, {name}", config.name).into(),
+            secret: config.secret.derive(&name),
             addresses,
-            ..self.config.clone()
+            ..config.clone()
         };
         Ok(Box::new(Native::join(listener, config)?))
     }

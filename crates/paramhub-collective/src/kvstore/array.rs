@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_core::codec::Dtype;
-use paramhub_kernels::convert;
+use paramhub_kernels::{convert, sum};
 use paramhub_transport::ReceiveRegion;
 
 use crate::engine::{Engine, Failure, Variable};
@@ -77,6 +77,33 @@ impl Array {
         let mut values = vec![0.0; self.elements()];
         self.read(|bytes| convert::decode(bytes, &mut values, self.dtype().codec()));
         Ok(values)
+    }
+
+    /// In an operation that reads `values` and mutates this array: puts their sum here.
+    pub(super) fn gather(&self, values: &[Array]) {
+        let codec = self.dtype().codec();
+        self.write(|buffer| match values {
+            [one] => one.read(|bytes| buffer.copy_from_slice(bytes)),
+            several => {
+                let mut total = vec![0.0; self.elements()];
+                for value in several {
+                    value.read(|bytes| sum::add(&mut total, bytes, codec));
+                }
+                convert::encode(&total, buffer, codec);
+            }
+        });
+    }
+
+    /// In an operation that reads this array and mutates `outs`.
+    pub(super) fn copy_to(&self, outs: &[Array]) {
+        for out in outs {
+            out.write(|out| self.read(|bytes| out.copy_from_slice(bytes)));
+        }
+    }
+
+    /// Exchanges the memory for other memory of the same length, or none for a while: in an operation that mutates the variable.
+    pub(super) fn replace(&self, memory: ReceiveRegion) -> ReceiveRegion {
+        std::mem::replace(&mut *self.lock(), memory)
     }
 
     fn lock(&self) -> MutexGuard<'_, ReceiveRegion> {

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::Entry;
 use super::shelf::Shelf;
@@ -31,6 +31,7 @@ struct State {
 impl ConCom {
     pub(super) fn new(
         engine: Arc<Engine>,
+        registry: Registry,
         communicator: Box<dyn Communicator>,
         outstanding: Option<usize>,
     ) -> Result<ConCom, StoreError> {
@@ -45,7 +46,7 @@ impl ConCom {
         }
         let lines = (0..outstanding).map(|_| Ok((Arc::from(communicator.duplicate()?), engine.variable())));
         let lines = lines.collect::<Result<_, CommunicatorError>>()?;
-        let shelf = Shelf::new(engine, communicator.size());
+        let shelf = Shelf::new(engine, registry, communicator.size());
         Ok(ConCom { shelf, communicator, lines, state: Mutex::default() })
     }
 
@@ -120,12 +121,8 @@ impl KvStore for ConCom {
         self.shelf.copy_out(&entry, outs, priority)
     }
 
-    fn set_optimizer(
-        &self,
-        optimizer: Arc<dyn Optimizer>,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(optimizer, hyperparameters)
+    fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {

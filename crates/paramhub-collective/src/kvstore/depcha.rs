@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::Entry;
 use super::shelf::Shelf;
@@ -19,9 +19,13 @@ pub(super) struct DepCha {
 }
 
 impl DepCha {
-    pub(super) fn new(engine: Arc<Engine>, communicator: Box<dyn Communicator>) -> DepCha {
+    pub(super) fn new(
+        engine: Arc<Engine>,
+        registry: Registry,
+        communicator: Box<dyn Communicator>,
+    ) -> DepCha {
         let (ranks, dummy) = (communicator.size(), engine.variable());
-        DepCha { shelf: Shelf::new(engine, ranks), communicator: Arc::from(communicator), dummy }
+        DepCha { shelf: Shelf::new(engine, registry, ranks), communicator: Arc::from(communicator), dummy }
     }
 
     /// Pushes a collective that works in a key's buffer, and then, where the sum itself is pulled, puts it into `outs`.
@@ -40,7 +44,7 @@ impl DepCha {
             .mutates(mutated.into_iter().chain(outs.iter().map(Array::variable)))
             .push(move || -> Result<(), CommunicatorError> {
                 here.buffer.write(|bytes| call(&*communicator, &here, bytes))?;
-                here.give(&theirs, true);
+                here.buffer.copy_to(&theirs);
                 Ok(())
             })?;
         Ok(())
@@ -128,12 +132,8 @@ impl KvStore for DepCha {
         self.shelf.update(&entry, priority)
     }
 
-    fn set_optimizer(
-        &self,
-        optimizer: Arc<dyn Optimizer>,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(optimizer, hyperparameters)
+    fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {

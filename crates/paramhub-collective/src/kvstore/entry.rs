@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use paramhub_core::codec::Dtype;
-use paramhub_kernels::{Hyperparameters, Optimizer, Step, convert, sum};
+use paramhub_kernels::{Hyperparameters, Optimizer, Step, convert};
 
 use super::{Array, Key};
 use crate::engine::{Engine, Variable};
@@ -64,21 +64,6 @@ impl Entry {
         }
     }
 
-    /// In an operation that mutates the buffer: puts the sum of this rank's arrays there.
-    pub(super) fn gather(&self, values: &[Array]) {
-        let dtype = self.buffer.dtype();
-        self.buffer.write(|buffer| match values {
-            [one] => one.read(|bytes| buffer.copy_from_slice(bytes)),
-            several => {
-                let mut total = vec![0.0; self.buffer.elements()];
-                for value in several {
-                    value.read(|bytes| sum::add(&mut total, bytes, dtype.codec()));
-                }
-                convert::encode(&total, buffer, dtype.codec());
-            }
-        });
-    }
-
     /// In an operation that reads the buffer and mutates the parameters: the key's first value.
     pub(super) fn begin(&self) {
         let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,16 +94,11 @@ impl Entry {
         });
     }
 
-    /// In an operation that reads buffer and parameters and mutates `outs`: gives them the key's value.
-    pub(super) fn give(&self, outs: &[Array], from_buffer: bool) {
+    /// In an operation that reads the parameters and mutates `outs`: gives them the parameters.
+    pub(super) fn give(&self, outs: &[Array]) {
+        let weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
         for out in outs {
-            out.write(|out| match from_buffer {
-                true => self.buffer.read(|bytes| out.copy_from_slice(bytes)),
-                false => {
-                    let weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
-                    convert::encode(&weight.values, out, self.buffer.dtype().codec());
-                }
-            });
+            out.write(|out| convert::encode(&weight.values, out, self.buffer.dtype().codec()));
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use paramhub_syncer::SyncError;
+use paramhub_worker::WorkerError;
 use thiserror::Error;
 
 use super::Key;
@@ -32,6 +34,12 @@ pub enum StoreError {
     /// An operation that was waited for.
     #[error(transparent)]
     Failed(#[from] Arc<Failure>),
+    /// A hub, or the way there.
+    #[error(transparent)]
+    Hub(#[from] WorkerError),
+    /// The other ranks of a job at a hub.
+    #[error(transparent)]
+    Ranks(Arc<SyncError>),
     /// A collective that was called here.
     #[error(transparent)]
     Communicator(#[from] CommunicatorError),

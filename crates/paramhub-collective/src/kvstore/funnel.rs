@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::shelf::Shelf;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
@@ -15,8 +15,12 @@ pub(super) struct Funnel {
 }
 
 impl Funnel {
-    pub(super) fn new(engine: Arc<Engine>, communicator: Box<dyn Communicator>) -> Funnel {
-        Funnel { shelf: Shelf::new(engine, communicator.size()), communicator }
+    pub(super) fn new(
+        engine: Arc<Engine>,
+        registry: Registry,
+        communicator: Box<dyn Communicator>,
+    ) -> Funnel {
+        Funnel { shelf: Shelf::new(engine, registry, communicator.size()), communicator }
     }
 }
 
@@ -59,12 +63,8 @@ impl KvStore for Funnel {
         self.shelf.copy_out(&entry, outs, priority)
     }
 
-    fn set_optimizer(
-        &self,
-        optimizer: Arc<dyn Optimizer>,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(optimizer, hyperparameters)
+    fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::shelf::Shelf;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
@@ -13,8 +13,8 @@ pub(super) struct Local {
 }
 
 impl Local {
-    pub(super) fn new(engine: Arc<Engine>) -> Local {
-        Local { shelf: Shelf::new(engine, 1) }
+    pub(super) fn new(engine: Arc<Engine>, registry: Registry) -> Local {
+        Local { shelf: Shelf::new(engine, registry, 1) }
     }
 }
 
@@ -51,12 +51,8 @@ impl KvStore for Local {
         self.shelf.copy_out(&entry, outs, priority)
     }
 
-    fn set_optimizer(
-        &self,
-        optimizer: Arc<dyn Optimizer>,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(optimizer, hyperparameters)
+    fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        self.shelf.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {

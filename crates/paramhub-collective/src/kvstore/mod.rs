@@ -10,6 +10,8 @@
 //! - [concom](StoreKind::ConCom): threads of the engine, keys being dealt to several communicators, with a barrier every few keys;
 //! - [depcha](StoreKind::DepCha): threads of the engine, one after the other in the order in which they were pulled, since every
 //!   allreduce mutates one dummy variable. Pushes only copy; so all of them come before the first pull.
+//!
+//! A [hub](StoreKind::Hub) needs no order: keys tell its answers apart.
 
 mod array;
 mod concom;
@@ -17,6 +19,7 @@ mod depcha;
 mod entry;
 mod error;
 mod funnel;
+mod hub;
 mod local;
 mod shelf;
 
@@ -26,7 +29,8 @@ use std::sync::Arc;
 
 pub use array::Array;
 pub use error::StoreError;
-use paramhub_kernels::{Hyperparameters, Optimizer};
+pub use hub::HubSeat;
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use crate::communicator::Communicator;
 use crate::engine::Engine;
@@ -43,6 +47,8 @@ pub enum Key {
 /// How ranks exchange what they push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoreKind {
+    /// Through a hub.
+    Hub,
     /// Not at all: this process is alone.
     Local,
     /// By the caller of push, key by key.
@@ -57,11 +63,33 @@ pub enum StoreKind {
 pub struct StoreOptions {
     /// Whose variables the arrays have.
     pub engine: Arc<Engine>,
-    /// Between all ranks; none for [`StoreKind::Local`].
+    /// Between all ranks, for [`StoreKind::Funnel`], [`ConCom`](StoreKind::ConCom) and [`DepCha`](StoreKind::DepCha).
     pub communicator: Option<Box<dyn Communicator>>,
+    /// This rank's place in a job, for [`StoreKind::Hub`].
+    pub hub: Option<HubSeat>,
+    /// The optimizers that there are, but for those of hubs.
+    pub registry: Registry,
     /// Of [`StoreKind::ConCom`]: communicators that keys are dealt to, and keys between two barriers. At most as many as the engine
     /// has threads to communicate; by default that many.
     pub outstanding: Option<usize>,
+}
+
+impl StoreOptions {
+    /// Of a local store.
+    pub fn new(engine: Arc<Engine>) -> StoreOptions {
+        let registry = Registry::with_builtins();
+        StoreOptions { engine, communicator: None, hub: None, registry, outstanding: None }
+    }
+
+    /// Of one that exchanges by collectives.
+    pub fn over(engine: Arc<Engine>, communicator: impl Communicator + 'static) -> StoreOptions {
+        StoreOptions { communicator: Some(Box::new(communicator)), ..StoreOptions::new(engine) }
+    }
+
+    /// Of one that exchanges through a hub.
+    pub fn at_hub(engine: Arc<Engine>, seat: HubSeat) -> StoreOptions {
+        StoreOptions { hub: Some(seat), ..StoreOptions::new(engine) }
+    }
 }
 
 /// A store of values by keys. All ranks make the same calls in the same order, one thread at a time.
@@ -99,12 +127,9 @@ pub trait KvStore: Send + Sync {
         self.pull(key, outs, priority)
     }
 
-    /// From the next push on every key's value is parameters, which this optimizer changes. Before the first push.
-    fn set_optimizer(
-        &self,
-        optimizer: Arc<dyn Optimizer>,
-        hyperparameters: Hyperparameters,
-    ) -> Result<(), StoreError>;
+    /// From the next push on every key's value is parameters, which the optimizer of this name changes by the mean of what all
+    /// ranks push. Before the first push.
+    fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
 
     /// Changes the optimizer's numbers from the next push on.
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
@@ -121,33 +146,48 @@ pub trait KvStore: Send + Sync {
 /// # Errors
 /// If the options do not fit the kind. Every rank must choose alike.
 pub fn create(kind: StoreKind, options: StoreOptions) -> Result<Box<dyn KvStore>, StoreError> {
-    let StoreOptions { engine, communicator, outstanding } = options;
-    let Some(communicator) = communicator else {
-        return match kind {
-            StoreKind::Local => Ok(Box::new(local::Local::new(engine))),
-            _ => Err(StoreError::Options(format!("a {kind} store needs a communicator"))),
-        };
-    };
-    Ok(match kind {
-        StoreKind::Local => {
-            return Err(StoreError::Options(
-                "a local store exchanges with nobody, and takes no communicator".into(),
-            ));
+    let StoreOptions { engine, communicator, hub, registry, outstanding } = options;
+    let wanted = [kind.is_collective(), kind == StoreKind::Hub, kind == StoreKind::ConCom];
+    let given = [communicator.is_some(), hub.is_some(), outstanding.is_some()];
+    let options = ["a communicator", "a seat at a hub", "a number of outstanding keys"];
+    for ((wanted, given), option) in wanted.into_iter().zip(given).zip(options) {
+        if given && !wanted {
+            return Err(StoreError::Options(format!("a {kind} store takes no such thing as {option}")));
         }
-        StoreKind::Funnel => Box::new(funnel::Funnel::new(engine, communicator)),
-        StoreKind::ConCom => Box::new(concom::ConCom::new(engine, communicator, outstanding)?),
-        StoreKind::DepCha => Box::new(depcha::DepCha::new(engine, communicator)),
+    }
+    Ok(match (kind, communicator, hub) {
+        (StoreKind::Local, ..) => Box::new(local::Local::new(engine, registry)),
+        (StoreKind::Funnel, Some(communicator), _) => {
+            Box::new(funnel::Funnel::new(engine, registry, communicator))
+        }
+        (StoreKind::ConCom, Some(communicator), _) => {
+            Box::new(concom::ConCom::new(engine, registry, communicator, outstanding)?)
+        }
+        (StoreKind::DepCha, Some(communicator), _) => {
+            Box::new(depcha::DepCha::new(engine, registry, communicator))
+        }
+        (StoreKind::Hub, _, Some(seat)) => Box::new(hub::AtHub::new(engine, seat)?),
+        (StoreKind::Hub, _, None) => {
+            return Err(StoreError::Options("a hub store needs a seat at a hub".into()));
+        }
+        (_, None, _) => return Err(StoreError::Options(format!("a {kind} store needs a communicator"))),
     })
 }
 
 impl StoreKind {
     /// All of them.
-    pub const ALL: [StoreKind; 4] =
-        [StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha];
+    pub const ALL: [StoreKind; 5] =
+        [StoreKind::Hub, StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha];
+
+    /// Whether it exchanges by collectives.
+    pub fn is_collective(self) -> bool {
+        matches!(self, StoreKind::Funnel | StoreKind::ConCom | StoreKind::DepCha)
+    }
 
     /// As users write it.
     pub fn name(self) -> &'static str {
         match self {
+            StoreKind::Hub => "hub",
             StoreKind::Local => "local",
             StoreKind::Funnel => "funnel",
             StoreKind::ConCom => "concom",

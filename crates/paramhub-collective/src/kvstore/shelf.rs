@@ -4,14 +4,20 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::{Entry, Updater};
 use super::{Array, Key, StoreError};
 use crate::engine::{Engine, Kind};
 
+pub(super) const NO_VALUE: &str = "it has no value yet: give it one with init";
+pub(super) const HAS_VALUE: &str = "it has its value already";
+pub(super) const TOO_LATE: &str = "the optimizer is chosen before the first push";
+pub(super) const NO_OPTIMIZER: &str = "there is no optimizer";
+
 pub(super) struct Shelf {
     pub(super) engine: Arc<Engine>,
+    registry: Registry,
     ranks: u32,
     state: Mutex<State>,
 }
@@ -26,8 +32,8 @@ struct State {
 }
 
 impl Shelf {
-    pub(super) fn new(engine: Arc<Engine>, ranks: u32) -> Shelf {
-        Shelf { engine, ranks, state: Mutex::default() }
+    pub(super) fn new(engine: Arc<Engine>, registry: Registry, ranks: u32) -> Shelf {
+        Shelf { engine, registry, ranks, state: Mutex::default() }
     }
 
     /// A new key's, with this rank's value in its buffer as soon as the engine gets there. Then the store makes it rank 0's,
@@ -36,7 +42,7 @@ impl Shelf {
         let entry = {
             let State { entries, order, .. } = &mut *self.state();
             let Slot::Vacant(slot) = entries.entry(key.clone()) else {
-                return Err(wrong(key, "it has its value already".into()));
+                return Err(wrong(key, HAS_VALUE.into()));
             };
             let entry = Entry::new(&self.engine, key.clone(), value.dtype(), value.elements());
             order.push(Arc::clone(slot.insert(Arc::new(entry))));
@@ -62,21 +68,9 @@ impl Shelf {
     /// The entry of a key, which arrays of this type and length fit.
     pub(super) fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<Entry>, StoreError> {
         let entry = self.state().entries.get(key).cloned();
-        let entry = entry.ok_or_else(|| wrong(key, "it has no value yet: give it one with init".into()))?;
-        let (dtype, elements) = (entry.buffer.dtype(), entry.buffer.elements());
-        if let Some(other) =
-            arrays.iter().find(|array| array.dtype() != dtype || array.elements() != elements)
-        {
-            let (theirs, count) = (other.dtype(), other.elements());
-            return Err(wrong(
-                key,
-                format!("its value is {elements} of {dtype}, the array is {count} of {theirs}"),
-            ));
-        }
-        match arrays {
-            [] => Err(wrong(key, "there is no array to push, or to pull into".into())),
-            _ => Ok(entry),
-        }
+        let entry = entry.ok_or_else(|| wrong(key, NO_VALUE.into()))?;
+        check(key, &entry.buffer, arrays)?;
+        Ok(entry)
     }
 
     /// Pushes what adds up this rank's arrays in the communication buffer.
@@ -86,17 +80,7 @@ impl Shelf {
         values: &[Array],
         priority: i32,
     ) -> Result<(), StoreError> {
-        let (here, own) = (Arc::clone(entry), values.to_vec());
-        self.engine
-            .operation(format!("copy {}", entry.key), Kind::Copy)
-            .reads(values.iter().map(Array::variable))
-            .mutates([entry.buffer.variable()])
-            .priority(priority)
-            .push(move || -> Result<(), String> {
-                here.gather(&own);
-                Ok(())
-            })?;
-        Ok(())
+        copy_in(&self.engine, &entry.key, &entry.buffer, values, priority)
     }
 
     /// Pushes the step of the optimizer that the sum in the buffer makes, if there is an optimizer.
@@ -143,15 +127,17 @@ impl Shelf {
         outs: &[Array],
         priority: i32,
     ) -> Result<(), StoreError> {
-        let (here, theirs, gives_sums) = (Arc::clone(entry), outs.to_vec(), self.gives_sums(entry));
-        let source = if gives_sums { entry.buffer.variable() } else { &entry.parameters };
+        if self.gives_sums(entry) {
+            return copy_back(&self.engine, &entry.key, &entry.buffer, outs, priority);
+        }
+        let (here, theirs) = (Arc::clone(entry), outs.to_vec());
         self.engine
             .operation(format!("copy back {}", entry.key), Kind::Copy)
-            .reads([source])
+            .reads([&entry.parameters])
             .mutates(outs.iter().map(Array::variable))
             .priority(priority)
             .push(move || -> Result<(), String> {
-                here.give(&theirs, gives_sums);
+                here.give(&theirs);
                 Ok(())
             })?;
         Ok(())
@@ -159,12 +145,14 @@ impl Shelf {
 
     pub(super) fn set_optimizer(
         &self,
-        optimizer: Arc<dyn Optimizer>,
+        name: &str,
         hyperparameters: Hyperparameters,
     ) -> Result<(), StoreError> {
+        let optimizer = self.registry.optimizer(name);
+        let optimizer = optimizer.map_err(|error| StoreError::Options(error.to_string()))?;
         let mut state = self.state();
         if state.has_pushed {
-            return Err(StoreError::Sequence("the optimizer is chosen before the first push"));
+            return Err(StoreError::Sequence(TOO_LATE));
         }
         optimizer.check(&hyperparameters).map_err(|error| StoreError::Options(error.to_string()))?;
         state.updater = Some(Updater { optimizer, hyperparameters, ranks: self.ranks });
@@ -173,7 +161,7 @@ impl Shelf {
 
     pub(super) fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         let mut state = self.state();
-        let updater = state.updater.as_mut().ok_or(StoreError::Sequence("there is no optimizer"))?;
+        let updater = state.updater.as_mut().ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
         let checked = updater.optimizer.check(&hyperparameters);
         checked.map_err(|error| StoreError::Options(error.to_string()))?;
         updater.hyperparameters = hyperparameters;
@@ -187,4 +175,61 @@ impl Shelf {
 
 fn wrong(key: &Key, reason: String) -> StoreError {
     StoreError::Key { key: key.clone(), reason }
+}
+
+/// Whether arrays can be pushed to, or pulled from, a key with this buffer.
+pub(super) fn check(key: &Key, buffer: &Array, arrays: &[Array]) -> Result<(), StoreError> {
+    let (dtype, elements) = (buffer.dtype(), buffer.elements());
+    let other = arrays.iter().find(|array| array.dtype() != dtype || array.elements() != elements);
+    match (arrays, other) {
+        ([], _) => Err(wrong(key, "there is no array to push, or to pull into".into())),
+        (_, None) => Ok(()),
+        (_, Some(other)) => {
+            let (theirs, count) = (other.dtype(), other.elements());
+            let reason = format!("its value is {elements} of {dtype}, the array is {count} of {theirs}");
+            Err(wrong(key, reason))
+        }
+    }
+}
+
+/// Pushes what adds up a rank's arrays in a buffer.
+pub(super) fn copy_in(
+    engine: &Engine,
+    key: &Key,
+    buffer: &Array,
+    values: &[Array],
+    priority: i32,
+) -> Result<(), StoreError> {
+    let (into, own) = (buffer.clone(), values.to_vec());
+    engine
+        .operation(format!("copy {key}"), Kind::Copy)
+        .reads(values.iter().map(Array::variable))
+        .mutates([buffer.variable()])
+        .priority(priority)
+        .push(move || -> Result<(), String> {
+            into.gather(&own);
+            Ok(())
+        })?;
+    Ok(())
+}
+
+/// Pushes what puts a buffer into `outs`.
+pub(super) fn copy_back(
+    engine: &Engine,
+    key: &Key,
+    buffer: &Array,
+    outs: &[Array],
+    priority: i32,
+) -> Result<(), StoreError> {
+    let (from, theirs) = (buffer.clone(), outs.to_vec());
+    engine
+        .operation(format!("copy back {key}"), Kind::Copy)
+        .reads([buffer.variable()])
+        .mutates(outs.iter().map(Array::variable))
+        .priority(priority)
+        .push(move || -> Result<(), String> {
+            from.copy_to(&theirs);
+            Ok(())
+        })?;
+    Ok(())
 }

@@ -1,10 +1,10 @@
 //! What every communicator must do.
 
 use half::{bf16, f16};
-use paramhub_collective::communicator::{Communicator, CommunicatorError};
+use paramhub_collective::communicator::{Communicator, CommunicatorError, Native};
 use paramhub_core::codec::Dtype;
 
-use crate::group::native;
+use crate::group::at_all;
 
 /// Nothing, one element, less than there are ranks, odd, and several pieces.
 const COUNTS: [usize; 6] = [0, 1, 3, 1001, 65_537, 600_001];
@@ -28,6 +28,19 @@ fn of_rank(rank: u32, count: usize, dtype: Dtype) -> Vec<u8> {
 
 fn sum_of(size: u32, count: usize, dtype: Dtype) -> Vec<u8> {
     encoded((0..count).map(|at| (0..size).map(|rank| value(rank, at)).sum()), dtype)
+}
+
+/// Runs `work` at every rank. Who has done its work leaves.
+fn native<T: Send>(size: u32, work: impl Fn(&Native) -> T + Sync) -> Vec<T> {
+    at_all(
+        size,
+        |config| config,
+        |native| {
+            let made = work(&native);
+            native.leave().unwrap();
+            made
+        },
+    )
 }
 
 /// All collectives once, in every type and length.
@@ -113,7 +126,7 @@ fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
 
 #[test]
 fn an_aborted_communicator_tells_all_ranks_why() {
-    let told = crate::group::at_all(
+    let told = at_all(
         3,
         |config| config,
         |communicator| {

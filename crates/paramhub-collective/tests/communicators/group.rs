@@ -3,28 +3,11 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::thread;
 
-use paramhub_collective::communicator::{Communicator, Native};
+use paramhub_collective::communicator::Native;
 use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
 
-/// Runs `work` at every rank of a native communicator, and returns what each came to. Who has done its work leaves.
-pub(crate) fn native<T: Send>(size: u32, work: impl Fn(&Native) -> T + Sync) -> Vec<T> {
-    native_with(size, |config| config, work)
-}
-
-/// The same with another configuration.
-pub(crate) fn native_with<T: Send>(
-    size: u32,
-    change: impl Fn(MeshConfig) -> MeshConfig + Sync,
-    work: impl Fn(&Native) -> T + Sync,
-) -> Vec<T> {
-    at_all(size, change, |native| {
-        let made = work(&native);
-        native.leave().unwrap();
-        made
-    })
-}
-
-/// Gives every rank's end away.
+/// Gives every rank its end of a native communicator, made with a configuration that `change` has changed, and returns what each
+/// came to.
 pub(crate) fn at_all<T: Send>(
     size: u32,
     change: impl Fn(MeshConfig) -> MeshConfig + Sync,

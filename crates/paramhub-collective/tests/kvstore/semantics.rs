@@ -1,12 +1,10 @@
 //! What init, push and pull mean, whichever design.
 
-use std::sync::Arc;
-
 use half::bf16;
 use paramhub_collective::engine::{EngineConfig, Kind};
 use paramhub_collective::kvstore::{Array, Key, KvStore, StoreError, StoreKind, StoreOptions, create};
 use paramhub_core::codec::Dtype;
-use paramhub_kernels::{Hyperparameters, Registry};
+use paramhub_kernels::Hyperparameters;
 use paramhub_transport::ReceiveRegion;
 
 use crate::team::{DESIGNS, engine, local, stores};
@@ -34,7 +32,7 @@ fn keys() -> Vec<Key> {
 
 fn optimizer(store: &dyn KvStore) -> Hyperparameters {
     let numbers = Hyperparameters { learning_rate: 0.125, momentum: 0.5, ..Default::default() };
-    store.set_optimizer(Registry::with_builtins().optimizer("sgd").unwrap(), numbers).unwrap();
+    store.set_optimizer("sgd", numbers).unwrap();
     numbers
 }
 
@@ -135,12 +133,7 @@ fn several_values_of_a_rank_are_added_up_and_several_outs_filled_in_halves_too()
 fn every_push_counts_pulled_or_not() {
     for kind in DESIGNS {
         stores(kind, 2, |store| {
-            store
-                .set_optimizer(
-                    Registry::with_builtins().optimizer("sgd").unwrap(),
-                    Hyperparameters { learning_rate: 1.0, ..Default::default() },
-                )
-                .unwrap();
+            store.set_optimizer("sgd", Hyperparameters { learning_rate: 1.0, ..Default::default() }).unwrap();
             let key = Key::from(7);
             store.init(&key, &array(store, vec![0.0; 10])).unwrap();
             let one = [array(store, vec![-1.0; 10])];
@@ -175,28 +168,34 @@ fn what_does_not_fit_is_refused_with_what_would() {
     );
     assert_eq!(told(store.pull(&"w".into(), &[], 0)), "key w: there is no array to push, or to pull into");
     store.push(&"w".into(), &[array(store, vec![1.0; 4])], 0).unwrap();
-    let sgd = Registry::with_builtins().optimizer("sgd").unwrap();
-    let late = store.set_optimizer(Arc::clone(&sgd), Hyperparameters::default());
+    let late = store.set_optimizer("sgd", Hyperparameters::default());
     assert_eq!(told(late), "the optimizer is chosen before the first push");
     assert_eq!(told(store.set_hyperparameters(Hyperparameters::default())), "there is no optimizer");
 
-    let options = |outstanding| StoreOptions {
-        engine: engine(EngineConfig { communicate_threads: 2, ..Default::default() }),
-        communicator: None,
-        outstanding,
-    };
-    let refused = create(StoreKind::DepCha, options(None)).err().unwrap().to_string();
-    assert_eq!(refused, "a depcha store needs a communicator");
-    let refused = "nccl".parse::<StoreKind>().unwrap_err().to_string();
-    assert_eq!(refused, "there is no store `nccl`: expected local, funnel, concom, depcha");
-    crate::group::native(1, |_| ());
+    let unknown = told(local().set_optimizer("sdg", Hyperparameters::default()));
+    assert!(unknown.contains("sdg") && unknown.contains("sgd"), "{unknown}");
+
+    let two = || engine(EngineConfig { communicate_threads: 2, ..Default::default() });
+    let refused = |kind, options| create(kind, options).err().unwrap().to_string();
+    assert_eq!(refused(StoreKind::DepCha, StoreOptions::new(two())), "a depcha store needs a communicator");
+    assert_eq!(refused(StoreKind::Hub, StoreOptions::new(two())), "a hub store needs a seat at a hub");
+    let told = "nccl".parse::<StoreKind>().unwrap_err().to_string();
+    assert_eq!(told, "there is no store `nccl`: expected hub, local, funnel, concom, depcha");
     crate::group::at_all(
         1,
         |config| config,
         |native| {
-            let options = StoreOptions { communicator: Some(Box::new(native)), ..options(Some(3)) };
-            let refused = create(StoreKind::ConCom, options).err().unwrap().to_string();
-            assert!(refused.starts_with("3 keys at a time need as many threads"), "{refused}");
+            let options = StoreOptions { outstanding: Some(3), ..StoreOptions::over(two(), native) };
+            let told = refused(StoreKind::ConCom, options);
+            assert!(told.starts_with("3 keys at a time need as many threads"), "{told}");
+        },
+    );
+    crate::group::at_all(
+        1,
+        |config| config,
+        |native| {
+            let told = refused(StoreKind::Local, StoreOptions::over(two(), native));
+            assert_eq!(told, "a local store takes no such thing as a communicator");
         },
     );
 }
@@ -230,8 +229,7 @@ fn a_gradient_that_could_not_be_made_is_told_by_its_name_where_it_is_waited_for(
             |config| config,
             |native| {
                 let engine = engine(EngineConfig::default());
-                let options =
-                    StoreOptions { engine, communicator: Some(Box::new(native)), outstanding: None };
+                let options = StoreOptions::over(engine, native);
                 work(&*create(kind, options).unwrap());
             },
         );

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paramhub_collective::communicator::{Checking, Communicator};
+use paramhub_collective::communicator::Checking;
 use paramhub_collective::engine::{Engine, EngineConfig};
 use paramhub_collective::kvstore::{KvStore, StoreKind, StoreOptions, create};
 
@@ -16,9 +16,7 @@ pub(crate) fn engine(config: EngineConfig) -> Arc<Engine> {
 }
 
 pub(crate) fn local() -> Box<dyn KvStore> {
-    let options =
-        StoreOptions { engine: engine(EngineConfig::default()), communicator: None, outstanding: None };
-    create(StoreKind::Local, options).unwrap()
+    create(StoreKind::Local, StoreOptions::new(engine(EngineConfig::default()))).unwrap()
 }
 
 /// Runs `work` with every rank's store, whose calls are checked, and returns what each came to. Who has done its work leaves.
@@ -27,9 +25,8 @@ pub(crate) fn stores<T: Send>(kind: StoreKind, size: u32, work: impl Fn(&dyn KvS
         size,
         |config| config,
         |native| {
-            let communicator: Box<dyn Communicator> = Box::new(Checking::new(native));
             let engine = engine(EngineConfig { compute_threads: 2, ..Default::default() });
-            let options = StoreOptions { engine, communicator: Some(communicator), outstanding: None };
+            let options = StoreOptions::over(engine, Checking::new(native));
             let store = create(kind, options).unwrap();
             let made = work(&*store);
             store.leave().unwrap();

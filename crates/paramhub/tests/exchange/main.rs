@@ -11,6 +11,7 @@ mod factors;
 mod fairness;
 mod groups;
 mod in_place;
+mod kvstore;
 mod numerics;
 mod offences;
 mod quantised;

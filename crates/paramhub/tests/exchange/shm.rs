@@ -8,6 +8,7 @@ mod factors;
 mod fairness;
 mod groups;
 mod in_place;
+mod kvstore;
 mod local;
 mod numerics;
 mod offences;
