@@ -26,7 +26,8 @@ pub trait Communicator: Send + Sync {
     /// Ranks of the group.
     fn size(&self) -> u32;
 
-    /// Puts the sum of all ranks' values in the place of each. All ranks get the same bits. Halves are added in f32.
+    /// Puts the sum of all ranks' values in the place of each. All ranks get the same bits. Halves are added in
+    /// f32, and may be rounded after each contribution.
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError>;
 
     /// Gives `root`'s bytes to every rank, in place.
