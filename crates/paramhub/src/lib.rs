@@ -44,6 +44,29 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # Either with a hub or without
+//!
+//! A [key-value store](collective::kvstore) exchanges through a hub or by collectives, as a word says, beside operations of a
+//! [dependency engine](collective::engine) that make the gradients:
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use paramhub::Membership;
+//! use paramhub::collective::engine::{Engine, EngineConfig};
+//! use paramhub::collective::kvstore::{Array, HubSeat, StoreKind, StoreOptions, create};
+//!
+//! let engine = Arc::new(Engine::new(EngineConfig::default())?);
+//! let seat = HubSeat::new(Membership::from_env()?);
+//! let store = create(StoreKind::Hub, StoreOptions::at_hub(Arc::clone(&engine), seat))?;
+//! let weight = [Array::new(&engine, vec![0.0; 128 * 64])];
+//! store.init(&"layer1.weight".into(), &weight[0])?;
+//! store.pushpull(&"layer1.weight".into(), &weight, &weight, 0)?;
+//! engine.wait_for_var(weight[0].variable())?;
+//! store.leave()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Optimizers and aggregators of your own go into the hub's [`Registry`]; see [`Optimizer`] and [`Aggregator`].
 #![forbid(unsafe_code)]
 
@@ -53,6 +76,7 @@ mod config;
 pub mod embedded;
 mod launch;
 
+pub use paramhub_collective as collective;
 pub use paramhub_control::{ControlError, DEFAULT_URL, ManagerClient};
 pub use paramhub_core::codec::{Codec, Dtype};
 pub use paramhub_core::consistency::Consistency;
@@ -63,6 +87,7 @@ pub use paramhub_core::{auth, checkpoint, composition, cost, limits, placement, 
 pub use paramhub_hub::{CheckpointConfig, HubConfig, HubError, JobLimits, Rate, RunningHub, Selector};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
+pub use paramhub_mesh as mesh;
 pub use paramhub_transport::host_identity;
 pub use paramhub_worker::{
     FactorBuffers, FactorHandle, Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing,
