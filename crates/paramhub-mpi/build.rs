@@ -1,6 +1,7 @@
 //! Compiles what of `mpi.h` only a C compiler can read.
 
 fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
     #[cfg(feature = "mpi")]
     compile();
 }
