@@ -130,7 +130,12 @@ impl Communicator for Mpi {
     }
 
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
-        check_blocks(name, 1, values.len(), values.len(), Some(dtype))?;
+        if !values.len().is_multiple_of(dtype.bytes()) {
+            return Err(CommunicatorError::Misplaced {
+                name: name.to_owned(),
+                reason: format!("{} bytes are no whole number of {dtype}", values.len()),
+            });
+        }
         let elements = values.len() / dtype.bytes();
         self.call("allreduce", name, |turn, raw, scratch, _| {
             for range in pieces(elements, self.piece_of(dtype)) {

@@ -96,6 +96,8 @@ fn duplicates() {
 fn misplaced() {
     let mpi = join(Threads::One);
     collectives::misplaced(&mpi);
+    let told = mpi.allreduce("g", &mut [0; 6], Dtype::F32).unwrap_err().to_string();
+    assert_eq!(told, "collective `g`: 6 bytes are no whole number of f32");
     mpi.leave().unwrap();
 }
 
