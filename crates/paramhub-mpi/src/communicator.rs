@@ -18,6 +18,20 @@ const PIECE_OF_HALVES: usize = 1 << 18;
 
 /// One rank's end of a communicator of MPI. Collectives have no time limit: `mpirun` ends all ranks when one of them dies.
 ///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use paramhub_collective::engine::{Engine, EngineConfig};
+/// # use paramhub_collective::kvstore::{StoreKind, StoreOptions, create};
+/// use paramhub_mpi::{Mpi, Threads};
+///
+/// let communicator = Mpi::start(Threads::One)?;
+/// let engine = Arc::new(Engine::new(EngineConfig::default())?);
+/// let options = StoreOptions { engine, communicator: Some(Box::new(communicator)), outstanding: None };
+/// let store = create(StoreKind::DepCha, options)?;
+/// store.leave()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// f16 and bf16 are summed as f32 and rounded once. A communicator that is dropped and not left stays with MPI; a process that exits
 /// then does not end MPI, which `mpirun` takes for a failure of this rank.
 pub struct Mpi {

@@ -1,12 +1,4 @@
-//! Communicators over an installed MPI, with the feature `mpi`; without it nothing is here, so that nobody needs one.
-//!
-//! `Mpi::start` is called by every rank of a program that `mpirun` has started:
-//!
-//! ```ignore
-//! let communicator = Mpi::start(Threads::One)?;
-//! let options = StoreOptions { engine, communicator: Some(Box::new(communicator)), outstanding: None };
-//! let store = create(StoreKind::DepCha, options)?;
-//! ```
+//! Communicators over an installed MPI (`Mpi`), with the feature `mpi`; without it nothing is here, so that nobody needs one.
 
 #[cfg(feature = "mpi")]
 mod communicator;

@@ -30,5 +30,6 @@ const PACKAGE: [&str; 4] = ["--package", "paramhub-mpi", "--features", "mpi"];
 pub(crate) fn check() -> Result<(), Failure> {
     NEEDED.iter().try_for_each(SystemProgram::ensure)?;
     Invocation::parse("cargo clippy --all-targets").args(PACKAGE).args(["--", "-D", "warnings"]).run()?;
+    Invocation::parse("cargo test --doc").args(PACKAGE).run()?;
     tests::run_of(&PACKAGE)
 }

@@ -2,7 +2,7 @@
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
@@ -55,12 +55,49 @@ fn start(ranks: u32, part: &str, before: &[&str], look: impl FnOnce(&Job)) {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let output = Command::new("timeout")
-        .args(["-k", "10", SECONDS, "mpirun", "-n", &ranks.to_string()])
+    let output =
+        mpirun(&["timeout", "-k", "10", SECONDS, "mpirun"], ranks, part, before, folder.path()).output();
+    let output = output.unwrap();
+    let text =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).join("\n");
+    let job = Job { status: output.status, output: text, ranks };
+    assert_ne!(job.status.code(), Some(124), "{part} does not end: {}", job.output);
+    assert_eq!(job.status.signal(), None, "{part}: {}", job.output);
+    nobody_is_left(folder.path(), ranks, &job.output);
+    look(&job);
+}
+
+/// Starts ranks that do not end by themselves, kills `mpirun` when all have begun, and sees them go.
+pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
+    if !is_here() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let output = std::fs::File::create(folder.path().join("output")).unwrap();
+    let mut command = mpirun(&["mpirun"], ranks, part, &[], folder.path());
+    let mut child =
+        command.stdout(output.try_clone().unwrap()).stderr(output).stdin(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let have_begun = || (0..ranks).all(|rank| pid_file(folder.path(), rank).exists());
+    while !have_begun() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let told = std::fs::read_to_string(folder.path().join("output")).unwrap();
+    nobody_is_left(folder.path(), ranks, &told);
+}
+
+/// How this program is started as ranks.
+fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Path) -> Command {
+    let mut command = Command::new(program[0]);
+    command
+        .args(&program[1..])
+        .args(["-n", &ranks.to_string()])
         .args(before)
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "rank", "--ignored", "--nocapture"])
-        .envs([(PART, part.as_ref()), (FOLDER, folder.path().as_os_str())])
+        .envs([(PART, part.as_ref()), (FOLDER, folder.as_os_str())])
         // As options only OpenMPI has them; in the environment others leave them alone.
         .envs([
             ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
@@ -68,27 +105,22 @@ fn start(ranks: u32, part: &str, before: &[&str], look: impl FnOnce(&Job)) {
             ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
             ("OMPI_MCA_hwloc_base_binding_policy", "none"),
             ("OMPI_MCA_mpi_yield_when_idle", "1"),
-        ])
-        .output()
-        .unwrap();
-    let text =
-        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).join("\n");
-    let job = Job { status: output.status, output: text, ranks };
-    assert_ne!(job.status.code(), Some(124), "{part} does not end: {}", job.output);
-    assert_eq!(job.status.signal(), None, "{part}: {}", job.output);
-    nobody_is_left(folder.path(), &job);
-    look(&job);
+        ]);
+    command
 }
 
 /// All ranks have been here, and none is now.
-fn nobody_is_left(folder: &Path, job: &Job) {
-    for rank in 0..job.ranks {
+fn nobody_is_left(folder: &Path, ranks: u32, output: &str) {
+    for rank in 0..ranks {
         let pid = std::fs::read_to_string(pid_file(folder, rank));
-        let pid = pid.unwrap_or_else(|error| panic!("rank {rank} has not begun: {error}: {}", job.output));
+        let pid = pid.unwrap_or_else(|error| panic!("rank {rank} has not begun: {error}: {output}"));
         let deadline = Instant::now() + Duration::from_secs(20);
         // Another process may have its number only once it is gone.
         while Path::new("/proc").join(&pid).exists() {
-            assert!(Instant::now() < deadline, "rank {rank} is left: {}", job.output);
+            if Instant::now() > deadline {
+                let killed = Command::new("kill").args(["-9", &pid]).status();
+                panic!("rank {rank} is left, and killed now ({killed:?}): {output}");
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
     }

@@ -74,6 +74,11 @@ fn a_rank_that_is_killed_ends_the_job_with_its_name_and_leaves_nobody() {
 }
 
 #[test]
+fn ranks_whose_mpirun_is_killed_do_not_stay() {
+    job::kill_mpirun(3, "without end");
+}
+
+#[test]
 fn a_rank_that_ends_without_leaving_ends_the_job() {
     // mpirun names the rank in a table of all that it was waiting for.
     run(3, "gone", |job| {

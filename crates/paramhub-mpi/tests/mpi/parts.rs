@@ -26,6 +26,7 @@ pub(crate) fn play(part: &str) {
         "mismatch" => mismatch(),
         "stores" => stores(),
         "killed" => killed(),
+        "without end" => without_end(),
         "gone" => gone(),
         "panics" => panics(),
         "aborted" => aborted(),
@@ -153,6 +154,13 @@ fn killed() {
             Command::new("kill").args(["-9", &std::process::id().to_string()]).status().unwrap();
         }
         mpi.allreduce("g", &mut values, Dtype::F32).unwrap();
+    }
+}
+
+fn without_end() {
+    let mpi = join(Threads::One);
+    loop {
+        mpi.allreduce("g", &mut [0; 4000], Dtype::F32).unwrap();
     }
 }
 
