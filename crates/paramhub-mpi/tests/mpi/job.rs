@@ -75,6 +75,10 @@ pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
     let folder = TempDir::new().unwrap();
     let output = std::fs::File::create(folder.path().join("output")).unwrap();
     let mut command = mpirun(&["mpirun"], ranks, part, &[], folder.path());
+    // What nobody is left to remove goes with our folder.
+    for setting in ["OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory"] {
+        command.env(setting, folder.path());
+    }
     let mut child =
         command.stdout(output.try_clone().unwrap()).stderr(output).stdin(Stdio::null()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
