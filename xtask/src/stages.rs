@@ -6,6 +6,7 @@ mod deny;
 mod docs;
 mod fuzz;
 mod lint;
+mod mpi;
 mod python;
 mod tests;
 
@@ -18,6 +19,11 @@ pub(crate) static ALL: &[Stage] = &[
     Stage { name: "doc", about: "the documentation builds without a warning", run: |_| docs::build() },
     Stage { name: "build", about: "everything builds", run: |_| build::everything() },
     Stage { name: "doctest", about: "the examples in the documentation run", run: |_| docs::examples() },
+    Stage {
+        name: "mpi",
+        about: "the communicator over MPI, with ranks that mpirun starts",
+        run: |_| mpi::check(),
+    },
     Stage { name: "tests", about: "unit, integration and end-to-end tests", run: |_| tests::run() },
     Stage {
         name: "python",

@@ -179,4 +179,8 @@ impl<C: Communicator> Communicator for Checking<C> {
     fn leave(&self) -> Result<(), CommunicatorError> {
         self.inner.leave()
     }
+
+    fn check_threads(&self) -> Result<(), CommunicatorError> {
+        self.inner.check_threads()
+    }
 }

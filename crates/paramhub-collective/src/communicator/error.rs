@@ -33,6 +33,16 @@ pub enum CommunicatorError {
         /// What rank 0 calls.
         zeros: String,
     },
+    /// The library that was called refuses.
+    #[error("rank {rank}: {call}: {reason}")]
+    Library {
+        /// Whose call.
+        rank: u32,
+        /// What was called, and for what.
+        call: String,
+        /// What the library says, or what to do.
+        reason: String,
+    },
     /// The operating system refuses.
     #[error("rank {rank}: cannot {what}: {reason}")]
     System {

@@ -57,6 +57,12 @@ pub trait Communicator: Send + Sync {
 
     /// Leaves in order: all ranks do, and nobody calls anything any more.
     fn leave(&self) -> Result<(), CommunicatorError>;
+
+    /// Whether threads of this process may be in collectives of this communicator and of its duplicates at one time, a thread
+    /// each. Calls nobody; the error says what to do where they may not.
+    fn check_threads(&self) -> Result<(), CommunicatorError> {
+        Ok(())
+    }
 }
 
 impl<C: Communicator + ?Sized> Communicator for Box<C> {
@@ -105,10 +111,17 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
     fn leave(&self) -> Result<(), CommunicatorError> {
         (**self).leave()
     }
+
+    fn check_threads(&self) -> Result<(), CommunicatorError> {
+        (**self).check_threads()
+    }
 }
 
 /// Whether a rank's blocks fit together, for collectives whose blocks have one length.
-fn check_blocks(
+///
+/// # Errors
+/// [`CommunicatorError::Misplaced`], which names the exchange.
+pub fn check_blocks(
     name: &str,
     size: u32,
     one: usize,

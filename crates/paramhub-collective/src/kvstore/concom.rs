@@ -44,6 +44,7 @@ impl ConCom {
                  or give the engine more"
             )));
         }
+        communicator.check_threads()?;
         let lines = (0..outstanding).map(|_| Ok((Arc::from(communicator.duplicate()?), engine.variable())));
         let lines = lines.collect::<Result<_, CommunicatorError>>()?;
         let shelf = Shelf::new(engine, registry, communicator.size());

@@ -1,76 +1,21 @@
-//! What every communicator must do.
+//! The native communicator does what every one must.
 
-use half::{bf16, f16};
-use paramhub_collective::communicator::{Communicator, CommunicatorError, Native};
+use paramhub_collective::communicator::{Communicator, Native};
 use paramhub_core::codec::Dtype;
 
+use crate::exercise::{duplicates, exercise, misplaced};
 use crate::group::at_all;
 
-/// Nothing, one element, less than there are ranks, odd, and several pieces.
-const COUNTS: [usize; 6] = [0, 1, 3, 1001, 65_537, 600_001];
-
-/// Small whole numbers, whose sums are exact in every type.
-fn value(rank: u32, at: usize) -> f32 {
-    ((at * 7 + rank as usize * 3) % 11) as f32 - 5.0
-}
-
-fn encoded(values: impl Iterator<Item = f32>, dtype: Dtype) -> Vec<u8> {
-    match dtype {
-        Dtype::F32 => values.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => values.flat_map(|value| f16::from_f32(value).to_le_bytes()).collect(),
-        Dtype::BF16 => values.flat_map(|value| bf16::from_f32(value).to_le_bytes()).collect(),
-    }
-}
-
-fn of_rank(rank: u32, count: usize, dtype: Dtype) -> Vec<u8> {
-    encoded((0..count).map(|at| value(rank, at)), dtype)
-}
-
-fn sum_of(size: u32, count: usize, dtype: Dtype) -> Vec<u8> {
-    encoded((0..count).map(|at| (0..size).map(|rank| value(rank, at)).sum()), dtype)
-}
-
 /// Runs `work` at every rank. Who has done its work leaves.
-fn native<T: Send>(size: u32, work: impl Fn(&Native) -> T + Sync) -> Vec<T> {
+fn native(size: u32, work: impl Fn(&Native) + Sync) {
     at_all(
         size,
         |config| config,
         |native| {
-            let made = work(&native);
+            work(&native);
             native.leave().unwrap();
-            made
         },
-    )
-}
-
-/// All collectives once, in every type and length.
-fn exercise(communicator: &dyn Communicator) {
-    let (rank, size) = (communicator.rank(), communicator.size());
-    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-        for count in COUNTS {
-            let what = format!("{count} of {dtype}, {size} ranks");
-            let mut values = of_rank(rank, count, dtype);
-            communicator.allreduce("gradient", &mut values, dtype).unwrap();
-            assert!(values == sum_of(size, count, dtype), "allreduce of {what}");
-
-            let root = count as u32 % size;
-            let mut values = of_rank(rank, count, dtype);
-            communicator.broadcast("weight", &mut values, root).unwrap();
-            assert!(values == of_rank(root, count, dtype), "broadcast of {what}");
-
-            let all = of_rank(rank, count * size as usize, dtype);
-            let mut own = vec![0; count * dtype.bytes()];
-            communicator.reduce_scatter("gradient", &all, &mut own, dtype).unwrap();
-            let whole = sum_of(size, count * size as usize, dtype);
-            assert!(own == whole[rank as usize * own.len()..][..own.len()], "reduce-scatter of {what}");
-
-            let mut gathered = vec![0; count * dtype.bytes() * size as usize];
-            communicator.allgather("weight", &of_rank(rank, count, dtype), &mut gathered).unwrap();
-            let expected: Vec<u8> = (0..size).flat_map(|rank| of_rank(rank, count, dtype)).collect();
-            assert!(gathered == expected, "allgather of {what}");
-            communicator.barrier().unwrap();
-        }
-    }
+    );
 }
 
 #[test]
@@ -82,46 +27,12 @@ fn every_rank_gets_every_collective_s_result_whatever_the_world_s_size() {
 
 #[test]
 fn duplicates_have_orders_of_their_own() {
-    native(3, |first| {
-        let copies = [first.duplicate().unwrap(), first.duplicate().unwrap()];
-        assert!(copies.iter().all(|copy| (copy.rank(), copy.size()) == (first.rank(), first.size())));
-        // Ranks begin with different ones, and wait for the others all the same.
-        std::thread::scope(|scope| {
-            let communicators: [&dyn Communicator; 3] = [first, &copies[0], &copies[1]];
-            for turn in 0..3 {
-                let number = (turn + first.rank() as usize) % 3;
-                let communicator = communicators[number];
-                scope.spawn(move || {
-                    for round in 0..20 {
-                        let count = 1 + 1000 * number;
-                        let mut values = of_rank(communicator.rank(), count, Dtype::F32);
-                        communicator.allreduce("gradient", &mut values, Dtype::F32).unwrap();
-                        assert!(values == sum_of(3, count, Dtype::F32), "{number}, {round}");
-                    }
-                });
-            }
-        });
-        let copy_of_a_copy = copies[1].duplicate().unwrap();
-        exercise(&*copy_of_a_copy);
-        copy_of_a_copy.leave().unwrap();
-        copies.iter().for_each(|copy| copy.leave().unwrap());
-    });
+    native(3, |first| duplicates(first));
 }
 
 #[test]
 fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
-    native(2, |communicator| {
-        let refused = |outcome: Result<(), CommunicatorError>| {
-            let error = outcome.unwrap_err();
-            assert!(matches!(error, CommunicatorError::Misplaced { .. }), "{error}");
-            error.to_string()
-        };
-        let told = refused(communicator.allgather("w", &[0; 4], &mut [0; 7]));
-        assert_eq!(told, "collective `w`: 2 blocks of 4 bytes each are not 7 bytes");
-        let told = refused(communicator.reduce_scatter("g", &[0; 12], &mut [0; 6], Dtype::F32));
-        assert_eq!(told, "collective `g`: 2 blocks of f32 of 6 bytes each are not 12 bytes");
-        communicator.barrier().unwrap();
-    });
+    native(2, |communicator| misplaced(communicator));
 }
 
 #[test]

@@ -2,5 +2,6 @@
 
 mod checking;
 mod collectives;
+mod exercise;
 mod group;
 mod naive;

@@ -7,88 +7,17 @@ use paramhub_core::codec::Dtype;
 use paramhub_kernels::Hyperparameters;
 use paramhub_transport::ReceiveRegion;
 
+use crate::exercise::{array, sums, trained, values};
 use crate::team::{DESIGNS, engine, local, stores};
-
-const COUNTS: [usize; 4] = [1, 300, 5, 70_001];
-const STEPS: u32 = 5;
-
-fn array(store: &dyn KvStore, values: Vec<f32>) -> Array {
-    Array::new(store.engine(), values)
-}
-
-fn values(store: &dyn KvStore, array: &Array) -> Vec<f32> {
-    array.to_vec(store.engine()).unwrap()
-}
-
-/// Whole numbers, whose sums are the same in any order.
-fn gradient(rank: u32, key: usize, step: u32) -> Vec<f32> {
-    let number = |at: usize| ((at * 5 + key * 3 + step as usize * 7 + rank as usize * 2) % 13) as f32 - 6.0;
-    (0..COUNTS[key]).map(number).collect()
-}
-
-fn keys() -> Vec<Key> {
-    vec!["fc.weight".into(), 1.into(), "fc.bias".into(), Key::from(u64::MAX)]
-}
-
-fn optimizer(store: &dyn KvStore) -> Hyperparameters {
-    let numbers = Hyperparameters { learning_rate: 0.125, momentum: 0.5, ..Default::default() };
-    store.set_optimizer("sgd", numbers).unwrap();
-    numbers
-}
 
 #[test]
 fn sums_of_all_ranks_are_pulled_by_all() {
     for (kind, size) in DESIGNS.into_iter().flat_map(|kind| [(kind, 2), (kind, 3)]) {
         stores(kind, size, |store| {
             assert_eq!((store.kind(), store.size()), (kind, size));
-            for (key, count) in keys().iter().zip(COUNTS) {
-                // Rank 0's value is everybody's.
-                store.init(key, &array(store, vec![store.rank() as f32 + 1.5; count])).unwrap();
-                let out = array(store, vec![0.0; count]);
-                store.pull(key, std::slice::from_ref(&out), 0).unwrap();
-                assert_eq!(values(store, &out), vec![1.5; count], "{kind} {key}");
-            }
-            for step in 0..STEPS {
-                let gradients: Vec<Array> =
-                    (0..COUNTS.len()).map(|key| array(store, gradient(store.rank(), key, step))).collect();
-                for (at, key) in keys().iter().enumerate().rev() {
-                    store.push(key, &gradients[at..=at], at as i32).unwrap();
-                }
-                // Into where the gradient was, as the papers' listings do.
-                for (at, key) in keys().iter().enumerate() {
-                    store.pull(key, &gradients[at..=at], 0).unwrap();
-                }
-                for (at, sum) in gradients.iter().enumerate() {
-                    let of_ranks: Vec<Vec<f32>> = (0..size).map(|rank| gradient(rank, at, step)).collect();
-                    let expected = (0..COUNTS[at]).map(|i| of_ranks.iter().map(|of| of[i]).sum::<f32>());
-                    assert!(
-                        values(store, sum).into_iter().eq(expected),
-                        "{kind}, {size} ranks, key {at}, step {step}"
-                    );
-                }
-            }
+            sums(store);
         });
     }
-}
-
-/// Trains with an optimizer at the store, and returns the parameters.
-fn trained(store: &dyn KvStore, ranks: &[u32]) -> Vec<Vec<f32>> {
-    let numbers = optimizer(store);
-    for (key, count) in keys().iter().zip(COUNTS) {
-        store.init(key, &array(store, vec![2.0; count])).unwrap();
-    }
-    let parameters: Vec<Array> = COUNTS.iter().map(|&count| array(store, vec![0.0; count])).collect();
-    for step in 0..STEPS {
-        if step == 3 {
-            store.set_hyperparameters(Hyperparameters { learning_rate: 0.25, ..numbers }).unwrap();
-        }
-        for (at, key) in keys().iter().enumerate() {
-            // One process that stands for several ranks pushes all of theirs.
-            let own: Vec<Array> = ranks.iter().map(|&rank| array(store, gradient(rank, at, step))).collect();
-            store.pushpull(key, &own, &parameters[at..=at], 0).unwrap();
-        }
-    }
-    parameters.iter().map(|array| values(store, array)).collect()
 }
 
 #[test]

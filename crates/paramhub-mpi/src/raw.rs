@@ -1,0 +1,206 @@
+//! MPI's functions, for who has a turn: all of this crate's `unsafe`.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use mpi::ffi;
+
+use crate::process::Turn;
+
+unsafe extern "C" {
+    /// `MPI_IN_PLACE`, of `in_place.c`.
+    safe fn paramhub_mpi_in_place() -> *const c_void;
+    /// Of the C library.
+    safe fn atexit(work: extern "C" fn()) -> c_int;
+}
+
+/// Room for what MPI says of an error; at least `MPI_MAX_ERROR_STRING` of every MPI.
+const ERROR_BYTES: usize = 2048;
+
+/// A communicator's handle. Not dropped but freed, which all ranks do together.
+#[derive(Debug)]
+pub(crate) struct Raw(ffi::MPI_Comm);
+
+// SAFETY: Guard: a handle is used only with a `Turn`, which exists where MPI permits this thread to call it (MPI 3.1, section 12.4:
+// from SERIALIZED up handles belong to no thread). Bound: it stands for one communicator and is freed once, by value. Duty of the
+// caller: none.
+unsafe impl Send for Raw {}
+
+impl Raw {
+    /// Another communicator of all ranks of the program.
+    pub(crate) fn of_world(turn: &Turn) -> Result<Raw, String> {
+        // SAFETY: Guard: a constant of the shim in mpi-sys, initialised statically or at load. Bound: it is read. Duty of the caller: none.
+        let world = unsafe { ffi::RSMPI_COMM_WORLD };
+        Raw(world).duplicate(turn)
+    }
+
+    pub(crate) fn duplicate(&self, _turn: &Turn) -> Result<Raw, String> {
+        let mut copy = self.0;
+        // SAFETY: Guard: the turn; the handle is of a live communicator. Bound: one handle is written. Duty: all ranks call it.
+        check(unsafe { ffi::MPI_Comm_dup(self.0, &mut copy) })?;
+        // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+        let errors_return = unsafe { ffi::RSMPI_ERRORS_RETURN };
+        // SAFETY: Guard: the turn; the communicator was just made. Bound: it alone changes. Duty of the caller: none.
+        check(unsafe { ffi::MPI_Comm_set_errhandler(copy, errors_return) })?;
+        Ok(Raw(copy))
+    }
+
+    pub(crate) fn rank(&self, _turn: &Turn) -> u32 {
+        rank_in(self.0)
+    }
+
+    pub(crate) fn size(&self, _turn: &Turn) -> u32 {
+        let mut size = 0;
+        // SAFETY: Guard: the turn; a live communicator. Bound: one int is written. Duty of the caller: none.
+        unsafe { ffi::MPI_Comm_size(self.0, &mut size) };
+        size as u32
+    }
+
+    /// Sums in place.
+    pub(crate) fn allreduce(&self, _turn: &Turn, values: &mut [f32]) -> Result<(), String> {
+        let (float, sum) = (float(), sum());
+        // SAFETY: Guard: the turn; a live communicator; in place, so that nothing is sent from but `values`. Bound: `count` floats,
+        // which is the slice. Duty: all ranks call it with as many.
+        check(unsafe {
+            ffi::MPI_Allreduce(
+                paramhub_mpi_in_place(),
+                values.as_mut_ptr().cast(),
+                count(values.len()),
+                float,
+                sum,
+                self.0,
+            )
+        })
+    }
+
+    pub(crate) fn broadcast(&self, _turn: &Turn, bytes: &mut [u8], root: u32) -> Result<(), String> {
+        let byte = byte();
+        // SAFETY: Guard: the turn; a live communicator; MPI refuses a root that is no rank. Bound: `count` bytes, which is the slice. Duty:
+        // all ranks call it with as many and one root.
+        check(unsafe {
+            ffi::MPI_Bcast(bytes.as_mut_ptr().cast(), count(bytes.len()), byte, root as c_int, self.0)
+        })
+    }
+
+    /// `values` is a block of `sum`'s length for each rank.
+    pub(crate) fn reduce_scatter(
+        &self,
+        turn: &Turn,
+        values: &[f32],
+        sum_out: &mut [f32],
+    ) -> Result<(), String> {
+        assert_eq!(values.len(), sum_out.len() * self.size(turn) as usize, "a block for each rank");
+        let (float, sum) = (float(), sum());
+        // SAFETY: Guard: the turn; a live communicator; the slices do not overlap, one being borrowed mutably. Bound: `count` floats are
+        // written, which is `sum_out`; as many for each rank are read, which is `values` by the assertion. Duty: all ranks call it
+        // with as many.
+        check(unsafe {
+            ffi::MPI_Reduce_scatter_block(
+                values.as_ptr().cast(),
+                sum_out.as_mut_ptr().cast(),
+                count(sum_out.len()),
+                float,
+                sum,
+                self.0,
+            )
+        })
+    }
+
+    /// `all` has room for a block of each rank.
+    pub(crate) fn allgather(&self, turn: &Turn, block: &[u8], all: &mut [u8]) -> Result<(), String> {
+        assert_eq!(all.len(), block.len() * self.size(turn) as usize, "a block of each rank");
+        let (byte, count) = (byte(), count(block.len()));
+        // SAFETY: Guard: the turn; a live communicator; the slices do not overlap, one being borrowed mutably. Bound: `count` bytes are read,
+        // which is `block`; as many of each rank are written, which is `all` by the assertion. Duty: all ranks call it with as many.
+        check(unsafe {
+            ffi::MPI_Allgather(
+                block.as_ptr().cast(),
+                count,
+                byte,
+                all.as_mut_ptr().cast(),
+                count,
+                byte,
+                self.0,
+            )
+        })
+    }
+
+    pub(crate) fn barrier(&self, _turn: &Turn) -> Result<(), String> {
+        // SAFETY: Guard: the turn; a live communicator. Bound: no memory. Duty: all ranks call it.
+        check(unsafe { ffi::MPI_Barrier(self.0) })
+    }
+
+    pub(crate) fn free(mut self, _turn: &Turn) -> Result<(), String> {
+        // SAFETY: Guard: the turn; a live communicator, never the world, which no `Raw` outside `of_world` is. Bound: the handle, which
+        // nobody has after it, as it was taken by value. Duty: all ranks call it.
+        check(unsafe { ffi::MPI_Comm_free(&mut self.0) })
+    }
+}
+
+/// This process' number among all. MPI must be running.
+pub(crate) fn world_rank() -> u32 {
+    // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+    rank_in(unsafe { ffi::RSMPI_COMM_WORLD })
+}
+
+fn rank_in(communicator: ffi::MPI_Comm) -> u32 {
+    let mut rank = 0;
+    // SAFETY: Guard: the callers have a live communicator. Bound: one int is written. Duty of the caller: MPI is running.
+    unsafe { ffi::MPI_Comm_rank(communicator, &mut rank) };
+    rank as u32
+}
+
+/// Ends the program, at all ranks. Returns only if MPI cannot.
+pub(crate) fn abort(_turn: &Turn) {
+    // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+    let world = unsafe { ffi::RSMPI_COMM_WORLD };
+    // SAFETY: Guard: the turn. Bound: no memory. Duty of the caller: to want it.
+    unsafe { ffi::MPI_Abort(world, 1) };
+}
+
+/// Ends MPI in this process; waits for all ranks to do so.
+pub(crate) fn finalize() {
+    // SAFETY: Guard: `process::end` calls it while MPI is running, at the process' exit, when all communicators have been left, so that no
+    // thread has a reason to call MPI. Bound: no memory of ours. Duty of the caller: that.
+    unsafe { ffi::MPI_Finalize() };
+}
+
+/// Has `work` done when the process exits in order.
+pub(crate) fn at_exit(work: extern "C" fn()) {
+    // Without it MPI is not ended, and `mpirun` complains of that.
+    let _ = atexit(work);
+}
+
+fn float() -> ffi::MPI_Datatype {
+    // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+    unsafe { ffi::RSMPI_FLOAT }
+}
+
+fn byte() -> ffi::MPI_Datatype {
+    // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+    unsafe { ffi::RSMPI_UINT8_T }
+}
+
+fn sum() -> ffi::MPI_Op {
+    // SAFETY: Guard: a constant of the shim in mpi-sys. Bound: it is read. Duty of the caller: none.
+    unsafe { ffi::RSMPI_SUM }
+}
+
+fn count(elements: usize) -> c_int {
+    c_int::try_from(elements).expect("calls are cut to what MPI can count")
+}
+
+/// What MPI says of a failure.
+fn check(code: c_int) -> Result<(), String> {
+    // As every MPI has it.
+    const SUCCESS: c_int = 0;
+    if code == SUCCESS {
+        return Ok(());
+    }
+    let mut text = [0_u8; ERROR_BYTES];
+    let mut length = 0;
+    // SAFETY: Guard: the callers have just called MPI. Bound: MPI writes at most `MPI_MAX_ERROR_STRING` bytes, for which there is room. Duty of
+    // the caller: none.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut length) };
+    let length = usize::try_from(length).unwrap_or(0).min(ERROR_BYTES);
+    Err(String::from_utf8_lossy(&text[..length]).into_owned())
+}

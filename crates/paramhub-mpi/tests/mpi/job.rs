@@ -1,0 +1,154 @@
+//! A job of `mpirun`.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// Names the part that a rank plays.
+pub(crate) const PART: &str = "PARAMHUB_TEST_MPI_PART";
+/// A folder of all ranks.
+pub(crate) const FOLDER: &str = "PARAMHUB_TEST_MPI_FOLDER";
+
+/// Nothing here takes a tenth of it.
+const SECONDS: &str = "120";
+
+/// A job that has ended.
+pub(crate) struct Job {
+    status: ExitStatus,
+    output: String,
+    ranks: u32,
+}
+
+/// Starts ranks, waits for all to end, and looks at what came of it; is skipped where there is no `mpirun`.
+pub(crate) fn run(ranks: u32, part: &str, look: impl FnOnce(&Job)) {
+    start(ranks, part, &[], look);
+}
+
+/// The same over an MPI that lacks `MPI_THREAD_MULTIPLE`: MPI's profiling interface is for putting functions in front of its own.
+pub(crate) fn run_over_serialized_mpi(ranks: u32, part: &str, look: impl FnOnce(&Job)) {
+    if !is_here() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let (source, library) = (folder.path().join("serialized.c"), folder.path().join("serialized.so"));
+    std::fs::write(&source, include_str!("serialized.c")).unwrap();
+    let compiled =
+        Command::new("mpicc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap();
+    assert!(compiled.success());
+    start(ranks, part, &["env", &format!("LD_PRELOAD={}", library.display())], look);
+}
+
+fn is_here() -> bool {
+    let is_here =
+        Command::new("mpirun").arg("--version").output().is_ok_and(|output| output.status.success());
+    if !is_here {
+        println!("skipped: there is no mpirun (Debian's openmpi-bin)");
+    }
+    is_here
+}
+
+fn start(ranks: u32, part: &str, before: &[&str], look: impl FnOnce(&Job)) {
+    if !is_here() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let output =
+        mpirun(&["timeout", "-k", "10", SECONDS, "mpirun"], ranks, part, before, folder.path()).output();
+    let output = output.unwrap();
+    let text =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).join("\n");
+    let job = Job { status: output.status, output: text, ranks };
+    assert_ne!(job.status.code(), Some(124), "{part} does not end: {}", job.output);
+    assert_eq!(job.status.signal(), None, "{part}: {}", job.output);
+    nobody_is_left(folder.path(), ranks, &job.output);
+    look(&job);
+}
+
+/// Starts ranks that do not end by themselves, kills `mpirun` when all have begun, and sees them go.
+pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
+    if !is_here() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let output = std::fs::File::create(folder.path().join("output")).unwrap();
+    let mut command = mpirun(&["mpirun"], ranks, part, &[], folder.path());
+    // What nobody is left to remove goes with our folder.
+    for setting in ["OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory"] {
+        command.env(setting, folder.path());
+    }
+    let mut child =
+        command.stdout(output.try_clone().unwrap()).stderr(output).stdin(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let have_begun = || (0..ranks).all(|rank| pid_file(folder.path(), rank).exists());
+    while !have_begun() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let told = std::fs::read_to_string(folder.path().join("output")).unwrap();
+    nobody_is_left(folder.path(), ranks, &told);
+}
+
+/// How this program is started as ranks.
+fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Path) -> Command {
+    let mut command = Command::new(program[0]);
+    command
+        .args(&program[1..])
+        .args(["-n", &ranks.to_string()])
+        .args(before)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "rank", "--ignored", "--nocapture"])
+        .envs([(PART, part.as_ref()), (FOLDER, folder.as_os_str())])
+        // As options only OpenMPI has them; in the environment others leave them alone.
+        .envs([
+            ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+            ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+            ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+            ("OMPI_MCA_mpi_yield_when_idle", "1"),
+        ]);
+    command
+}
+
+/// All ranks have been here, and none is now.
+fn nobody_is_left(folder: &Path, ranks: u32, output: &str) {
+    for rank in 0..ranks {
+        let pid = std::fs::read_to_string(pid_file(folder, rank));
+        let pid = pid.unwrap_or_else(|error| panic!("rank {rank} has not begun: {error}: {output}"));
+        let deadline = Instant::now() + Duration::from_secs(20);
+        // Another process may have its number only once it is gone.
+        while Path::new("/proc").join(&pid).exists() {
+            if Instant::now() > deadline {
+                let killed = Command::new("kill").args(["-9", &pid]).status();
+                panic!("rank {rank} is left, and killed now ({killed:?}): {output}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// Where a rank writes its process' number.
+pub(crate) fn pid_file(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("pid of {rank}"))
+}
+
+impl Job {
+    /// It did, at all ranks.
+    pub(crate) fn succeed(&self) {
+        assert!(self.status.success(), "{}: {}", self.status, self.output);
+        assert_eq!(self.output.matches("played to the end").count() as u32, self.ranks, "{}", self.output);
+    }
+
+    /// It did not.
+    pub(crate) fn fail(&self) {
+        assert!(!self.status.success(), "{}", self.output);
+    }
+
+    /// Ranks or `mpirun` said so.
+    pub(crate) fn says(&self, words: &str) {
+        assert!(self.output.contains(words), "nobody says `{words}`: {}", self.output);
+    }
+}

@@ -1,0 +1,130 @@
+//! Ranks that a real `mpirun` starts: this program's own test [`rank`], which plays the part that it is told.
+#![cfg(feature = "mpi")]
+
+#[path = "../../../paramhub-collective/tests/communicators/exercise.rs"]
+mod collectives;
+#[path = "../../../paramhub-collective/tests/kvstore/exercise.rs"]
+mod exercise;
+#[path = "../../../paramhub-collective/tests/communicators/group.rs"]
+#[allow(dead_code, reason = "some of it is for the tests over there alone")]
+mod group;
+mod job;
+mod parts;
+#[path = "../../../paramhub-collective/tests/kvstore/team.rs"]
+#[allow(dead_code, reason = "some of it is for the tests over there alone")]
+mod team;
+
+use job::{Job, run};
+
+#[test]
+#[ignore = "a rank, which mpirun starts"]
+fn rank() {
+    match std::env::var(job::PART) {
+        Ok(part) => parts::play(&part),
+        Err(_) => println!("nobody has started this as a rank"),
+    }
+}
+
+#[test]
+fn every_rank_gets_every_collective_s_result_whatever_the_world_s_size() {
+    for size in 1..=4 {
+        run(size, "collectives", Job::succeed);
+    }
+}
+
+#[test]
+fn duplicates_have_orders_of_their_own() {
+    run(3, "duplicates", Job::succeed);
+}
+
+#[test]
+fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
+    run(2, "misplaced", Job::succeed);
+}
+
+#[test]
+fn what_mpi_refuses_is_told_in_its_words_and_stays_so() {
+    // What has failed cannot be left, so the job does not count as ended well.
+    run(2, "wrong root", |job| {
+        job.fail();
+        job.says("rank 1: broadcast of `w`: MPI_ERR_ROOT");
+        job.says("played to the end");
+    });
+}
+
+#[test]
+fn calls_that_do_not_fit_together_are_named_at_all_ranks() {
+    run(3, "mismatch", Job::succeed);
+}
+
+#[test]
+fn stores_of_all_designs_come_to_what_they_come_to_on_the_native_communicator() {
+    for size in [2, 4] {
+        run(size, "stores", Job::succeed);
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_job_with_its_name_and_leaves_nobody() {
+    run(3, "killed", |job| {
+        job.fail();
+        job.says("rank 1");
+        job.says("signal 9");
+    });
+}
+
+#[test]
+fn ranks_whose_mpirun_is_killed_do_not_stay() {
+    job::kill_mpirun(3, "without end");
+}
+
+#[test]
+fn a_rank_that_ends_without_leaving_ends_the_job() {
+    // mpirun names the rank in a table of all that it was waiting for.
+    run(3, "gone", |job| {
+        job.fail();
+        job.says("rank 1");
+    });
+    run(3, "panics", |job| {
+        job.fail();
+        job.says("the loss is not a number");
+        job.says(",1],1]\n  Exit code:    101");
+    });
+}
+
+#[test]
+fn an_aborted_job_ends_at_all_ranks_and_says_why() {
+    run(3, "aborted", |job| {
+        job.fail();
+        job.says("rank 1 of 3 ends the job: the loss is not a number");
+    });
+}
+
+#[test]
+fn an_mpi_that_takes_one_thread_at_a_time_is_refused_for_many_and_does_for_one() {
+    job::run_over_serialized_mpi(2, "one thread at a time", Job::succeed);
+}
+
+#[test]
+fn concom_is_refused_where_mpi_was_started_for_one_thread() {
+    // A store that was not made has taken the communicator, and nobody has left it.
+    run(2, "concom over one thread", |job| {
+        job.fail();
+        job.says("rank 1: collectives of several threads: MPI was started for one thread at a time");
+        job.says("played to the end");
+    });
+}
+
+#[test]
+fn an_mpi_that_somebody_else_began_is_used_where_it_suffices() {
+    run(2, "begun before", Job::succeed);
+    run(2, "begun before with less", Job::succeed);
+}
+
+#[test]
+fn a_second_thread_is_refused_where_mpi_takes_one() {
+    run(2, "a second thread", |job| {
+        job.fail();
+        job.says("another thread of this process is in MPI");
+    });
+}

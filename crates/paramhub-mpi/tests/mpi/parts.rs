@@ -1,0 +1,250 @@
+//! What ranks do.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use paramhub_collective::communicator::{Checking, Communicator, CommunicatorError};
+use paramhub_collective::engine::EngineConfig;
+use paramhub_collective::kvstore::{KvStore, StoreKind, StoreOptions, create};
+use paramhub_core::codec::Dtype;
+use paramhub_mpi::{Mpi, Threads};
+
+use crate::team::{DESIGNS, engine};
+use crate::{collectives, exercise, job, team};
+
+/// Of the ranks' random naps; any will do.
+const SEED: u64 = 20_261_121;
+
+/// Plays a part.
+pub(crate) fn play(part: &str) {
+    match part {
+        "collectives" => all_collectives(),
+        "duplicates" => duplicates(),
+        "wrong root" => wrong_root(),
+        "misplaced" => misplaced(),
+        "mismatch" => mismatch(),
+        "stores" => stores(),
+        "killed" => killed(),
+        "without end" => without_end(),
+        "gone" => gone(),
+        "panics" => panics(),
+        "aborted" => aborted(),
+        "one thread at a time" => one_thread_at_a_time(),
+        "concom over one thread" => concom_over_one_thread(),
+        "begun before" => begun_before(),
+        "begun before with less" => begun_before_with_less(),
+        "a second thread" => a_second_thread(),
+        other => panic!("there is no part {other}"),
+    }
+    println!("played to the end");
+}
+
+/// Joins, and says which process this is.
+fn join(threads: Threads) -> Mpi {
+    let mpi = Mpi::start(threads).unwrap();
+    here(mpi.rank());
+    mpi
+}
+
+fn here(rank: u32) {
+    std::fs::write(job::pid_file(&folder(), rank), std::process::id().to_string()).unwrap();
+}
+
+fn folder() -> PathBuf {
+    std::env::var_os(job::FOLDER).unwrap().into()
+}
+
+fn all_collectives() {
+    let mpi = join(Threads::One);
+    collectives::exercise(&mpi);
+    mpi.leave().unwrap();
+    assert!(mpi.barrier().unwrap_err().to_string().ends_with("this communicator has been left"));
+    // In pieces, of halves and of f32 that lie askew at one rank.
+    let cut = Mpi::start(Threads::One).unwrap().with_pieces(30_011);
+    collectives::exercise(&cut);
+    let askew = usize::from(cut.rank() == 0);
+    let count = 70_001;
+    let mut memory = vec![0_u8; 4 * count + 1];
+    let values = &mut memory[askew..][..4 * count];
+    values.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&1.0_f32.to_le_bytes()));
+    cut.allreduce("askew", values, Dtype::F32).unwrap();
+    let sum = (cut.size() as f32).to_le_bytes();
+    assert!(values.chunks_exact(4).all(|value| value == sum));
+    let of_rank = 4 * count / cut.size() as usize / 4 * 4;
+    let mut own = vec![0_u8; of_rank + 1];
+    let own = &mut own[askew..][..of_rank];
+    cut.reduce_scatter("askew", &values[..of_rank * cut.size() as usize], own, Dtype::F32).unwrap();
+    let square = ((cut.size() * cut.size()) as f32).to_le_bytes();
+    assert!(own.chunks_exact(4).all(|value| value == square));
+    cut.leave().unwrap();
+}
+
+fn wrong_root() {
+    let mpi = join(Threads::One);
+    let refused = mpi.broadcast("w", &mut [0; 4], mpi.size()).unwrap_err().to_string();
+    println!("{refused}");
+    assert_eq!(mpi.barrier().unwrap_err().to_string(), refused, "it stays so");
+    assert_eq!(mpi.leave().unwrap_err().to_string(), refused);
+}
+
+fn duplicates() {
+    let mpi = join(Threads::Many);
+    collectives::duplicates(&mpi);
+    mpi.leave().unwrap();
+}
+
+fn misplaced() {
+    let mpi = join(Threads::One);
+    collectives::misplaced(&mpi);
+    let told = mpi.allreduce("g", &mut [0; 6], Dtype::F32).unwrap_err().to_string();
+    assert_eq!(told, "collective `g`: 6 bytes are no whole number of f32");
+    mpi.leave().unwrap();
+}
+
+fn mismatch() {
+    let checking = Checking::new(join(Threads::One));
+    let names = if checking.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
+    let told =
+        names.iter().find_map(|name| checking.allreduce(name, &mut [0; 400], Dtype::F32).err()).unwrap();
+    let expected = "rank 2 does not do what rank 0 does: call 0 of this communicator is allreduce of `b`";
+    assert!(told.to_string().starts_with(expected), "{told}");
+    checking.leave().unwrap();
+}
+
+/// A store whose calls are checked.
+fn store(kind: StoreKind, mpi: Mpi) -> Box<dyn KvStore> {
+    let engine = engine(EngineConfig { compute_threads: 2, ..Default::default() });
+    create(kind, StoreOptions::over(engine, Checking::new(mpi))).unwrap()
+}
+
+fn stores() {
+    // Once for all: every store is over another communicator, and MPI ends after the last.
+    let first = join(Threads::Many);
+    for kind in DESIGNS {
+        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        exercise::sums(&*checked);
+        checked.leave().unwrap();
+
+        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        let (rank, size) = (checked.rank(), checked.size());
+        let found = exercise::trained(&*checked, &[rank]);
+        checked.leave().unwrap();
+        if rank == 0 {
+            let native = team::stores(kind, size, |store| exercise::trained(store, &[store.rank()]));
+            assert!(native[0] == found, "{kind}");
+        }
+
+        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        exercise::disorder(&*checked, SEED);
+        checked.leave().unwrap();
+    }
+    first.leave().unwrap();
+}
+
+fn killed() {
+    let mpi = join(Threads::One);
+    let mut values = vec![0; 400_000];
+    for round in 0.. {
+        if (mpi.rank(), round) == (1, 20) {
+            Command::new("kill").args(["-9", &std::process::id().to_string()]).status().unwrap();
+        }
+        mpi.allreduce("g", &mut values, Dtype::F32).unwrap();
+    }
+}
+
+fn without_end() {
+    let mpi = join(Threads::One);
+    loop {
+        mpi.allreduce("g", &mut [0; 4000], Dtype::F32).unwrap();
+    }
+}
+
+fn gone() {
+    let mpi = join(Threads::One);
+    mpi.barrier().unwrap();
+    // As a program does that returns from its main function with an error nobody looks at.
+    if mpi.rank() == 1 {
+        std::process::exit(0);
+    }
+    mpi.barrier().unwrap();
+}
+
+fn panics() {
+    let mpi = join(Threads::One);
+    mpi.barrier().unwrap();
+    assert!(mpi.rank() != 1, "the loss is not a number");
+    mpi.barrier().unwrap();
+}
+
+fn aborted() {
+    let mpi = join(Threads::One);
+    mpi.barrier().unwrap();
+    if mpi.rank() == 1 {
+        mpi.abort("the loss is not a number");
+    }
+    mpi.barrier().unwrap();
+}
+
+fn one_thread_at_a_time() {
+    let told = Mpi::start(Threads::Many).unwrap_err().to_string();
+    assert!(told.contains("start of MPI for several threads: "), "{told}");
+    assert!(told.contains("provides MPI_THREAD_SERIALIZED, and MPI_THREAD_MULTIPLE is needed: "), "{told}");
+    assert!(told.contains("or choose depcha or funnel"), "{told}");
+
+    let mpi = join(Threads::One);
+    for kind in [StoreKind::Funnel, StoreKind::DepCha] {
+        let store = store(kind, Mpi::start(Threads::One).unwrap());
+        exercise::disorder(&*store, SEED);
+        store.leave().unwrap();
+    }
+    mpi.leave().unwrap();
+}
+
+fn concom_over_one_thread() {
+    let options = StoreOptions::over(engine(EngineConfig::default()), join(Threads::One));
+    println!("{}", create(StoreKind::ConCom, options).err().unwrap());
+}
+
+fn begun_before() {
+    let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();
+    let mpi = join(Threads::Many);
+    collectives::duplicates(&mpi);
+    mpi.leave().unwrap();
+    drop(universe);
+    let told = Mpi::start(Threads::One).unwrap_err().to_string();
+    assert!(told.contains("MPI has ended in this process"), "{told}");
+}
+
+fn begun_before_with_less() {
+    let universe = mpi::initialize().unwrap();
+    let told = Mpi::start(Threads::One).unwrap_err().to_string();
+    let expected = "start of MPI: the MPI that this process has begun provides MPI_THREAD_SINGLE, and MPI_THREAD_SERIALIZED is needed";
+    assert!(told.contains(expected), "{told}");
+    here(mpi::traits::Communicator::rank(&universe.world()) as u32);
+}
+
+fn a_second_thread() {
+    let mpi = join(Threads::One);
+    let (waits, tries) = (mpi.duplicate().unwrap(), mpi.duplicate().unwrap());
+    let refused = folder().join("refused");
+    match mpi.rank() {
+        0 => {
+            std::thread::scope(|scope| {
+                scope.spawn(|| waits.barrier().unwrap());
+                // Nothing to sum: it asks for a turn and is done.
+                let attempt = || tries.allreduce("g", &mut [], Dtype::F32);
+                let told: CommunicatorError = (0..).find_map(|_| attempt().err()).unwrap();
+                println!("{told}");
+                std::fs::write(&refused, "").unwrap();
+            });
+        }
+        _ => {
+            while !refused.exists() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            waits.barrier().unwrap();
+        }
+    }
+    mpi.leave().unwrap();
+}
