@@ -1,9 +1,11 @@
 //! What cannot be trained, and what ends a training.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use paramhub_collective::communicator::{Communicator, CommunicatorError, Native};
 use paramhub_collective::kvstore::StoreKind;
+use paramhub_kernels::{Hyperparameters, Optimizer, Step};
 use paramhub_train::trainer::TrainError;
 
 use crate::group::{Before, RUN, Run, at_all, digits, local, sgd, store};
@@ -50,5 +52,41 @@ fn a_broken_collective_ends_the_training_of_all_and_leaves_nothing_in_flight() {
         if kind == StoreKind::DepCha {
             assert!(told[1].contains("allreduce fc2.weight"), "{}", told[1]);
         }
+    }
+}
+
+/// Sgd that breaks at its third step.
+struct Breaks(Arc<dyn Optimizer>);
+
+impl Optimizer for Breaks {
+    fn state_slots(&self, hyperparameters: &Hyperparameters) -> usize {
+        self.0.state_slots(hyperparameters)
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        assert!(step.number < 3, "out of steps");
+        self.0.apply(step, model, sum, state);
+    }
+}
+
+#[test]
+fn an_operation_that_panics_ends_the_training_by_its_name_and_the_others_hear_that_the_rank_is_gone() {
+    let data = digits();
+    for kind in [StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha] {
+        let told = at_all(2, |native| {
+            let rank = native.rank();
+            let store = store(kind, RUN.engine(), native);
+            let optimizer: Arc<dyn Optimizer> = if rank == 1 { Arc::new(Breaks(sgd())) } else { sgd() };
+            let told = RUN.through(&data, &*store, optimizer, &mut |_| {}).unwrap_err();
+            assert_eq!(store.engine().in_flight(), 0, "{kind}");
+            told.to_string()
+        });
+        // The last layer's update is pushed first.
+        assert!(
+            told[1].contains("update fc3.bias") && told[1].contains("out of steps"),
+            "{kind}: {}",
+            told[1]
+        );
+        assert!(told[0].contains("rank 1"), "{kind}: {}", told[0]);
     }
 }
