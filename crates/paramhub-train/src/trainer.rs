@@ -3,6 +3,7 @@
 use std::ops::AddAssign;
 use std::time::{Duration, Instant};
 
+use paramhub_collective::kvstore::StoreError;
 use thiserror::Error;
 
 use crate::data::{Data, DataError, EpochOrder};
@@ -102,6 +103,9 @@ pub enum TrainError {
     /// The exchange failed.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
+    /// The key-value store failed, or an operation of the engine.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// There is nothing to do.
     #[error(
         "{workers} workers with a batch of {batch} need {needed} examples for one step: the training set has {found}"
@@ -212,7 +216,13 @@ pub fn train(
     })
 }
 
-fn check(config: &TrainConfig, data: &Data, network: &Network, workers: usize) -> Result<usize, TrainError> {
+/// Whether there is something to train with; the steps of an epoch.
+pub(crate) fn check(
+    config: &TrainConfig,
+    data: &Data,
+    network: &Network,
+    workers: usize,
+) -> Result<usize, TrainError> {
     let (batch, found) = (config.batch, data.train.len());
     if batch == 0 {
         return Err(TrainError::EmptyBatch);
@@ -304,13 +314,13 @@ fn timed<R>(total: &mut Duration, action: impl FnOnce() -> R) -> R {
 
 /// A running mean.
 #[derive(Clone, Copy, Debug, Default)]
-struct Mean {
+pub(crate) struct Mean {
     sum: f64,
     count: usize,
 }
 
 impl Mean {
-    fn value(&self) -> f64 {
+    pub(crate) fn value(&self) -> f64 {
         self.sum / self.count.max(1) as f64
     }
 }

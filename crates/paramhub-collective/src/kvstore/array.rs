@@ -68,6 +68,19 @@ impl Array {
         change(&mut self.lock().bytes_mut()[..self.bytes()])
     }
 
+    /// Takes these numbers, memory and all, in place of its own; in an operation that mutates the variable, or after a wait for it.
+    ///
+    /// # Panics
+    /// If they are not as many, or the array's are not f32.
+    pub fn replace(&self, values: Vec<f32>) {
+        assert_eq!(
+            (self.dtype(), self.elements()),
+            (Dtype::F32, values.len()),
+            "other numbers than the array's"
+        );
+        *self.lock() = ReceiveRegion::owned(values);
+    }
+
     /// Its numbers, once all operations that mutate it have ended.
     ///
     /// # Errors
@@ -102,7 +115,7 @@ impl Array {
     }
 
     /// Exchanges the memory for other memory of the same length, or none for a while: in an operation that mutates the variable.
-    pub(super) fn replace(&self, memory: ReceiveRegion) -> ReceiveRegion {
+    pub(super) fn swap(&self, memory: ReceiveRegion) -> ReceiveRegion {
         std::mem::replace(&mut *self.lock(), memory)
     }
 

@@ -157,12 +157,12 @@ impl Entry {
 
     /// Takes the buffer's memory home.
     fn withdraw(&self) {
-        drop(self.buffer.replace(ReceiveRegion::owned(Vec::<u8>::new())));
+        drop(self.buffer.swap(ReceiveRegion::owned(Vec::<u8>::new())));
     }
 
     /// Gives it to the buffer again.
     fn restore(&self) {
-        drop(self.buffer.replace(self.memory.lend()));
+        drop(self.buffer.swap(self.memory.lend()));
     }
 
     /// In an operation that mutates the buffer: sends what is in it, and ends the operation when the answer is there instead.

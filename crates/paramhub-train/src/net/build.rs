@@ -1,117 +1,187 @@
 use paramhub_core::key::Key;
 
 use super::convolution::Convolution;
+use super::join::Join;
 use super::layer::{Layer, Parameters};
 use super::linear::Linear;
+use super::node::{Node, Work};
 use super::pool::{AveragePool, MaxPool};
 use super::relu::Relu;
 use super::window::Window;
-use super::{NetError, NetKind, Network, Stage};
+use super::{NetError, NetKind, Network};
 use crate::data::Geometry;
 use crate::random::Random;
 
 /// Separates initial parameters from every other use of the seed.
 const PURPOSE: u64 = 2;
 
-pub(super) fn network(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Network, NetError> {
-    let Geometry { channels, height, width, classes } = geometry;
-    let mut builder = Builder {
-        kind,
-        geometry,
-        seed,
-        extents: [height, width, channels],
-        stages: Vec::new(),
-        keys: Vec::new(),
-    };
-    match kind {
-        NetKind::Mlp => {
-            builder.linear("fc1", 128)?.relu();
-            builder.linear("fc2", 64)?.relu();
-            builder.last("fc3", classes)?;
-        }
-        NetKind::Lenet => {
-            let (side, padding) = if height.min(width) >= 28 { (5, 0) } else { (3, 1) };
-            builder.convolution("conv1", side, padding, 20)?.relu();
-            builder.pool("pool1", 2, Pool::Max)?;
-            builder.convolution("conv2", side, padding, 50)?.relu();
-            builder.pool("pool2", 2, Pool::Max)?;
-            builder.linear("fc1", 500)?.relu();
-            builder.last("fc2", classes)?;
-        }
-        NetKind::CifarQuick => {
-            builder.convolution("conv1", 5, 2, 32)?.pool("pool1", 3, Pool::Max)?.relu();
-            builder.convolution("conv2", 5, 2, 32)?.relu().pool("pool2", 3, Pool::Average)?;
-            builder.convolution("conv3", 5, 2, 64)?.relu().pool("pool3", 3, Pool::Average)?;
-            builder.linear("fc1", 64)?;
-            builder.last("fc2", classes)?;
-        }
-    }
-    Ok(Network { geometry, stages: builder.stages, keys: builder.keys })
-}
-
-enum Pool {
+pub(super) enum Pool {
     Max,
     Average,
 }
 
-/// Adds layers one after the other, following the extents of the activation.
-struct Builder {
+/// Where the next layer goes: after a node, or after the images.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tip {
+    after: Option<usize>,
+    /// Rows, columns, channels of the activation there.
+    extents: [usize; 3],
+}
+
+/// Adds layers one after the other, following the extents of the activation. For a branch it goes back to where that begins.
+pub(super) struct Builder {
     kind: NetKind,
     geometry: Geometry,
     seed: u64,
-    /// Rows, columns, channels.
-    extents: [usize; 3],
-    stages: Vec<Stage>,
+    tip: Tip,
+    /// Each after all that it follows.
+    nodes: Vec<Planned>,
     keys: Vec<Key>,
 }
 
+struct Planned {
+    name: String,
+    after: Vec<Option<usize>>,
+    first_key: Option<usize>,
+    work: Work,
+}
+
 impl Builder {
-    fn convolution(
+    pub(super) fn new(kind: NetKind, geometry: Geometry, seed: u64) -> Builder {
+        let Geometry { channels, height, width, .. } = geometry;
+        let tip = Tip { after: None, extents: [height, width, channels] };
+        Builder { kind, geometry, seed, tip, nodes: Vec::new(), keys: Vec::new() }
+    }
+
+    /// Where the next layer would go.
+    pub(super) fn tip(&self) -> Tip {
+        self.tip
+    }
+
+    /// Has the next layer go there.
+    pub(super) fn resume(&mut self, tip: Tip) {
+        self.tip = tip;
+    }
+
+    pub(super) fn convolution(
         &mut self,
         name: &str,
         side: usize,
         padding: usize,
         outputs: usize,
     ) -> Result<&mut Self, NetError> {
-        let [height, width, channels] = self.extents;
-        let window = Window { height, width, channels, side, stride: 1, padding, partial: false };
+        let window = Window { padding, ..self.window(side, 1) };
         let (rows, columns) = self.positions(name, &window)?;
-        let parameters = self.parameters(name, &[outputs, side, side, channels], 2.0)?;
-        self.extents = [rows, columns, outputs];
-        Ok(self.keyed(Convolution::new(window, parameters)))
+        let parameters = self.parameters(name, &[outputs, side, side, window.channels], 2.0)?;
+        Ok(self.keyed(name, Convolution::new(window, parameters), [rows, columns, outputs]))
     }
 
     /// Pooling with stride 2.
-    fn pool(&mut self, name: &str, side: usize, pool: Pool) -> Result<&mut Self, NetError> {
-        let [height, width, channels] = self.extents;
-        let window = Window { height, width, channels, side, stride: 2, padding: 0, partial: side > 2 };
+    pub(super) fn pool(&mut self, name: &str, side: usize, pool: Pool) -> Result<&mut Self, NetError> {
+        let window = Window { partial: side > 2, ..self.window(side, 2) };
         let (rows, columns) = self.positions(name, &window)?;
-        self.extents = [rows, columns, channels];
-        match pool {
-            Pool::Max => self.plain(MaxPool::new(window)),
-            Pool::Average => self.plain(AveragePool::new(window)),
-        }
-        Ok(self)
+        let extents = [rows, columns, window.channels];
+        Ok(match pool {
+            Pool::Max => self.plain(name, MaxPool::new(window), extents),
+            Pool::Average => self.plain(name, AveragePool::new(window), extents),
+        })
     }
 
-    fn relu(&mut self) -> &mut Self {
-        self.plain(Relu::default());
-        self
+    /// Average pooling that keeps rows and columns, for an odd side.
+    pub(super) fn pool_same(&mut self, name: &str, side: usize) -> Result<&mut Self, NetError> {
+        let window = Window { padding: side / 2, ..self.window(side, 1) };
+        let (rows, columns) = self.positions(name, &window)?;
+        Ok(self.plain(name, AveragePool::new(window), [rows, columns, window.channels]))
     }
 
-    fn linear(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
+    /// The mean of each channel.
+    pub(super) fn pool_all(&mut self, name: &str) -> &mut Self {
+        let [height, width, channels] = self.tip.extents;
+        let side = height.max(width);
+        let window = Window { partial: true, ..self.window(side, side) };
+        self.plain(name, AveragePool::new(window), [1, 1, channels])
+    }
+
+    pub(super) fn relu(&mut self) -> &mut Self {
+        let before = self.tip.after.map_or("input", |node| &self.nodes[node].name);
+        let name = format!("{before}.relu");
+        self.plain(&name, Relu::default(), self.tip.extents)
+    }
+
+    pub(super) fn linear(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
         self.fully_connected(name, outputs, 2.0)
     }
 
-    fn last(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
+    pub(super) fn last(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
         self.fully_connected(name, outputs, 1.0)
     }
 
+    /// One branch's channels after the other's.
+    pub(super) fn concatenate(&mut self, name: &str, branches: &[Tip]) -> &mut Self {
+        let [rows, columns, _] = branches[0].extents;
+        assert!(
+            branches.iter().all(|branch| branch.extents[..2] == [rows, columns]),
+            "{name}: extents differ"
+        );
+        let channels: Vec<usize> = branches.iter().map(|branch| branch.extents[2]).collect();
+        let extents = [rows, columns, channels.iter().sum()];
+        self.join(name, branches, Join::Concatenate { positions: rows * columns, channels }, extents)
+    }
+
+    /// The sum of branches with the same extents.
+    #[cfg(test)]
+    pub(super) fn add(&mut self, name: &str, branches: &[Tip]) -> &mut Self {
+        let extents = branches[0].extents;
+        assert!(branches.iter().all(|branch| branch.extents == extents), "{name}: extents differ");
+        self.join(name, branches, Join::Add, extents)
+    }
+
+    /// Draws the edges. The last layer's output is the network's.
+    pub(super) fn network(self) -> Network {
+        let Builder { geometry, nodes: planned, keys, .. } = self;
+        let last = planned.len() - 1;
+        let in_place: Vec<bool> = planned.iter().map(|node| node.work.is_in_place()).collect();
+        let mut nodes = Vec::new();
+        let mut edges = 0;
+        let mut edge = || {
+            edges += 1;
+            edges - 1
+        };
+        let (mut after_images, mut tensors) = (Vec::new(), Vec::new());
+        for (at, Planned { name, after, first_key, work }) in planned.into_iter().enumerate() {
+            let mut node = Node::new(name, first_key, work);
+            for &before in &after {
+                let edge = edge();
+                node.inputs.push(edge);
+                match before {
+                    Some(before) => {
+                        let before: &mut Node = &mut nodes[before];
+                        before.outputs.push(edge);
+                        node.passes_gradient |= before.is_trained;
+                    }
+                    None => after_images.push(edge),
+                }
+            }
+            node.is_trained = first_key.is_some() || node.passes_gradient;
+            tensors.extend(node.parameters().into_iter().flat_map(|both| [both.weight, both.bias]));
+            if at == last {
+                node.outputs.push(edge());
+            }
+            nodes.push(node);
+        }
+        for (node, _) in nodes.iter().zip(in_place).filter(|(_, in_place)| *in_place) {
+            let is_shared = |edges: &[usize]| edges.contains(&node.inputs[0]) && edges.len() > 1;
+            let shared = nodes.iter().any(|before| is_shared(&before.outputs)) || is_shared(&after_images);
+            assert!(!shared, "{} changes what another layer needs", node.name);
+        }
+        assert!(nodes.iter().all(|node| !node.outputs.is_empty()), "a branch ends nowhere");
+        Network::new_graph(geometry, nodes, edges, after_images, keys, tensors)
+    }
+
     fn fully_connected(&mut self, name: &str, outputs: usize, gain: f64) -> Result<&mut Self, NetError> {
-        let inputs = self.extents.iter().product();
+        let inputs = self.tip.extents.iter().product();
         let parameters = self.parameters(name, &[outputs, inputs], gain)?;
-        self.extents = [1, 1, outputs];
-        Ok(self.keyed(Linear::new(parameters)))
+        Ok(self.keyed(name, Linear::new(parameters), [1, 1, outputs]))
     }
 
     /// Weights uniform in ±sqrt(3 gain / inputs), whose variance is gain / inputs. Uniform rather than normal: a square
@@ -127,17 +197,41 @@ impl Builder {
         Ok(Parameters::new(weight, outputs)?)
     }
 
+    /// Without padding, and whole.
+    fn window(&self, side: usize, stride: usize) -> Window {
+        let [height, width, channels] = self.tip.extents;
+        Window { height, width, channels, side, stride, padding: 0, partial: false }
+    }
+
     fn positions(&self, name: &str, window: &Window) -> Result<(usize, usize), NetError> {
         let (kind, geometry) = (self.kind, self.geometry);
         window.output().ok_or_else(|| NetError::TooSmall { kind, geometry, layer: name.to_owned() })
     }
 
-    fn keyed(&mut self, layer: impl Layer + 'static) -> &mut Self {
-        self.stages.push(Stage { layer: Box::new(layer), first_key: Some(self.keys.len() - 2) });
-        self
+    fn keyed(&mut self, name: &str, layer: impl Layer + 'static, extents: [usize; 3]) -> &mut Self {
+        let first_key = Some(self.keys.len() - 2);
+        self.append(name, vec![self.tip.after], first_key, Work::Layer(Box::new(layer)), extents)
     }
 
-    fn plain(&mut self, layer: impl Layer + 'static) {
-        self.stages.push(Stage { layer: Box::new(layer), first_key: None });
+    fn plain(&mut self, name: &str, layer: impl Layer + 'static, extents: [usize; 3]) -> &mut Self {
+        self.append(name, vec![self.tip.after], None, Work::Layer(Box::new(layer)), extents)
+    }
+
+    fn join(&mut self, name: &str, branches: &[Tip], join: Join, extents: [usize; 3]) -> &mut Self {
+        let after = branches.iter().map(|branch| branch.after).collect();
+        self.append(name, after, None, Work::Join(join), extents)
+    }
+
+    fn append(
+        &mut self,
+        name: &str,
+        after: Vec<Option<usize>>,
+        first_key: Option<usize>,
+        work: Work,
+        extents: [usize; 3],
+    ) -> &mut Self {
+        self.nodes.push(Planned { name: name.to_owned(), after, first_key, work });
+        self.tip = Tip { after: Some(self.nodes.len() - 1), extents };
+        self
     }
 }

@@ -14,6 +14,11 @@ pub(super) trait Layer: Send {
     /// The gradient of the input, from that of the output.
     fn input_gradient(&mut self, output_gradient: Tensor) -> Result<Tensor>;
 
+    /// Whether `forward` writes to its input's memory.
+    fn is_in_place(&self) -> bool {
+        false
+    }
+
     /// The layer's parameters, if it has any.
     fn parameters(&self) -> Option<&Parameters> {
         None
@@ -35,7 +40,8 @@ pub(super) trait Layer: Send {
     }
 }
 
-/// The weight, outputs x inputs, and the bias, one per output, of a linear map.
+/// The weight, outputs x inputs, and the bias, one per output, of a linear map. Clones share both.
+#[derive(Clone)]
 pub(super) struct Parameters {
     pub(super) weight: Tensor,
     pub(super) bias: Tensor,

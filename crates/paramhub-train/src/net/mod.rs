@@ -1,26 +1,33 @@
-//! Networks as sequences of layers, computed forward and backward one layer at a time.
+//! Networks as graphs of layers, computed forward and backward one node at a time.
+//!
+//! A network without branches is a chain. Where an activation goes to several nodes, the gradients that come back are added in
+//! the order of the edges, whatever the order in which they came.
 
 mod build;
 mod convolution;
+mod join;
+mod kinds;
 mod layer;
 mod linear;
 mod loss;
+mod node;
 mod pool;
 mod relu;
-mod storage;
+pub(crate) mod storage;
 #[cfg(test)]
 mod tests;
 mod window;
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use paramhub_core::key::Key;
 use thiserror::Error;
 
 use crate::data::{Dataset, Geometry};
-use layer::Layer;
+pub(crate) use node::Node;
 
 /// A network by name, as given to `--net`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,13 +40,18 @@ pub enum NetKind {
     /// Caffe's CIFAR-10 quick: three 5x5 convolutions of 32, 32 and 64 channels, each pooled by 3x3 windows with stride
     /// 2 (max, mean, mean), then fully connected layers of 64 and of the classes.
     CifarQuick,
+    /// An Inception (Szegedy et al., "Going Deeper with Convolutions", 2015) for small images, without normalisation: a 3x3
+    /// convolution of 16 channels, pooled where images have 16 pixels or more a side; three blocks of four branches (1x1; 3x3; two
+    /// 3x3; 3x3 average pooling, then 1x1) of 48, 88 and 112 channels in all, pooled after the first; the mean of each channel; and a
+    /// fully connected layer of the classes.
+    Inception,
 }
 
 /// Why a network cannot be built or computed.
 #[derive(Debug, Error)]
 pub enum NetError {
     /// The name is unknown.
-    #[error("`{0}` is not a network: use `mlp`, `lenet` or `cifar-quick`")]
+    #[error("`{0}` is not a network: use `mlp`, `lenet`, `cifar-quick` or `inception`")]
     UnknownKind(String),
     /// The images do not fit the network.
     #[error("images of {geometry} are too small for `{kind}`: nothing is left of them after {layer}")]
@@ -62,8 +74,15 @@ pub enum NetError {
 /// outputs x inputs, that of a convolution outputs x rows x columns x channels.
 pub struct Network {
     geometry: Geometry,
-    stages: Vec<Stage>,
+    /// Each after all that it takes its inputs from.
+    nodes: Vec<Arc<Node>>,
+    /// How many there are. The last carries the logits.
+    edges: usize,
+    /// Edges that carry the images.
+    sources: Vec<usize>,
     keys: Vec<Key>,
+    /// The memory of each key, which its layer has as well.
+    tensors: Vec<Tensor>,
 }
 
 /// What the backward pass makes for the parameters of one layer.
@@ -81,12 +100,6 @@ pub enum LayerGradient {
     },
 }
 
-struct Stage {
-    layer: Box<dyn Layer>,
-    /// The key of the layer's weight; its bias has the next one.
-    first_key: Option<usize>,
-}
-
 impl Network {
     /// A network for these images, with the initial parameters of `seed`: weights uniform with He's variance 2 / inputs
     /// (He et al., "Delving Deep into Rectifiers", 2015), Glorot's 1 / inputs for the last layer, and zero biases.
@@ -94,7 +107,19 @@ impl Network {
     /// # Errors
     /// [`NetError::TooSmall`].
     pub fn new(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Self, NetError> {
-        build::network(kind, geometry, seed)
+        kinds::network(kind, geometry, seed)
+    }
+
+    fn new_graph(
+        geometry: Geometry,
+        nodes: Vec<Node>,
+        edges: usize,
+        sources: Vec<usize>,
+        keys: Vec<Key>,
+        tensors: Vec<Tensor>,
+    ) -> Self {
+        let nodes = nodes.into_iter().map(Arc::new).collect();
+        Network { geometry, nodes, edges, sources, keys, tensors }
     }
 
     /// What the images look like.
@@ -109,7 +134,7 @@ impl Network {
 
     /// Parameters of one key.
     pub fn parameters(&self, key: usize) -> Result<Vec<f32>, NetError> {
-        Ok(storage::read(self.tensor(key), <[f32]>::to_vec)?)
+        Ok(storage::read(&self.tensors[key], <[f32]>::to_vec)?)
     }
 
     /// All parameters, one vector per key.
@@ -127,7 +152,7 @@ impl Network {
         key: usize,
         borrower: impl FnOnce(&mut Vec<f32>) -> R,
     ) -> Result<R, NetError> {
-        Ok(storage::lend(self.tensor(key), borrower)?)
+        Ok(storage::lend(&self.tensors[key], borrower)?)
     }
 
     /// The forward pass of a batch: normalised images, batch x height x width x channels, to logits, batch x classes.
@@ -143,16 +168,13 @@ impl Network {
         images: Vec<f32>,
         mut before: impl FnMut(usize, &mut Vec<f32>) -> Result<(), E>,
     ) -> Result<Tensor, E> {
-        let mut activation = self.input(images)?;
-        for stage in &mut self.stages {
-            if let (Some(first), Some(parameters)) = (stage.first_key, stage.layer.parameters()) {
-                for (key, tensor) in [(first, &parameters.weight), (first + 1, &parameters.bias)] {
-                    storage::lend(tensor, |values| before(key, values)).map_err(NetError::from)??;
-                }
+        let input = self.input(images)?;
+        self.run(input, true, |node| {
+            for key in node.first_key.into_iter().flat_map(|first| [first, first + 1]) {
+                storage::lend(&self.tensors[key], |values| before(key, values)).map_err(NetError::from)??;
             }
-            activation = stage.layer.forward(activation, true).map_err(NetError::from)?;
-        }
-        Ok(activation)
+            Ok(())
+        })
     }
 
     /// Mean softmax cross-entropy of the batch, and its gradient with respect to the logits.
@@ -160,15 +182,13 @@ impl Network {
     /// # Errors
     /// Candle's.
     pub fn loss(&self, logits: Tensor, labels: &[u8]) -> Result<(f64, Tensor), NetError> {
-        let mut loss = 0.0;
-        storage::update(&logits, |values| loss = loss::softmax_cross_entropy(values, labels))?;
-        Ok((loss, logits))
+        loss_of(logits, labels)
     }
 
     /// The fully connected layers: the key of the weight, which that of the bias follows, and how many outputs and inputs they
     /// have.
     pub fn fully_connected(&self) -> impl Iterator<Item = (usize, [usize; 2])> + '_ {
-        self.stages.iter().filter_map(|stage| Some((stage.first_key?, stage.layer.fully_connected()?)))
+        self.nodes.iter().filter_map(|node| Some((node.first_key?, node.fully_connected?)))
     }
 
     /// The backward pass of the last forward pass, from the gradient of the logits.
@@ -185,23 +205,22 @@ impl Network {
         takes_factors: impl Fn(usize) -> bool,
         mut emit: impl FnMut(usize, LayerGradient) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut gradient = logits_gradient;
-        let lowest =
-            self.stages.iter().position(|stage| stage.first_key.is_some()).unwrap_or(self.stages.len());
-        for (position, stage) in self.stages.iter_mut().enumerate().skip(lowest).rev() {
-            if let Some(first) = stage.first_key {
-                let layer = &mut stage.layer;
-                let made = if takes_factors(first) && layer.fully_connected().is_some() {
-                    layer
-                        .factors(&gradient)
+        let mut edges = vec![None; self.edges];
+        edges[self.edges - 1] = Some(logits_gradient);
+        for node in self.nodes.iter().rev().filter(|node| node.is_trained) {
+            let gradient = node.output_gradient(take(&mut edges, &node.outputs)).map_err(NetError::from)?;
+            if let Some(first) = node.first_key {
+                let made = if takes_factors(first) && node.fully_connected.is_some() {
+                    node.factors(&gradient)
                         .map(|[inputs, output_gradients]| LayerGradient::Factors { inputs, output_gradients })
                 } else {
-                    layer.parameter_gradients(&gradient).map(LayerGradient::Dense)
+                    node.parameter_gradients(&gradient).map(LayerGradient::Dense)
                 };
                 emit(first, made.map_err(NetError::from)?)?;
             }
-            if position > lowest {
-                gradient = stage.layer.input_gradient(gradient).map_err(NetError::from)?;
+            if node.passes_gradient {
+                let gradients = node.input_gradients(gradient).map_err(NetError::from)?;
+                node.inputs.iter().zip(gradients).for_each(|(&edge, gradient)| edges[edge] = Some(gradient));
             }
         }
         Ok(())
@@ -216,26 +235,74 @@ impl Network {
         for start in (0..data.len()).step_by(EVALUATION_BATCH) {
             let mut images = Vec::new();
             data.batch(start..(start + EVALUATION_BATCH).min(data.len()), &mut images, &mut labels);
-            let mut activation = self.input(images)?;
-            for stage in &mut self.stages {
-                activation = stage.layer.forward(activation, false)?;
-            }
-            correct += storage::read(&activation, |logits| loss::correct(logits, &labels))?;
+            let logits = self.run(self.input(images)?, false, |_| Ok::<(), NetError>(()))?;
+            correct += storage::read(&logits, |logits| loss::correct(logits, &labels))?;
         }
         Ok(correct as f64 / data.len() as f64)
     }
 
-    fn input(&self, images: Vec<f32>) -> Result<Tensor, NetError> {
-        let features = self.geometry.features();
-        Ok(Tensor::from_vec(images, ((), features), &Device::Cpu)?)
+    /// The nodes, each after all that it takes its inputs from.
+    pub(crate) fn nodes(&self) -> &[Arc<Node>] {
+        &self.nodes
     }
 
-    fn tensor(&self, key: usize) -> &Tensor {
-        let owner = self.stages.iter().rfind(|stage| stage.first_key.is_some_and(|first| first <= key));
-        let stage = owner.expect("key 0 belongs to the first layer with parameters");
-        let parameters = stage.layer.parameters().expect("a stage with a key has parameters");
-        if stage.first_key == Some(key) { &parameters.weight } else { &parameters.bias }
+    /// How many edges there are; the last carries the logits.
+    pub(crate) fn edges(&self) -> usize {
+        self.edges
     }
+
+    /// Edges that carry the images.
+    pub(crate) fn sources(&self) -> &[usize] {
+        &self.sources
+    }
+
+    /// The memory of a key, which its layer has as well.
+    pub(crate) fn tensor(&self, key: usize) -> &Tensor {
+        &self.tensors[key]
+    }
+
+    /// Through all nodes, in order.
+    fn run<E: From<NetError>>(
+        &self,
+        input: Tensor,
+        training: bool,
+        mut before: impl FnMut(&Node) -> Result<(), E>,
+    ) -> Result<Tensor, E> {
+        let mut edges = vec![None; self.edges];
+        put(&mut edges, &self.sources, input);
+        for node in &self.nodes {
+            before(node)?;
+            let output = node.forward(take(&mut edges, &node.inputs), training).map_err(NetError::from)?;
+            put(&mut edges, &node.outputs, output);
+        }
+        Ok(edges.pop().flatten().expect("the last node's output is on the last edge"))
+    }
+
+    fn input(&self, images: Vec<f32>) -> Result<Tensor, NetError> {
+        input_of(images, self.geometry)
+    }
+}
+
+/// A batch as an activation: a row for each image.
+pub(crate) fn input_of(images: Vec<f32>, geometry: Geometry) -> Result<Tensor, NetError> {
+    Ok(Tensor::from_vec(images, ((), geometry.features()), &Device::Cpu)?)
+}
+
+/// As [`Network::loss`].
+pub(crate) fn loss_of(logits: Tensor, labels: &[u8]) -> Result<(f64, Tensor), NetError> {
+    let mut loss = 0.0;
+    storage::update(&logits, |values| loss = loss::softmax_cross_entropy(values, labels))?;
+    Ok((loss, logits))
+}
+
+/// Handles of one activation for all of these edges.
+fn put(edges: &mut [Option<Tensor>], of: &[usize], activation: Tensor) {
+    of.iter().for_each(|&edge| edges[edge] = Some(activation.clone()));
+}
+
+/// What these edges carry, which is gone from them.
+fn take(edges: &mut [Option<Tensor>], of: &[usize]) -> Vec<Tensor> {
+    of.iter().map(|&edge| edges[edge].take().expect("nodes are in the order of their edges")).collect()
 }
 
 /// Enough for the matrix products, little in memory.
@@ -243,7 +310,7 @@ const EVALUATION_BATCH: usize = 64;
 
 impl NetKind {
     /// All networks.
-    pub const ALL: [NetKind; 3] = [NetKind::Mlp, NetKind::Lenet, NetKind::CifarQuick];
+    pub const ALL: [NetKind; 4] = [NetKind::Mlp, NetKind::Lenet, NetKind::CifarQuick, NetKind::Inception];
 
     /// The name given to `--net`.
     pub fn name(self) -> &'static str {
@@ -251,6 +318,7 @@ impl NetKind {
             NetKind::Mlp => "mlp",
             NetKind::Lenet => "lenet",
             NetKind::CifarQuick => "cifar-quick",
+            NetKind::Inception => "inception",
         }
     }
 }

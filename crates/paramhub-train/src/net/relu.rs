@@ -29,4 +29,8 @@ impl Layer for Relu {
         })??;
         Ok(output_gradient)
     }
+
+    fn is_in_place(&self) -> bool {
+        true
+    }
 }

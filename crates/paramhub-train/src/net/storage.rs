@@ -24,7 +24,7 @@ pub(super) fn update(tensor: &Tensor, writer: impl FnOnce(&mut [f32])) -> Result
 }
 
 /// Lends a whole tensor's memory, which may be exchanged for other memory of the same length.
-pub(super) fn lend<R>(tensor: &Tensor, borrower: impl FnOnce(&mut Vec<f32>) -> R) -> Result<R> {
+pub(crate) fn lend<R>(tensor: &Tensor, borrower: impl FnOnce(&mut Vec<f32>) -> R) -> Result<R> {
     let mut result = None;
     update_vec(tensor, |stored, start, end| {
         let expected = stored.len();

@@ -8,7 +8,7 @@ pub(super) struct Window {
     /// Side of the window.
     pub(super) side: usize,
     pub(super) stride: usize,
-    /// Zeros around the input (convolution only).
+    /// Zeros around the input for a convolution; pooling takes no notice of them.
     pub(super) padding: usize,
     /// Whether a last window that sticks out counts (Caffe's pooling) or not (convolution).
     pub(super) partial: bool,

@@ -1,0 +1,170 @@
+//! Keys between the network and a store: gradients leave, sums come back, and parameters follow from these.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::Tensor;
+use paramhub_collective::engine::{Engine, Kind, PushError, Variable};
+use paramhub_collective::kvstore::{Array, Key, KvStore, StoreError, StoreKind};
+use paramhub_kernels::{Hyperparameters, Optimizer, Step};
+
+use super::meter::Meter;
+use crate::net::{NetError, Network, storage};
+use crate::trainer::TrainError;
+
+/// All keys of a network.
+pub(super) struct Keys {
+    keys: Vec<Parameter>,
+    /// Of each key, its parameters in the network.
+    variables: Vec<Variable>,
+    /// For each of this process's shards, those of each key. The first's also take the sums.
+    gradients: Vec<Vec<Array>>,
+    meter: Arc<Meter>,
+}
+
+/// How sums become parameters.
+#[derive(Clone)]
+pub(super) struct Updater {
+    pub(super) optimizer: Arc<dyn Optimizer>,
+    pub(super) hyperparameters: Hyperparameters,
+    /// Shards in a sum.
+    pub(super) workers: u32,
+}
+
+struct Parameter {
+    key: Key,
+    tensor: Tensor,
+    state: Arc<Mutex<State>>,
+}
+
+/// What the optimizer remembers of a key.
+struct State {
+    values: Vec<f32>,
+    updates: u64,
+}
+
+impl Keys {
+    /// Gives every key its value, rank 0's, in the store and in the network.
+    pub(super) fn new(
+        network: &mut Network,
+        store: &dyn KvStore,
+        shards: usize,
+        updater: &Updater,
+        meter: Arc<Meter>,
+    ) -> Result<Keys, TrainError> {
+        let engine = store.engine();
+        let slots = updater.optimizer.state_slots(&updater.hyperparameters);
+        let arrays = |network: &Network| -> Result<Vec<Array>, NetError> {
+            let arrays = network.all_parameters()?.into_iter().map(|values| Array::new(engine, values));
+            Ok(arrays.collect())
+        };
+        let (mut keys, initial) = (Vec::new(), arrays(network)?);
+        for (at, value) in initial.iter().enumerate() {
+            let key = Key::from(network.keys()[at].name.as_str());
+            store.init(&key, value)?;
+            store.pull(&key, std::slice::from_ref(value), 0)?;
+            let state = State { values: vec![0.0; slots * value.elements()], updates: 0 };
+            let tensor = network.tensor(at).clone();
+            keys.push(Parameter { key, tensor, state: Arc::new(Mutex::new(state)) });
+        }
+        for (at, value) in initial.iter().enumerate() {
+            let values = value.to_vec(engine).map_err(StoreError::from)?;
+            network.lend_parameters(at, |parameters| *parameters = values)?;
+        }
+        Ok(Keys {
+            variables: keys.iter().map(|_| engine.variable()).collect(),
+            gradients: (0..shards).map(|_| arrays(network)).collect::<Result<_, _>>()?,
+            keys,
+            meter,
+        })
+    }
+
+    pub(super) fn variables(&self) -> &[Variable] {
+        &self.variables
+    }
+
+    /// Of a shard, counted from this process's first.
+    pub(super) fn gradients(&self, shard: usize) -> &[Array] {
+        &self.gradients[shard]
+    }
+
+    /// Bytes of all gradients.
+    pub(super) fn bytes(&self) -> usize {
+        self.gradients[0].iter().map(Array::bytes).sum()
+    }
+
+    /// Pushes the reduction of all keys' gradients and the updates with the sums, in the order in which gradients come: last layers
+    /// first.
+    pub(super) fn push_exchange(&self, store: &dyn KvStore, updater: &Updater) -> Result<(), StoreError> {
+        let order = || (0..self.keys.len()).rev();
+        // With depcha, so that no copy waits behind a collective; the others have nothing to do in a pull but the copy back.
+        let is_apart = store.kind() == StoreKind::DepCha;
+        for at in order() {
+            let own: Vec<Array> = self.gradients.iter().map(|shard| shard[at].clone()).collect();
+            store.push(&self.keys[at].key, &own, at as i32)?;
+            if !is_apart {
+                self.push_pull(store, at, updater)?;
+            }
+        }
+        for at in order().filter(|_| is_apart) {
+            self.push_pull(store, at, updater)?;
+        }
+        Ok(())
+    }
+
+    fn push_pull(&self, store: &dyn KvStore, at: usize, updater: &Updater) -> Result<(), StoreError> {
+        let sum = &self.gradients[0][at];
+        store.pull(&self.keys[at].key, std::slice::from_ref(sum), at as i32)?;
+        if store.kind() != StoreKind::Local {
+            self.push_arrival(store.engine(), at, sum)?;
+        }
+        Ok(self.push_update(store.engine(), at, sum, updater)?)
+    }
+
+    /// Pushes what notes that a sum is there. The update would note it later: it waits for a thread that computes.
+    fn push_arrival(&self, engine: &Engine, at: usize, sum: &Array) -> Result<(), PushError> {
+        let meter = Arc::clone(&self.meter);
+        engine
+            .operation(format!("arrival {}", self.keys[at].key), Kind::Copy)
+            .reads([sum.variable()])
+            .priority(i32::MAX)
+            .push(move || -> Result<(), String> {
+                meter.arrive();
+                Ok(())
+            })
+    }
+
+    fn push_update(
+        &self,
+        engine: &Engine,
+        at: usize,
+        sum: &Array,
+        updater: &Updater,
+    ) -> Result<(), PushError> {
+        let Parameter { key, tensor, state } = &self.keys[at];
+        let (tensor, state, meter) = (tensor.clone(), Arc::clone(state), Arc::clone(&self.meter));
+        let (from, updater) = (sum.clone(), updater.clone());
+        engine
+            .operation(format!("update {key}"), Kind::Compute)
+            .reads([sum.variable()])
+            .mutates([&self.variables[at]])
+            .push(move || -> candle_core::Result<()> {
+                meter.computes(|| {
+                    let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+                    let State { values, updates } = &mut *state;
+                    *updates += 1;
+                    let step = Step {
+                        hyperparameters: &updater.hyperparameters,
+                        number: *updates,
+                        contributions: updater.workers,
+                        factor: 1.0,
+                    };
+                    from.read(|bytes| {
+                        let sum = bytemuck::cast_slice(bytes);
+                        storage::lend(&tensor, |parameters| {
+                            updater.optimizer.apply(&step, parameters, sum, values)
+                        })
+                    })
+                })
+            })
+    }
+}

@@ -1,0 +1,96 @@
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long this process computed, how long a key was under way, and how long both at once.
+#[derive(Debug)]
+pub(super) struct Meter(Mutex<State>);
+
+/// What a [`Meter`] has measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Times {
+    /// With an operation of this trainer running that computes.
+    pub(super) computing: Duration,
+    /// With the gradient of a key there, and its sum not.
+    pub(super) in_flight: Duration,
+    /// Both.
+    pub(super) hidden: Duration,
+}
+
+#[derive(Debug)]
+struct State {
+    since: Instant,
+    computing: u32,
+    in_flight: u32,
+    times: Times,
+}
+
+impl Meter {
+    pub(super) fn new() -> Meter {
+        let (since, times) = (Instant::now(), Times::default());
+        Meter(Mutex::new(State { since, computing: 0, in_flight: 0, times }))
+    }
+
+    /// Computes. A failure ends the run, and so nobody cares that a panic is not counted out.
+    pub(super) fn computes<R>(&self, work: impl FnOnce() -> R) -> R {
+        self.change(|state| state.computing += 1);
+        let made = work();
+        self.change(|state| state.computing -= 1);
+        made
+    }
+
+    /// Some keys' gradients are there.
+    pub(super) fn leave(&self, keys: u32) {
+        self.change(|state| state.in_flight += keys);
+    }
+
+    /// A key's sum is there.
+    pub(super) fn arrive(&self) {
+        self.change(|state| state.in_flight -= 1);
+    }
+
+    pub(super) fn times(&self) -> Times {
+        self.change(|state| state.times)
+    }
+
+    fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let passed = now - std::mem::replace(&mut state.since, now);
+        let (computing, in_flight) = (state.computing > 0, state.in_flight > 0);
+        let times = &mut state.times;
+        let totals = [
+            (&mut times.computing, computing),
+            (&mut times.in_flight, in_flight),
+            (&mut times.hidden, computing && in_flight),
+        ];
+        totals.into_iter().filter(|(_, counts)| *counts).for_each(|(total, _)| *total += passed);
+        change(&mut state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_overlaps_is_hidden_and_nothing_else() {
+        let meter = Meter::new();
+        let nap = || std::thread::sleep(Duration::from_millis(2));
+        meter.computes(nap);
+        let alone = meter.times();
+        assert!(alone.computing >= Duration::from_millis(2) && alone.in_flight.is_zero());
+        meter.leave(2);
+        nap();
+        meter.arrive();
+        let exposed = meter.times();
+        assert!(exposed.in_flight >= Duration::from_millis(2));
+        assert_eq!((exposed.computing, exposed.hidden), (alone.computing, Duration::ZERO));
+        meter.computes(nap);
+        meter.arrive();
+        let both = meter.times();
+        assert!(both.hidden >= Duration::from_millis(2));
+        assert_eq!(both.hidden, both.computing - alone.computing);
+        nap();
+        assert_eq!(meter.times(), both);
+    }
+}

@@ -1,0 +1,242 @@
+//! Training as a graph of operations: every node's forward and backward, every key's exchange and update is pushed to a dependency
+//! engine and runs when its data is ready (MPI collectives in DAGs, sections 3 and 4).
+//!
+//! The thread that calls [`train`] computes nothing. It pushes one step after the other, in one order at all ranks, and is at most one
+//! step ahead of the losses that it hears of. What overlaps follows from the variables: the branches of a network, where there are
+//! threads for that; gradients of the layers above under way while those below compute; updates of one key while another is summed; and
+//! the forward pass of the next step, of which each layer waits for its own parameters alone.
+
+mod keys;
+mod meter;
+mod passes;
+mod slot;
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_collective::engine::EngineConfig;
+use paramhub_collective::kvstore::{KvStore, StoreError, StoreKind};
+use paramhub_kernels::{Hyperparameters, Optimizer};
+
+use crate::data::{Data, EpochOrder};
+use crate::net::Network;
+use crate::trainer::{Epoch, Evaluate, Mean, Progress, Report, TrainConfig, TrainError, check};
+use keys::{Keys, Updater};
+use meter::Meter;
+use passes::Passes;
+use slot::Slot;
+
+/// Steps that may be pushed and not have their losses yet, beside the newest.
+const STEPS_AHEAD: usize = 1;
+
+/// Who sums the gradients, and what becomes of the sums.
+pub struct Learner<'a> {
+    /// Sums what all ranks push. It has no optimizer, and knows none of the network's keys yet.
+    pub store: &'a dyn KvStore,
+    /// Workers whose shards each rank computes, one after the other on the same parameters: 1, or all workers of a local store.
+    pub workers_per_rank: NonZeroUsize,
+    /// Makes parameters of the sums, at every rank alike.
+    pub optimizer: Arc<dyn Optimizer>,
+    /// What the optimizer has [accepted](Optimizer::check).
+    pub hyperparameters: Hyperparameters,
+}
+
+/// An engine for a trainer with this many threads that compute: one, unless the worker has a machine to itself.
+pub fn engine_config(compute_threads: NonZeroUsize) -> EngineConfig {
+    EngineConfig { compute_threads: compute_threads.get(), ..EngineConfig::default() }
+}
+
+/// Trains a network through a store, whose engine runs everything.
+///
+/// All ranks have the same configuration and data, and begin with rank 0's parameters. What is reported is this process's: bytes
+/// are those of the gradients that the store was given and of the sums that it gave, however often its design sends them, and the
+/// time that counts as waiting is that in which nothing computed. When it returns, nothing of it is in flight.
+///
+/// # Errors
+/// The first thing that fails; of operations, the first that was pushed. The network's parameters are then of no step.
+pub fn train(
+    config: &TrainConfig,
+    data: &Arc<Data>,
+    network: &mut Network,
+    learner: &Learner<'_>,
+    on_progress: &mut dyn FnMut(&Progress),
+) -> Result<Report, TrainError> {
+    let store = learner.store;
+    let shards = learner.workers_per_rank.get();
+    let workers = store.size() as usize * shards;
+    let steps_per_epoch = check(config, data, network, workers)?;
+    let meter = Arc::new(Meter::new());
+    let updater = Updater {
+        optimizer: Arc::clone(&learner.optimizer),
+        hyperparameters: learner.hyperparameters,
+        workers: u32::try_from(workers).expect("there is an example for each worker"),
+    };
+    let keys = Keys::new(network, store, shards, &updater, Arc::clone(&meter))?;
+    let passes = Passes::new(store.engine(), network, Arc::clone(&meter));
+    let first = store.rank() as usize * shards;
+    let mut run = Run {
+        config,
+        data,
+        network,
+        store,
+        workers,
+        ranks: first..first + shards,
+        steps: config.epochs * steps_per_epoch,
+        steps_per_epoch,
+        updater,
+        keys,
+        passes,
+        meter,
+        started: Instant::now(),
+        evaluating: Duration::ZERO,
+        pending: VecDeque::new(),
+        settled: 0,
+        loss: Mean::default(),
+        epochs: Vec::new(),
+    };
+    let done = run.all_steps(on_progress).and_then(|()| run.finish());
+    if done.is_err() {
+        // Told already; and whatever depends on it is not run.
+        let _ = store.engine().wait_for_all();
+    }
+    done
+}
+
+struct Run<'a> {
+    config: &'a TrainConfig,
+    data: &'a Arc<Data>,
+    network: &'a mut Network,
+    store: &'a dyn KvStore,
+    workers: usize,
+    /// Whose shards are computed here.
+    ranks: Range<usize>,
+    steps: usize,
+    steps_per_epoch: usize,
+    updater: Updater,
+    keys: Keys,
+    passes: Passes,
+    meter: Arc<Meter>,
+    started: Instant,
+    evaluating: Duration,
+    /// The losses to come, of each step those of its shards.
+    pending: VecDeque<Vec<Slot<f64>>>,
+    /// Steps whose losses have come.
+    settled: usize,
+    /// Of the epoch of the last of these.
+    loss: Mean,
+    epochs: Vec<Epoch>,
+}
+
+impl Run<'_> {
+    fn all_steps(&mut self, on_progress: &mut dyn FnMut(&Progress)) -> Result<(), TrainError> {
+        for epoch in 0..self.config.epochs {
+            let (seed, batch) = (self.config.seed, self.config.batch);
+            let order = EpochOrder::new(&self.data.train, seed, epoch, self.workers, batch);
+            for step in 0..self.steps_per_epoch {
+                self.push_step(&order, step)?;
+                self.settle(STEPS_AHEAD, on_progress)?;
+            }
+            if let Evaluate::Every(every) = self.config.evaluate
+                && (epoch + 1) % every.max(1) == 0
+            {
+                self.settle(0, on_progress)?;
+                let accuracy = self.accuracy()?;
+                self.epochs.last_mut().expect("an epoch has steps").accuracy = Some(accuracy);
+            }
+        }
+        self.settle(0, on_progress)
+    }
+
+    fn push_step(&mut self, order: &EpochOrder, step: usize) -> Result<(), TrainError> {
+        let Run { store, keys, passes, .. } = self;
+        let engine = store.engine();
+        let mut losses = Vec::new();
+        for (shard, rank) in self.ranks.clone().enumerate() {
+            let examples = order.shard(step, rank).collect();
+            let pushed = passes.push_forward(engine, self.data, examples, keys.variables());
+            losses.push(pushed.map_err(StoreError::from)?);
+            let leave = rank + 1 == self.ranks.end && store.kind() != StoreKind::Local;
+            passes
+                .push_backward(engine, keys.variables(), keys.gradients(shard), leave)
+                .map_err(StoreError::from)?;
+        }
+        keys.push_exchange(*store, &self.updater)?;
+        self.pending.push_back(losses);
+        Ok(())
+    }
+
+    /// Waits until the losses of all but so many steps have come.
+    fn settle(&mut self, but: usize, on_progress: &mut dyn FnMut(&Progress)) -> Result<(), TrainError> {
+        while self.pending.len() > but {
+            let losses = self.pending.pop_front().expect("there are more than none");
+            let mut step_loss = Mean::default();
+            for loss in losses {
+                self.store.engine().wait_for_var(loss.variable()).map_err(StoreError::from)?;
+                step_loss += loss.take();
+            }
+            let epoch = self.settled / self.steps_per_epoch + 1;
+            if self.settled.is_multiple_of(self.steps_per_epoch) {
+                self.loss = Mean::default();
+            }
+            self.loss += step_loss.value();
+            self.settled += 1;
+            let examples = self.settled * self.ranks.len() * self.config.batch;
+            on_progress(&Progress {
+                step: self.settled,
+                of: self.steps,
+                epoch,
+                loss: step_loss.value(),
+                examples_per_second: examples as f64 / self.started.elapsed().as_secs_f64(),
+            });
+            if self.settled.is_multiple_of(self.steps_per_epoch) {
+                let (step, loss) = (self.settled, self.loss.value());
+                self.epochs.push(Epoch { epoch, step, loss, accuracy: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the parameters of the last step that was pushed, and measures them.
+    fn accuracy(&mut self) -> Result<f64, TrainError> {
+        self.store.engine().wait_for_all().map_err(StoreError::from)?;
+        let started = Instant::now();
+        let accuracy = self.network.accuracy(&self.data.test)?;
+        self.evaluating += started.elapsed();
+        Ok(accuracy)
+    }
+
+    fn finish(&mut self) -> Result<Report, TrainError> {
+        self.store.engine().wait_for_all().map_err(StoreError::from)?;
+        let elapsed = self.started.elapsed().saturating_sub(self.evaluating);
+        let times = self.meter.times();
+        let bytes = match self.store.kind() {
+            StoreKind::Local => 0,
+            _ => (self.keys.bytes() * self.settled) as u64,
+        };
+        let accuracy = match (self.config.evaluate, self.epochs.last()) {
+            (Evaluate::Never, _) => None,
+            (Evaluate::Every(_), Some(Epoch { accuracy: Some(accuracy), .. })) => Some(*accuracy),
+            _ => Some(self.accuracy()?),
+        };
+        Ok(Report {
+            steps: self.settled,
+            seconds: elapsed.as_secs_f64(),
+            loss: self.loss.value(),
+            accuracy,
+            epochs: std::mem::take(&mut self.epochs),
+            compute_seconds: times.computing.as_secs_f64(),
+            wait_seconds: elapsed.saturating_sub(times.computing).as_secs_f64(),
+            exchange_seconds: times.in_flight.as_secs_f64(),
+            hidden_fraction: match times.in_flight.is_zero() {
+                true => 0.0,
+                false => times.hidden.as_secs_f64() / times.in_flight.as_secs_f64(),
+            },
+            bytes_sent: bytes,
+            bytes_received: bytes,
+            parameters: self.network.all_parameters()?,
+        })
+    }
+}
