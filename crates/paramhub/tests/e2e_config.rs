@@ -92,7 +92,7 @@ fn an_unknown_key_names_file_line_and_nearest_key() {
 fn wrong_values_say_what_would_do() {
     for (arguments, part) in [
         (&["train", "--optimizer", "mean"][..], "updates no parameters"),
-        (&["train", "--net", "resnet"], "use `mlp`, `lenet` or `cifar-quick`"),
+        (&["train", "--net", "resnet"], "use `mlp`, `lenet`, `cifar-quick` or `inception`"),
         (&["train", "--codec", "f8"], "expected f32, f16, bf16, one-bit or two-bit"),
         (&["train", "--codec", "one-bit", "--consistency", "async"], "only in a synchronous job"),
         (&["train", "--codec", "two-bit", "--transport", "shm"], "needs --transport tcp or auto"),

@@ -18,7 +18,7 @@ use crate::{Codec, Consistency, Stragglers, Transport};
 #[derive(Args)]
 #[command(args_override_self = true)]
 pub(crate) struct TrainFlags {
-    /// The network: mlp, lenet or cifar-quick [default: lenet]
+    /// The network: mlp, lenet, cifar-quick or inception [default: lenet]
     #[arg(long, env = "PARAMHUB_TRAIN_NET")]
     net: Option<NetKind>,
     /// What to learn: digits, idx:DIR (MNIST's files) or cifar10:DIR (the binary version) [default: digits]
