@@ -9,7 +9,8 @@ static NEEDED: [SystemProgram; 3] = [
     SystemProgram { name: "OpenMPI", probe: &["mpirun", "--version"], debian_package: "openmpi-bin" },
     SystemProgram {
         name: "OpenMPI's headers",
-        probe: &["mpicc", "--version"],
+        // The compiler's wrapper comes with the programs.
+        probe: &["sh", "-c", "echo '#include <mpi.h>' | mpicc -E -x c - > /dev/null 2>&1"],
         debian_package: "libopenmpi-dev",
     },
     // A library. The name without a version comes with the headers that it needs to read others.
