@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use paramhub_core::codec::Dtype;
 use paramhub_kernels::{Hyperparameters, Optimizer, Step, convert};
+use paramhub_transport::ReceiveRegion;
 
 use super::{Array, Key};
 use crate::engine::{Engine, Variable};
@@ -45,11 +46,10 @@ pub(super) struct Updater {
 
 impl Entry {
     pub(super) fn new(engine: &Engine, key: Key, dtype: Dtype, elements: usize) -> Entry {
-        let memory = vec![0_u8; elements * dtype.bytes()];
         let region = match dtype {
             // Aligned, so that nothing is converted on the way.
-            Dtype::F32 => paramhub_transport::ReceiveRegion::owned(vec![0.0_f32; elements]),
-            Dtype::F16 | Dtype::BF16 => paramhub_transport::ReceiveRegion::owned(memory),
+            Dtype::F32 => ReceiveRegion::owned(vec![0.0_f32; elements]),
+            Dtype::F16 | Dtype::BF16 => ReceiveRegion::owned(vec![0_u16; elements]),
         };
         let weight =
             Weight { values: vec![0.0; elements], state: Vec::new(), updates: 0, gradient: Vec::new() };
@@ -113,7 +113,7 @@ impl Entry {
     }
 
     /// Something has been pushed.
-    pub(super) fn push(&self) {
+    pub(super) fn note_sum(&self) {
         self.has_sum.store(true, Ordering::Relaxed);
     }
 

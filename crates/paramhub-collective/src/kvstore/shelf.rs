@@ -85,7 +85,7 @@ impl Shelf {
 
     /// Pushes the step of the optimizer that the sum in the buffer makes, if there is an optimizer.
     pub(super) fn update(&self, entry: &Arc<Entry>, priority: i32) -> Result<(), StoreError> {
-        entry.push();
+        entry.note_sum();
         let updater = {
             let mut state = self.state();
             state.has_pushed = true;
