@@ -64,7 +64,7 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_one")]
     pub weight: u32,
     /// ConnectService waits until so many hubs have joined, at most 1,024; every hub that has joined by then serves the
-    /// job. `None` waits for the first hub only.
+    /// job. `None` waits for the first hub only; with 0 the ranks only meet, and no hub serves them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
     /// What becomes of the job when a network interface that its streams go through goes down.
@@ -254,7 +254,7 @@ pub struct ServiceInitialised {
     pub resumed_step: Option<u32>,
 }
 
-/// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank.
+/// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank, or says that its work is done.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -268,6 +268,9 @@ pub struct LeaveService {
     /// Why, for the others.
     #[serde(default)]
     pub reason: String,
+    /// Its work is done without a hub. When every rank has said so, the job has finished.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub finished: bool,
 }
 
 /// Where a job stands.

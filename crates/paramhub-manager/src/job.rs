@@ -5,6 +5,7 @@
 
 mod book;
 mod convene;
+mod meeting;
 pub(crate) mod members;
 mod seats;
 #[cfg(test)]
@@ -261,12 +262,18 @@ impl Job {
             return Err(self.failure_refusal());
         }
         self.check_holder(rank, incarnation)?;
-        let composition = self.composition.as_ref().expect("a job has sites once every rank has connected");
-        let site = composition.site_of(rank).expect("every rank is at a site");
+        let hubs = if self.only_meets() {
+            Vec::new()
+        } else {
+            let composition =
+                self.composition.as_ref().expect("a job has sites once every rank has connected");
+            let site = composition.site_of(rank).expect("every rank is at a site");
+            composition.sites[usize::from(site)].hubs.clone()
+        };
         Ok(ServiceConnected {
             name: self.name.clone(),
             workers: self.workers,
-            hubs: composition.sites[usize::from(site)].hubs.clone(),
+            hubs,
             options: self.options,
             peer_addresses: self.peer_addresses.clone(),
         })
@@ -338,6 +345,13 @@ impl Job {
             return Err(refusal(ErrorCode::BadRequest, message));
         }
         self.check_holder(rank, incarnation)?;
+        if self.only_meets() {
+            let message = format!(
+                "job `{}` was created for 0 hubs: rank {rank} has none to initialise; create it for one or more",
+                self.name
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
         if self.state == JobState::Running {
             return Ok(Submission::Done);
         }
@@ -426,35 +440,6 @@ impl Job {
         }
     }
 
-    /// A worker leaves before it ever reached a hub.
-    pub(crate) fn leave(
-        &mut self,
-        rank: u32,
-        incarnation: Incarnation,
-        reason: &str,
-        now: Now,
-    ) -> Result<Transition, ServiceError> {
-        self.last_sign = now;
-        if self.state.has_ended() {
-            return Ok(Transition::None);
-        }
-        self.check_rank(rank)?;
-        self.check_holder(rank, incarnation)?;
-        match self.state {
-            JobState::Connecting => {
-                self.seats.vacate(rank);
-                Ok(Transition::None)
-            }
-            JobState::Initialising => {
-                let why = if reason.is_empty() { "it gave no reason" } else { reason };
-                let message = format!("rank {rank} left before the job ran: {why}");
-                Ok(self.fail(ErrorCode::JobEnded, message, now))
-            }
-            // From here on the hubs see workers come and go.
-            _ => Ok(Transition::None),
-        }
-    }
-
     /// Fails the job for everyone, with one message; the first failure stays.
     pub(crate) fn fail(&mut self, code: ErrorCode, message: String, now: Now) -> Transition {
         if self.state.has_ended() {
@@ -467,7 +452,8 @@ impl Job {
 
     /// Fails a job that waits for ranks that will not come: its lease ran out, or a rank did not come back.
     pub(crate) fn check_time(&mut self, now: Now) -> Transition {
-        if !matches!(self.state, JobState::Connecting | JobState::Initialising) {
+        let is_served = self.state == JobState::Running && !self.only_meets();
+        if is_served || self.state.has_ended() {
             return Transition::None;
         }
         if let Some((rank, holder)) = self.seats.gone(now) {

@@ -97,7 +97,7 @@ pub(crate) async fn init(
     }
     // Megabytes of key table have been compared and are gone: the next body may come in.
     drop(body);
-    if let Some(agreed) = registry.with(|world| world.agree(namespace, caller.rank))? {
+    if let Some(agreed) = registry.with(|world| world.agree(namespace, caller.rank, Now::read()))? {
         tokio::spawn(allocate(registry.clone(), namespace, agreed));
     }
     let waited = wait_beyond(registry, Stage::Initialising, ticket, deadline).await?;

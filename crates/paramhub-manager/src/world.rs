@@ -10,14 +10,16 @@ use std::sync::Arc;
 
 use axum::body::Bytes;
 use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::composition::Reduction;
 use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::scheme::{Book, Roster};
 use paramhub_core::service::{
-    CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobState, JobStatus,
-    LeaveService, RegisterHub, STOP_REASON_CHARS_MAX, ServiceError,
+    CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobOptions, JobState,
+    JobStatus, LeaveService, OnInterfaceDown, RegisterHub, STOP_REASON_CHARS_MAX, ServiceError,
 };
 use paramhub_core::settings::Settings;
+use paramhub_core::stragglers::Stragglers;
 use tokio::sync::watch;
 
 use crate::clock::Now;
@@ -155,8 +157,9 @@ impl World {
         &mut self,
         namespace: Namespace,
         rank: u32,
+        now: Now,
     ) -> Result<Option<Arc<Settings>>, ServiceError> {
-        self.change(namespace, |job| (job.agree(rank), Transition::None))
+        self.change(namespace, |job| (job.agree(rank), job.check_settings_can_come(now)))
     }
 
     /// Who takes part in a job whose ranks have all connected.
@@ -192,7 +195,7 @@ impl World {
         now: Now,
     ) -> Result<(), ServiceError> {
         let reason = bounded(&call.reason);
-        self.change(namespace, |job| match job.leave(call.rank, call.incarnation, reason, now) {
+        self.change(namespace, |job| match job.leave(call, reason, now) {
             Ok(transition) => (Ok(()), transition),
             Err(refused) => (Err(refused), Transition::None),
         })?
@@ -457,9 +460,16 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
     }
     let options = &request.options;
     if let Some(hubs) = options.hubs
-        && !(1..=HUBS_MAX as u32).contains(&hubs)
+        && hubs > HUBS_MAX as u32
     {
-        return refuse(format!("job `{name}` waits for {hubs} hubs: 1 to {HUBS_MAX} are possible"));
+        return refuse(format!("job `{name}` waits for {hubs} hubs: at most {HUBS_MAX} are possible"));
+    }
+    if options.hubs == Some(0)
+        && let Some(option) = needs_hub(options)
+    {
+        return refuse(format!(
+            "job `{name}` is for 0 hubs, and {option} is a hub's: leave it out, or ask for hubs"
+        ));
     }
     if !(1..=WEIGHT_MAX).contains(&options.weight) {
         return refuse(format!("job `{name}` has weight {}: 1 to {WEIGHT_MAX} are possible", options.weight));
@@ -497,6 +507,18 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         }
     }
     Ok(())
+}
+
+/// The first option that nobody but a hub can follow.
+fn needs_hub(options: &JobOptions) -> Option<&'static str> {
+    let asked = [
+        ("checkpoint_every", options.checkpoint_every.is_some()),
+        ("resume", options.resume.is_some()),
+        ("stragglers", options.stragglers != Stragglers::default()),
+        ("reduction", options.reduction != Reduction::default()),
+        ("on_interface_down", options.on_interface_down != OnInterfaceDown::default()),
+    ];
+    asked.into_iter().find_map(|(option, is_asked)| is_asked.then_some(option))
 }
 
 /// Checks the reason of a stop, which appears in listings, in logs and on workers' terminals.

@@ -324,11 +324,13 @@ fn names_workers_and_options_are_bounded() {
             assert_eq!(code(&refused), ErrorCode::BadRequest, "{options:?}");
         }
     }
-    for hubs in [0, 1025] {
-        let options = JobOptions { hubs: Some(hubs), ..JobOptions::default() };
-        let refused = client.create_service(&CreateService { options, ..base.clone() });
-        assert!(message(&refused).contains("1 to 1024"), "{refused:?}");
-    }
+    let options = JobOptions { hubs: Some(1025), ..JobOptions::default() };
+    let refused = client.create_service(&CreateService { options, ..base.clone() });
+    assert!(message(&refused).contains("at most 1024"), "{refused:?}");
+    let options =
+        JobOptions { hubs: Some(0), checkpoint_every: Some("9".parse().unwrap()), ..JobOptions::default() };
+    let refused = client.create_service(&CreateService { options, ..base.clone() });
+    assert!(message(&refused).contains("checkpoint_every is a hub's"), "{refused:?}");
     assert!(client.jobs().unwrap().is_empty());
 }
 

@@ -142,6 +142,10 @@ impl Communicator for Mpi {
         self.size
     }
 
+    fn transport(&self) -> &'static str {
+        "MPI"
+    }
+
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
         if !values.len().is_multiple_of(dtype.bytes()) {
             return Err(CommunicatorError::Misplaced {

@@ -121,11 +121,20 @@ impl Meeting {
     /// # Errors
     /// If a rank does not listen or cannot be reached.
     pub fn join(self, member: &Peers, name: &str) -> Result<Mesh, SyncError> {
+        let (listener, config) = self.seat(member, name)?;
+        Ok(listener.join(config)?)
+    }
+
+    /// What [`join`](Self::join) connects with, for who has more to say of the mesh.
+    ///
+    /// # Errors
+    /// If a rank does not listen.
+    pub fn seat(self, member: &Peers, name: &str) -> Result<(MeshListener, MeshConfig), SyncError> {
         let Meeting { listener, rank, nonce } = self;
         let silent = member.addresses.iter().position(Option::is_none);
         if let Some(peer) = silent {
             let reason = format!(
-                "rank {peer} does not listen for the others, which this rank does: give all ranks the same schemes"
+                "rank {peer} does not listen for the others, which this rank does: let all ranks exchange alike"
             );
             return Err(SyncError::Meeting { rank, reason: reason.into() });
         }
@@ -134,7 +143,7 @@ impl Meeting {
             name: Arc::from(format!("{} of job {}", name, member.job)),
             ..MeshConfig::new(rank, nonce.derive(name), addresses)
         };
-        Ok(listener.join(config)?)
+        Ok((listener, config))
     }
 }
 

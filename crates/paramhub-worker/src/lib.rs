@@ -33,6 +33,7 @@
 
 mod admission;
 mod arena;
+mod attendance;
 mod desk;
 mod dial;
 mod engine;
@@ -58,6 +59,7 @@ mod statistics;
 mod steps;
 
 pub use admission::Admission;
+pub use attendance::Attendance;
 pub use errand::Errand;
 pub use error::{Who, WorkerError};
 pub use handle::{Finished, Handle};

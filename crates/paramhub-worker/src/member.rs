@@ -12,10 +12,14 @@ use paramhub_core::settings::Settings;
 use paramhub_transport::host_identity;
 
 use crate::admission::Admission;
+use crate::attendance::Attendance;
 use crate::error::{Who, WorkerError};
 use crate::job::Job;
 use crate::membership::Membership;
 use crate::options::Options;
+
+/// Whoever has been in ConnectService before is answered at once.
+const SIGN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A worker whose job is complete: every rank has connected. Dropped before [`Member::init`] is done, it gives up its rank,
 /// so that the others need not wait for it.
@@ -26,6 +30,8 @@ pub struct Member {
     manager: ManagerClient,
     incarnation: Incarnation,
     connected: ServiceConnected,
+    /// As the manager has it, to be repeated.
+    call: ConnectService,
     /// What the others are told if this worker gives up; none once the hubs count on it.
     gives_up: Option<String>,
 }
@@ -68,7 +74,7 @@ impl Member {
         let connected =
             manager.connect_service(namespace, &request, options.rendezvous_timeout).map_err(refused)?;
         let gives_up = Some("it ended before it had handed in its settings".to_owned());
-        Ok(Member { membership, options, manager, incarnation, connected, gives_up })
+        Ok(Member { membership, options, manager, incarnation, connected, call: request, gives_up })
     }
 
     /// This worker's rank.
@@ -91,6 +97,19 @@ impl Member {
         &self.connected.name
     }
 
+    /// Stays in the job without calling InitService, for ranks that exchange among themselves: the manager hears of this one until
+    /// it leaves, and `on_end` of the job's end, if that comes first. `on_end` must not drop the attendance, which waits for it.
+    ///
+    /// # Errors
+    /// If there is no thread for it.
+    pub fn stay(
+        mut self,
+        on_end: impl FnOnce(WorkerError) + Send + 'static,
+    ) -> Result<Attendance, WorkerError> {
+        self.gives_up = Some("it ended without having left the job".to_owned());
+        Attendance::new(self, on_end)
+    }
+
     /// Hands in this rank's settings, waits until every rank has and the hubs have allocated, and opens the streams.
     ///
     /// # Errors
@@ -101,9 +120,40 @@ impl Member {
         result
     }
 
+    /// For errors.
+    pub(crate) fn who(&self) -> Who {
+        Who { job: self.connected.name.as_str().into(), rank: self.membership.rank }
+    }
+
+    /// How long the manager waits for a sign of anybody.
+    pub(crate) fn lease(&self) -> Duration {
+        Duration::try_from_secs_f64(self.connected.options.lease_s).unwrap_or(Duration::MAX)
+    }
+
+    /// Tells the manager again that this rank is there, and hears whether the job still is.
+    pub(crate) fn call_again(&self) -> Result<(), ControlError> {
+        let manager = self.manager.clone().with_patience(Duration::ZERO);
+        manager.connect_service(self.membership.namespace, &self.call, SIGN_TIMEOUT).map(drop)
+    }
+
+    /// Tells the manager that this rank leaves the job without having reached a hub. No patience: the manager was there a moment
+    /// ago.
+    pub(crate) fn tell_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
+        let Membership { namespace, nonce, rank, .. } = self.membership;
+        let proof = nonce.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
+        let request = LeaveService { rank, incarnation: self.incarnation, proof, reason, finished };
+        let manager = self.manager.clone().with_patience(Duration::ZERO);
+        manager.leave_service(namespace, &request)
+    }
+
+    /// Its end is nobody's business any more: the manager has been told of it, or tells of it.
+    pub(crate) fn has_left(&mut self) {
+        self.gives_up = None;
+    }
+
     fn try_init(&self, settings: Settings) -> Result<Job, WorkerError> {
         let Membership { namespace, nonce, rank, .. } = self.membership;
-        let who = Who { job: self.connected.name.as_str().into(), rank };
+        let who = self.who();
         settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
@@ -142,20 +192,11 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let Some(reason) = self.gives_up.take() else { return };
-        let Membership { namespace, nonce, rank, .. } = self.membership;
-        let request = LeaveService {
-            rank,
-            incarnation: self.incarnation,
-            proof: nonce.prove_rank(Purpose::Leave, namespace, rank, self.incarnation),
-            reason,
-        };
-        // Best effort: without it the others learn of it when the rendezvous times out. No patience: the manager was
-        // there a moment ago.
-        let manager = self.manager.clone().with_patience(Duration::ZERO);
-        let _ = manager.leave_service(namespace, &request);
+        // Best effort: without it the others learn of it when the rendezvous times out.
+        let _ = self.tell_leave(reason, false);
     }
 }
 
-fn manager_error(who: Who, call: &'static str, cause: ControlError) -> WorkerError {
+pub(crate) fn manager_error(who: Who, call: &'static str, cause: ControlError) -> WorkerError {
     WorkerError::Manager { who, call, cause: Arc::new(cause) }
 }

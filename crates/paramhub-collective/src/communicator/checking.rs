@@ -135,6 +135,10 @@ impl<C: Communicator> Communicator for Checking<C> {
         self.inner.size()
     }
 
+    fn transport(&self) -> &'static str {
+        self.inner.transport()
+    }
+
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
         let call = Call { kind: "allreduce", name, bytes: values.len(), dtype: Some(dtype), root: None };
         self.checked(&call, |inner| inner.allreduce(name, values, dtype))

@@ -1,6 +1,10 @@
 //! What goes wrong in a communicator.
 
+use std::sync::Arc;
+
 use paramhub_mesh::MeshError;
+use paramhub_syncer::SyncError;
+use paramhub_worker::WorkerError;
 use thiserror::Error;
 
 /// Why a collective failed.
@@ -10,6 +14,12 @@ pub enum CommunicatorError {
     /// The connections between the ranks.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// The ranks of a job do not find one another.
+    #[error(transparent)]
+    Meeting(Arc<SyncError>),
+    /// The connection manager.
+    #[error(transparent)]
+    Job(#[from] WorkerError),
     /// Buffers that do not fit the call.
     #[error("collective `{name}`: {reason}")]
     Misplaced {

@@ -5,10 +5,12 @@
 
 mod checking;
 mod error;
+mod meet;
 mod native;
 
 pub use checking::Checking;
 pub use error::CommunicatorError;
+pub use meet::{MeetOptions, meet};
 pub use native::Native;
 use paramhub_core::codec::Dtype;
 
@@ -25,6 +27,9 @@ pub trait Communicator: Send + Sync {
 
     /// Ranks of the group.
     fn size(&self) -> u32;
+
+    /// How bytes travel between the ranks, for people.
+    fn transport(&self) -> &'static str;
 
     /// Puts the sum of all ranks' values in the place of each. All ranks get the same bits. Halves are added in
     /// f32, and may be rounded after each contribution.
@@ -72,6 +77,10 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
 
     fn size(&self) -> u32 {
         (**self).size()
+    }
+
+    fn transport(&self) -> &'static str {
+        (**self).transport()
     }
 
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {

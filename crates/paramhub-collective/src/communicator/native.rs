@@ -47,6 +47,35 @@ impl Native {
         &self.mesh
     }
 
+    /// Another of the same ranks, which all call it.
+    ///
+    /// # Errors
+    /// If it was made [over a mesh](Self::over), or a rank cannot be reached.
+    pub fn another(&self) -> Result<Native, CommunicatorError> {
+        let Some((config, ip)) = &self.origin else {
+            return Err(CommunicatorError::Misplaced {
+                name: "duplicate".into(),
+                reason: "it was made of a mesh, and knows no other way to the ranks".into(),
+            });
+        };
+        let number = self.copies.fetch_add(1, Ordering::Relaxed) + 1;
+        let refused = |what, reason: String| CommunicatorError::System { rank: self.rank(), what, reason };
+        let listener = MeshListener::bind(*ip).map_err(|error| refused("listen", error.to_string()))?;
+        let told = self.exchange(&listener.address().to_string())?;
+        let addresses = told.iter().map(|address| FromStr::from_str(address));
+        let addresses = addresses
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|_| refused("read where the others listen", format!("{told:?}")))?;
+        let name = format!("communicator {number}");
+        let config = MeshConfig {
+            name: format!("{}, {name}", config.name).into(),
+            secret: config.secret.derive(&name),
+            addresses,
+            ..config.clone()
+        };
+        Native::join(listener, config)
+    }
+
     /// Every rank's text, by rank.
     fn exchange(&self, text: &str) -> Result<Vec<String>, CommunicatorError> {
         let mut own = [0_u8; ADDRESS_BYTES];
@@ -78,6 +107,13 @@ impl Communicator for Native {
 
     fn size(&self) -> u32 {
         self.mesh.size()
+    }
+
+    fn transport(&self) -> &'static str {
+        match self.mesh.shares_memory() {
+            Ok(()) => "shared memory",
+            Err(_) => "tcp",
+        }
     }
 
     fn allreduce(&self, _name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
@@ -121,28 +157,7 @@ impl Communicator for Native {
     }
 
     fn duplicate(&self) -> Result<Box<dyn Communicator>, CommunicatorError> {
-        let Some((config, ip)) = &self.origin else {
-            return Err(CommunicatorError::Misplaced {
-                name: "duplicate".into(),
-                reason: "it was made of a mesh, and knows no other way to the ranks".into(),
-            });
-        };
-        let number = self.copies.fetch_add(1, Ordering::Relaxed) + 1;
-        let refused = |what, reason: String| CommunicatorError::System { rank: self.rank(), what, reason };
-        let listener = MeshListener::bind(*ip).map_err(|error| refused("listen", error.to_string()))?;
-        let told = self.exchange(&listener.address().to_string())?;
-        let addresses = told.iter().map(|address| FromStr::from_str(address));
-        let addresses = addresses
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|_| refused("read where the others listen", format!("{told:?}")))?;
-        let name = format!("communicator {number}");
-        let config = MeshConfig {
-            name: format!("{}, {name}", config.name).into(),
-            secret: config.secret.derive(&name),
-            addresses,
-            ..config.clone()
-        };
-        Ok(Box::new(Native::join(listener, config)?))
+        Ok(Box::new(self.another()?))
     }
 
     fn abort(&self, reason: &str) {

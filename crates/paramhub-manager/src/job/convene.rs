@@ -30,6 +30,9 @@ impl Job {
         if !self.is_complete() || !self.suffice(&hubs) {
             return Transition::None;
         }
+        if self.only_meets() {
+            return self.meet();
+        }
         let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
         // A hub for those who are left out may yet come.
         let Ok((reduction, (composition, of_sites))) = self.arrange(&hubs, core) else {

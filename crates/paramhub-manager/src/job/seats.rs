@@ -34,6 +34,8 @@ pub(super) struct Holder {
     /// Of its newest call.
     ticket: u64,
     handed_in: bool,
+    /// Its work is done, without a hub.
+    finished: bool,
     lost_at: Option<Now>,
 }
 
@@ -76,6 +78,7 @@ impl Seats {
             process: call.process,
             ticket,
             handed_in: false,
+            finished: false,
             lost_at: None,
         });
         self.taken += 1;
@@ -130,6 +133,24 @@ impl Seats {
             self.handed_in += u32::from(!holder.handed_in);
             holder.handed_in = true;
         }
+    }
+
+    pub(super) fn has_any_handed_in(&self) -> bool {
+        self.handed_in > 0
+    }
+
+    pub(super) fn finish(&mut self, rank: u32) {
+        if let Seat::Taken(holder) = &mut self.seats[rank as usize] {
+            holder.finished = true;
+        }
+    }
+
+    pub(super) fn finished(&self) -> Vec<u32> {
+        self.ranks(|seat| matches!(seat, Seat::Taken(holder) if holder.finished))
+    }
+
+    pub(super) fn have_all_finished(&self) -> bool {
+        self.seats.iter().all(|seat| matches!(seat, Seat::Taken(holder) if holder.finished))
     }
 
     pub(super) fn are_full(&self) -> bool {

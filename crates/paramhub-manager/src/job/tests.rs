@@ -6,6 +6,7 @@ use paramhub_core::auth::Proof;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
 use paramhub_core::scheme::{HubPlace, Plan};
+use paramhub_core::service::LeaveService;
 
 fn now() -> Now {
     Now::read()
@@ -36,6 +37,12 @@ fn call(rank: u32, number: u8) -> ConnectService {
         place: Default::default(),
         peer_address: None,
     }
+}
+
+fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Result<Transition, ServiceError> {
+    let (incarnation, proof) = (process(number), Proof([0; 32]));
+    let call = LeaveService { rank, incarnation, proof, reason: reason.into(), finished: false };
+    job.leave(&call, reason, now())
 }
 
 fn hubs(count: u32) -> Vec<OfferedHub> {
@@ -343,15 +350,15 @@ fn init_timeouts_name_ranks_then_hubs() {
 fn leaving_frees_a_seat_or_fails_the_job() {
     let mut job = job(2);
     job.connect(&call(0, 0), now()).unwrap();
-    assert_eq!(job.leave(0, process(0), "", now()), Ok(Transition::None));
-    assert!(job.leave(0, process(0), "", now()).is_err());
+    assert_eq!(leave(&mut job, 0, 0, ""), Ok(Transition::None));
+    assert!(leave(&mut job, 0, 0, "").is_err());
     assert!(job.status().connected.is_empty());
 
     let mut job = initialising(2, 1);
-    assert!(job.leave(0, process(5), "", now()).is_err());
-    assert_eq!(job.leave(0, process(0), "no disk", now()), Ok(Transition::Ended { stop: vec![] }));
+    assert!(leave(&mut job, 0, 5, "").is_err());
+    assert_eq!(leave(&mut job, 0, 0, "no disk"), Ok(Transition::Ended { stop: vec![] }));
     assert_eq!(job.status().message, "rank 0 left before the job ran: no disk");
-    assert_eq!(job.leave(1, process(1), "", now()), Ok(Transition::None));
+    assert_eq!(leave(&mut job, 1, 1, ""), Ok(Transition::None));
 }
 
 #[test]

@@ -67,7 +67,7 @@ impl World {
     fn core_for(&mut self, namespace: Namespace, may_probe: bool, now: Now) -> Option<Core> {
         let job = &self.jobs[&namespace];
         let hubs = self.hubs.shapes();
-        if job.options.reduction != Reduction::Auto || !job.suffice(&hubs) {
+        if job.options.reduction != Reduction::Auto || job.only_meets() || !job.suffice(&hubs) {
             return Some(Core::Unneeded);
         }
         let offers: Vec<(HubShape, Place)> = hubs.iter().map(|(_, offer)| offer.clone()).collect();

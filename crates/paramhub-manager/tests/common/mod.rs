@@ -124,9 +124,17 @@ impl Job {
     }
 
     pub(crate) fn leave(&self, rank: u32, reason: &str) -> Result<(), ControlError> {
+        self.leave_as(rank, reason, false)
+    }
+
+    pub(crate) fn finish(&self, rank: u32) -> Result<(), ControlError> {
+        self.leave_as(rank, "", true)
+    }
+
+    fn leave_as(&self, rank: u32, reason: &str, finished: bool) -> Result<(), ControlError> {
         let incarnation = process(rank);
         let proof = self.nonce.prove_rank(Purpose::Leave, self.namespace, rank, incarnation);
-        let request = LeaveService { rank, incarnation, proof, reason: reason.into() };
+        let request = LeaveService { rank, incarnation, proof, reason: reason.into(), finished };
         self.client.leave_service(self.namespace, &request)
     }
 

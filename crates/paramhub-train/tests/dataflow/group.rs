@@ -140,6 +140,10 @@ where
         self.inner.size()
     }
 
+    fn transport(&self) -> &'static str {
+        self.inner.transport()
+    }
+
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
         (self.before)(&self.inner, name)?;
         self.inner.allreduce(name, values, dtype)
