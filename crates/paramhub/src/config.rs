@@ -143,7 +143,8 @@ pub(crate) struct TrainSection {
     pub(crate) net: NetKind,
     #[serde(with = "text")]
     pub(crate) data: DataSource,
-    pub(crate) workers: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) workers: Option<u32>,
     pub(crate) epochs: usize,
     pub(crate) batch: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -155,6 +156,8 @@ pub(crate) struct TrainSection {
     pub(crate) weight_decay: Option<f64>,
     pub(crate) seed: u64,
     pub(crate) exchange: ExchangeKind,
+    pub(crate) compute_threads: NonZeroUsize,
+    pub(crate) check_collectives: bool,
     #[serde(with = "text")]
     pub(crate) transport: Transport,
     pub(crate) reproducible: bool,
@@ -301,7 +304,7 @@ impl Default for TrainSection {
         TrainSection {
             net: NetKind::Lenet,
             data: DataSource::Digits,
-            workers: 4,
+            workers: None,
             epochs: 500,
             batch: 16,
             lr: None,
@@ -310,6 +313,8 @@ impl Default for TrainSection {
             weight_decay: None,
             seed: 1,
             exchange: ExchangeKind::Hub,
+            compute_threads: NonZeroUsize::MIN,
+            check_collectives: false,
             transport: Transport::Auto,
             reproducible: false,
             consistency: Consistency::Synchronous,
@@ -333,7 +338,15 @@ impl Default for TrainSection {
     }
 }
 
+/// Workers of a training of which nobody says otherwise.
+const TRAIN_WORKERS: u32 = 4;
+
 impl TrainSection {
+    /// As many as are asked for.
+    pub(crate) fn workers(&self) -> u32 {
+        self.workers.unwrap_or(TRAIN_WORKERS)
+    }
+
     pub(crate) fn learning_rate(&self) -> f64 {
         self.lr.unwrap_or(self.optimizer.default_learning_rate())
     }
@@ -346,6 +359,7 @@ impl Config {
         shown.hub.listen = Some(self.hub.effective_listen());
         shown.hub.cores = Some(self.hub.effective_cores());
         shown.train.lr = Some(self.train.learning_rate());
+        shown.train.workers = Some(self.train.workers());
         let body = toml::to_string(&shown).expect("a configuration is plain tables and values");
         let secret = match self.admin_token {
             Some(_) => "# admin_token is set and not shown\n",

@@ -105,6 +105,9 @@ enum Verb {
     /// One worker of `train`.
     #[command(hide = true)]
     TrainWorker(train::WorkerFlags),
+    /// One rank of `train` that another launcher has started.
+    #[command(hide = true)]
+    TrainRank(train::RankFlags),
     /// Ends the workers of a launcher that was killed.
     #[command(hide = true)]
     Warden,
@@ -156,7 +159,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     let common = cli.common;
     let mut config = match &cli.verb {
         // Started by us, with all they need.
-        Verb::Warden | Verb::TrainWorker(_) | Verb::BenchPeer(_) => Config::default(),
+        Verb::Warden | Verb::TrainWorker(_) | Verb::TrainRank(_) | Verb::BenchPeer(_) => Config::default(),
         _ => config::load(common.config.as_deref())?,
     };
     config.log = common.log.or(config.log);
@@ -181,6 +184,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Todo::Probe(flags) => probe::probe(&flags),
         Todo::BenchPeer(flags) => bench::take_part(&flags),
         Todo::TrainWorker(flags) => train::work(&flags),
+        Todo::TrainRank(flags) => train::take_part(&config, &flags),
         Todo::Warden => {
             crate::launch::watch_over(std::io::stdin().lock());
             Ok(ExitCode::SUCCESS)
@@ -203,6 +207,7 @@ enum Todo {
     Probe(probe::ProbeFlags),
     BenchPeer(bench::PeerFlags),
     TrainWorker(train::WorkerFlags),
+    TrainRank(train::RankFlags),
     Warden,
 }
 
@@ -231,6 +236,7 @@ impl Verb {
             Verb::Probe(flags) => Todo::Probe(flags),
             Verb::BenchPeer(flags) => Todo::BenchPeer(flags),
             Verb::TrainWorker(flags) => Todo::TrainWorker(flags),
+            Verb::TrainRank(flags) => Todo::TrainRank(flags),
             Verb::Warden => Todo::Warden,
         }
     }

@@ -110,7 +110,7 @@ mod tests {
         let printed = config.to_toml();
         assert!(!printed.contains("hidden") && printed.contains("not shown"), "{printed}");
         let again = parse(&printed).unwrap();
-        assert_eq!((again.train.workers, again.train.chunk_bytes.0), (7, 4096));
+        assert_eq!((again.train.workers(), again.train.chunk_bytes.0), (7, 4096));
         assert_eq!(
             again.to_toml(),
             printed.lines().skip(1).map(|line| format!("{line}\n")).collect::<String>()

@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::str::FromStr;
 
+use clap::ValueEnum;
+use paramhub_collective::kvstore::StoreKind;
 use paramhub_core::settings::has_parameters;
 use serde::{Deserialize, Serialize};
 
@@ -314,6 +316,31 @@ pub(crate) enum ExchangeKind {
     Hub,
     /// One process computes every worker's share.
     Local,
+    /// Worker processes by collectives, which each worker's main thread calls key by key.
+    Funnel,
+    /// By collectives over several communicators at once.
+    Concom,
+    /// By collectives in a chain of dependencies.
+    Depcha,
+}
+
+impl ExchangeKind {
+    /// The store that exchanges by collectives, where it does.
+    pub(crate) fn collective(self) -> Option<StoreKind> {
+        match self {
+            ExchangeKind::Hub | ExchangeKind::Local => None,
+            ExchangeKind::Funnel => Some(StoreKind::Funnel),
+            ExchangeKind::Concom => Some(StoreKind::ConCom),
+            ExchangeKind::Depcha => Some(StoreKind::DepCha),
+        }
+    }
+}
+
+impl fmt::Display for ExchangeKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value().expect("none is skipped");
+        f.write_str(value.get_name())
+    }
 }
 
 #[cfg(test)]

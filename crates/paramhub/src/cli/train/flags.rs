@@ -50,10 +50,32 @@ pub(crate) struct TrainFlags {
     seed: Option<u64>,
     #[command(flatten)]
     url: ManagerUrl,
-    /// Exchange through a hub, or train in one process on the same global batch [default: hub]
-    #[arg(long, value_enum, value_name = "WHERE", env = "PARAMHUB_TRAIN_EXCHANGE")]
+    /// Who sums the gradients: hub; local, one process in place of all workers; or the workers by collectives: funnel, where each
+    /// one's main thread calls them key by key, concom, over several communicators at once, or depcha, in a chain of dependencies
+    /// [default: hub]
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "HOW",
+        env = "PARAMHUB_TRAIN_EXCHANGE"
+    )]
     exchange: Option<ExchangeKind>,
-    /// How tensors travel to the hub: auto, tcp or shm; auto is shm where hub and workers share a host [default: auto]
+    /// Threads of each worker that compute, with collectives: branches of a network then run side by side [default: 1]
+    #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_COMPUTE_THREADS")]
+    compute_threads: Option<NonZeroUsize>,
+    /// Compare what workers call before each collective, and name the first call in which they differ; it takes time
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "PARAMHUB_TRAIN_CHECK_COLLECTIVES"
+    )]
+    check_collectives: Option<bool>,
+    /// How tensors travel: auto, tcp or shm; auto is shared memory where hub and workers, or with collectives all workers, share a
+    /// host [default: auto]
     #[arg(long, env = "PARAMHUB_TRAIN_TRANSPORT")]
     transport: Option<Transport>,
     /// Sum in rank order, so that two runs, and hub and local, end at the same bits
@@ -131,8 +153,8 @@ impl TrainFlags {
     pub(crate) fn apply(self, config: &mut Config) {
         self.url.apply(config);
         overlay!(self => config.train;
-            net, data, workers, epochs, batch, momentum, optimizer, seed, exchange, transport, reproducible, consistency,
+            net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
-            lr, weight_decay, deployment, hubs, test_every, json, save, name, checkpoints, checkpoint_every, resume);
+            workers, lr, weight_decay, deployment, hubs, test_every, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

@@ -52,7 +52,8 @@ fn values(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().expect("four bytes")))
 }
 
-fn difference(a: f32, b: f32) -> f64 {
+/// Between two numbers: none between equal bits, infinite where one is a NaN.
+pub(super) fn difference(a: f32, b: f32) -> f64 {
     let difference = (f64::from(a) - f64::from(b)).abs();
     match (a.to_bits() == b.to_bits(), difference.is_nan()) {
         (true, _) => 0.0,

@@ -23,10 +23,14 @@ pub(super) struct Display {
 
 impl Display {
     pub(super) fn new(section: &TrainSection, examples_factor: f64) -> Self {
-        let who = match (section.exchange, section.workers) {
-            (ExchangeKind::Local, workers) => format!("one process in place of {workers} workers"),
-            (ExchangeKind::Hub, 1) => "1 worker and a hub".into(),
-            (ExchangeKind::Hub, workers) => format!("{workers} workers and a hub"),
+        let workers = match section.workers() {
+            1 => "1 worker".to_owned(),
+            workers => format!("{workers} workers"),
+        };
+        let who = match section.exchange {
+            ExchangeKind::Local => format!("one process in place of {workers}"),
+            ExchangeKind::Hub => format!("{workers} and a hub"),
+            collective => format!("{workers} by {collective}"),
         };
         let title = format!("training {} on {} with {who}", section.net, section.data);
         let is_terminal = std::io::stderr().is_terminal();

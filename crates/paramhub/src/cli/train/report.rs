@@ -26,7 +26,8 @@ pub(super) struct Summary {
     bytes_per_worker_per_step: Option<f64>,
     /// Share of the time with tensors under way during which the worker computed, mean over workers.
     hidden_fraction: Option<f64>,
-    max_parameter_difference: f64,
+    /// From rank 0's; null where nobody compared.
+    max_parameter_difference: Option<f64>,
     /// Each core's busy share.
     hub_busy: Vec<f64>,
     workers: Vec<WorkerTimes>,
@@ -46,7 +47,7 @@ struct WorkerTimes {
     hidden_fraction: f64,
     bytes_sent: u64,
     bytes_received: u64,
-    shares_memory: bool,
+    transport: String,
 }
 
 impl Summary {
@@ -54,16 +55,17 @@ impl Summary {
         section: &TrainSection,
         reports: Vec<WorkerReport>,
         hub_busy: Vec<f64>,
-        max_parameter_difference: f64,
+        max_parameter_difference: Option<f64>,
     ) -> Self {
         let first = &reports[0];
         let steps = first.steps;
         let seconds = reports.iter().map(|report| report.seconds).fold(0.0, f64::max);
-        let is_exchanged = section.exchange == ExchangeKind::Hub;
+        let is_exchanged = section.exchange != ExchangeKind::Local;
         let bytes = mean(&reports, |report| (report.bytes_sent + report.bytes_received) as f64);
-        let examples = steps * section.batch * section.workers as usize;
+        let examples = steps * section.batch * section.workers() as usize;
         let mut settings = section.clone();
         settings.lr = Some(section.learning_rate());
+        settings.workers = Some(section.workers());
         Summary {
             accuracy: first.accuracy.unwrap_or(f64::NAN),
             loss: first.loss,
@@ -120,20 +122,26 @@ impl Summary {
         for (core, busy) in self.hub_busy.iter().enumerate() {
             row(&format!("hub core {core} busy"), format!("{:.0} %", 100.0 * busy));
         }
-        if self.workers.len() > 1 {
-            row("largest parameter difference", self.max_parameter_difference.to_string());
+        if let Some(difference) = self.max_parameter_difference.filter(|_| self.workers.len() > 1) {
+            row("largest parameter difference", difference.to_string());
         }
         table.to_string()
     }
 
     /// How the workers' tensors travelled.
     fn transport(&self) -> String {
-        let workers = self.workers.len();
-        match self.workers.iter().filter(|worker| worker.shares_memory).count() {
-            0 => "tcp".into(),
-            sharing if sharing == workers => "shared memory".into(),
-            sharing => format!("shared memory for {sharing} workers of {workers}, tcp for the others"),
+        let mut transports: Vec<(&str, usize)> = Vec::new();
+        for WorkerTimes { transport, .. } in &self.workers {
+            match transports.iter_mut().find(|(other, _)| other == transport) {
+                Some((_, workers)) => *workers += 1,
+                None => transports.push((transport, 1)),
+            }
         }
+        if let [(transport, _)] = transports[..] {
+            return transport.to_owned();
+        }
+        let of = |(transport, workers): (&str, usize)| format!("{transport} for {workers} workers");
+        transports.into_iter().map(of).collect::<Vec<_>>().join(", ")
     }
 
     fn mean_seconds(&self) -> f64 {
@@ -157,7 +165,7 @@ impl WorkerTimes {
             hidden_fraction: report.hidden_fraction,
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
-            shares_memory: report.shares_memory,
+            transport: report.transport.clone(),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! What the launcher tells its workers, and they tell it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use paramhub_core::scheme::{LayerSettings, SchemeChoice};
+use paramhub_core::scheme::LayerSettings;
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Epoch, Evaluate, Progress, Report, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::cli::Usage;
 use crate::config::{ExchangeKind, TrainOptimizer, TrainSection};
 use crate::settings::{OptimizerChoice, Settings};
-use crate::{Codec, Consistency, Hyperparameters, KeyTable, Registry, Transport};
+use crate::{Hyperparameters, KeyTable, Registry, Transport};
 
 /// One file for all workers; where and as whom to join stands in their environment.
 #[derive(Serialize, Deserialize)]
@@ -59,8 +59,8 @@ pub(super) struct WorkerReport {
     pub(super) hidden_fraction: f64,
     pub(super) bytes_sent: u64,
     pub(super) bytes_received: u64,
-    /// With a hub of its host.
-    pub(super) shares_memory: bool,
+    /// How its tensors travelled.
+    pub(super) transport: String,
     pub(super) epochs: Vec<EpochDone>,
 }
 
@@ -83,7 +83,7 @@ impl From<&Epoch> for EpochDone {
 }
 
 impl WorkerReport {
-    pub(super) fn new(report: &Report, shares_memory: bool) -> Self {
+    pub(super) fn new(report: &Report, transport: &str) -> Self {
         WorkerReport {
             steps: report.steps,
             seconds: report.seconds,
@@ -95,7 +95,7 @@ impl WorkerReport {
             hidden_fraction: report.hidden_fraction,
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
-            shares_memory,
+            transport: transport.to_owned(),
             epochs: report.epochs.iter().map(EpochDone::from).collect(),
         }
     }
@@ -155,7 +155,7 @@ impl TrainSection {
 
 /// Refuses what contradicts itself.
 pub(super) fn check(section: &TrainSection) -> Result<(), String> {
-    if section.workers == 0 {
+    if section.workers() == 0 {
         return Err("--workers 0: a job needs at least one worker".into());
     }
     if section.epochs == 0 {
@@ -170,26 +170,47 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
             section.codec
         ));
     }
-    if section.exchange == ExchangeKind::Local {
-        if section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some() {
-            return Err(
-                "checkpoints are a hub's: --checkpoints, --checkpoint-every and --resume need --exchange hub"
-                    .into(),
-            );
-        }
-        if section.consistency != Consistency::Synchronous {
-            return Err(format!("--consistency {} needs --exchange hub", section.consistency));
-        }
-        if section.scheme != SchemeChoice::default() {
-            return Err(format!("--scheme {} needs --exchange hub: locally nothing travels", section.scheme));
-        }
-        if section.codec != Codec::F32 {
-            return Err(format!("--codec {} needs --exchange hub: locally nothing travels", section.codec));
-        }
-        if section.transport != Transport::Auto {
-            let transport = section.transport;
-            return Err(format!("--transport {transport} needs --exchange hub: locally nothing travels"));
-        }
+    check_exchange(section)?;
+    Ok(())
+}
+
+/// Refuses what only a hub does where none exchanges, and what only collectives know where none are.
+fn check_exchange(section: &TrainSection) -> Result<(), String> {
+    let defaults = TrainSection::default();
+    let exchange = section.exchange;
+    let of_a_hub = [
+        ("--checkpoints", section.checkpoints.is_some()),
+        ("--checkpoint-every", section.checkpoint_every.is_some()),
+        ("--resume", section.resume.is_some()),
+        ("--consistency", section.consistency != defaults.consistency),
+        ("--scheme", section.scheme != defaults.scheme),
+        ("--codec", section.codec != defaults.codec),
+        ("--stragglers", section.stragglers != defaults.stragglers),
+        ("--reduction", section.reduction != defaults.reduction),
+        ("--on-interface-down", section.on_interface_down != defaults.on_interface_down),
+        ("--deployment", section.deployment.is_some()),
+        ("--hubs", section.hubs.is_some()),
+    ];
+    let asked = of_a_hub.into_iter().find_map(|(flag, is_asked)| is_asked.then_some(flag));
+    if let Some(flag) = asked.filter(|_| exchange != ExchangeKind::Hub) {
+        return Err(format!("{flag} is a hub's: it needs --exchange hub, not {exchange}"));
+    }
+    let is_collective = exchange.collective().is_some();
+    if exchange == ExchangeKind::Local && section.transport != defaults.transport {
+        let transport = section.transport;
+        return Err(format!("--transport {transport} needs workers that exchange: locally nothing travels"));
+    }
+    if is_collective && section.transport == Transport::Shm {
+        return Err(format!(
+            "--transport shm is for hubs: with --exchange {exchange} workers share memory where all are on one host, unless \
+             --transport tcp forbids it"
+        ));
+    }
+    if !is_collective && (section.compute_threads != defaults.compute_threads || section.check_collectives) {
+        let flag = if section.check_collectives { "--check-collectives" } else { "--compute-threads" };
+        return Err(format!(
+            "{flag} is for collectives: it needs --exchange funnel, concom or depcha, not {exchange}"
+        ));
     }
     Ok(())
 }
@@ -200,15 +221,29 @@ pub(in crate::cli) fn rehearse(section: &TrainSection) -> anyhow::Result<()> {
     let data = section.data.load()?;
     let network = Network::new(section.net, data.train.geometry(), section.seed)?;
     section.settings(&network)?;
-    let (found, needed) = (data.train.len(), section.workers as usize * section.batch);
+    let (found, needed) = (data.train.len(), section.workers() as usize * section.batch);
     if needed == 0 || needed > found {
-        let (workers, batch) = (section.workers, section.batch);
+        let (workers, batch) = (section.workers(), section.batch);
         return Err(Usage(format!(
             "{workers} workers with a batch of {batch} take {needed} examples a step, the training set has {found}: \
              choose a --batch from 1 to {}",
             found / workers as usize
         ))
         .into());
+    }
+    Ok(())
+}
+
+/// Minutes of training are a poor way to find out that a folder does not exist.
+pub(super) fn check_destinations(section: &TrainSection) -> anyhow::Result<()> {
+    for (flag, path) in [("--json", &section.json), ("--save", &section.save)] {
+        let Some(path) = path else { continue };
+        let parent = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        if !parent.is_dir() {
+            return Err(
+                Usage(format!("{flag} {}: there is no folder {}", path.display(), parent.display())).into()
+            );
+        }
     }
     Ok(())
 }

@@ -6,19 +6,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use paramhub_core::scheme::SchemeChoice;
-use paramhub_syncer::Syncers;
-use paramhub_train::data::Data;
-use paramhub_train::hub::HubExchange;
-use paramhub_train::local::LocalExchange;
+use paramhub_collective::communicator::{MeetOptions, meet};
 use paramhub_train::net::Network;
-use paramhub_train::trainer::{Progress, Report, train};
+use paramhub_train::trainer::Progress;
 
+use super::learning::{by_collectives, locally, through_the_hub};
 use super::parameters;
 use super::spec::{Message, Spec, WorkerReport};
 use crate::cli::ExitCode;
 use crate::config::ExchangeKind;
-use crate::{Membership, Options, Registry};
+use crate::{Membership, Options};
 
 /// A bar moves smoothly enough at this pace.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -30,59 +27,32 @@ pub(crate) struct WorkerFlags {
 
 pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
     let text = std::fs::read(&flags.spec).with_context(|| format!("cannot read {}", flags.spec.display()))?;
-    let spec: Spec = serde_json::from_slice(&text).context("cannot read what to do")?;
-    let data = spec.train.data.load()?;
-    let mut network = Network::new(spec.train.net, data.train.geometry(), spec.train.seed)?;
-    let (rank, report, shares_memory) = match spec.train.exchange {
-        ExchangeKind::Hub => through_the_hub(&spec, &data, &mut network)?,
-        ExchangeKind::Local => (0, locally(&spec, &data, &mut network)?, false),
+    let Spec { train: section, folder } = serde_json::from_slice(&text).context("cannot read what to do")?;
+    let data = section.data.load()?;
+    let mut network = Network::new(section.net, data.train.geometry(), section.seed)?;
+    let membership = match section.exchange {
+        ExchangeKind::Local => None,
+        _ => Some(Membership::from_env()?),
     };
-    parameters::save(&parameters::file_of(&spec.folder, rank), network.keys(), &report.parameters)?;
-    send(&Message::Report(Box::new(WorkerReport::new(&report, shares_memory))));
+    let rank = membership.as_ref().map_or(0, |membership| membership.rank);
+    let mut progress = progress_of(rank);
+    let learnt = match (section.exchange.collective(), membership) {
+        (_, None) => locally(&section, &data, &mut network, &mut progress)?,
+        (None, Some(at)) => through_the_hub(&section, &data, &mut network, at, &mut progress)?,
+        (Some(kind), Some(at)) => {
+            let worker = Options { transport: section.transport, ..Options::from_env()? };
+            let communicator = meet(at, MeetOptions { worker, ..MeetOptions::default() })?;
+            by_collectives(&section, kind, data, &mut network, communicator, &mut progress)?
+        }
+    };
+    let file = parameters::file_of(&folder, rank as usize);
+    parameters::save(&file, network.keys(), &learnt.report.parameters)?;
+    send(&Message::Report(Box::new(WorkerReport::new(&learnt.report, learnt.transport))));
     Ok(ExitCode::SUCCESS)
 }
 
-/// The rank, what it did, and whether it shared memory with a hub.
-fn through_the_hub(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<(usize, Report, bool)> {
-    let membership = Membership::from_env()?;
-    let options = Options { transport: spec.train.transport, ..Options::from_env()? };
-    // A worker computes in one thread.
-    let settings = spec.train.settings(network)?;
-    let syncers = Syncers::join(membership, options, settings, &Registry::with_builtins(), 1)?;
-    let job = syncers.job();
-    let rank = job.rank() as usize;
-    if rank == 0 {
-        job.on_notice(|notice| eprintln!("{notice}"));
-    }
-    let shares_memory = job.shares_memory();
-    if rank == 0 && spec.train.scheme != SchemeChoice::default() {
-        for planned in &job.book().plan.layers {
-            eprintln!("layer {} goes by {}: {}", planned.layer.name, planned.scheme, planned.why);
-        }
-    }
-    let mut exchange = HubExchange::new(syncers);
-    let config = spec.train.trainer(rank == 0);
-    let mut progress = progress_of(rank);
-    let report = train(&config, data, network, &mut exchange, &mut progress)?;
-    exchange.leave()?;
-    Ok((rank, report, shares_memory))
-}
-
-fn locally(spec: &Spec, data: &Data, network: &mut Network) -> anyhow::Result<Report> {
-    let registry = Registry::with_builtins();
-    let hyperparameters = spec.train.hyperparameters(&registry)?;
-    let mut exchange = LocalExchange::new(
-        network.keys(),
-        spec.train.workers as usize,
-        registry.aggregator("sum")?,
-        registry.optimizer(spec.train.optimizer.kernel())?,
-        hyperparameters,
-    );
-    Ok(train(&spec.train.trainer(true), data, network, &mut exchange, &mut progress_of(0))?)
-}
-
 /// Rank 0 speaks for all.
-fn progress_of(rank: usize) -> impl FnMut(&Progress) {
+fn progress_of(rank: u32) -> impl FnMut(&Progress) {
     let mut told: Option<Instant> = None;
     move |progress| {
         let is_due =

@@ -17,7 +17,7 @@ pub(super) fn conduct(
     listener: &UnixListener,
     is_over: &AtomicBool,
 ) -> anyhow::Result<Vec<Learnt>> {
-    let mut lines = accept(listener, lesson.train.workers as usize + 1, is_over)?;
+    let mut lines = accept(listener, lesson.train.workers() as usize + 1, is_over)?;
     let mut hub = lines.pop().expect("one more than workers");
     let at: Option<Meeting> = match lesson.stage {
         // Nobody needs it.

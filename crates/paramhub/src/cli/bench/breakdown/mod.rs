@@ -99,7 +99,7 @@ pub(super) fn breakdown(flags: &BreakdownFlags) -> anyhow::Result<ExitCode> {
             for number in order(round, Stage::ALL.len()) {
                 let stage = Stage::ALL[number];
                 let lesson = breakdown.lesson(network, stage);
-                let run = launch(&Hosts::here(), lesson.train.workers, &signals, |listener, is_over| {
+                let run = launch(&Hosts::here(), lesson.train.workers(), &signals, |listener, is_over| {
                     conduct::conduct(&lesson, listener, is_over)
                 });
                 match run.with_context(|| format!("{} with {}", lesson.train.net, stage.adds()))? {
@@ -133,7 +133,7 @@ impl BreakdownFlags {
             let train = TrainSection {
                 net,
                 data: self.data.clone(),
-                workers: self.workers,
+                workers: Some(self.workers),
                 epochs: self.epochs as usize,
                 batch: self.batch as usize,
                 lr: Some(0.0),
@@ -143,7 +143,7 @@ impl BreakdownFlags {
                 ..TrainSection::default()
             };
             rehearse(&train)?;
-            let steps = train.epochs * (data.train.len() / (train.workers as usize * train.batch));
+            let steps = train.epochs * (data.train.len() / (train.workers() as usize * train.batch));
             if steps < 2 {
                 return Err(Usage(format!(
                     "--epochs {}: that is one step, which would be timed by itself",

@@ -40,7 +40,7 @@ pub(in crate::cli::bench) struct Learnt {
 
 /// A hub with its manager.
 pub(in crate::cli::bench) fn teach(lesson: &Lesson, line: &mut Line) -> anyhow::Result<()> {
-    let workers = lesson.train.workers;
+    let workers = lesson.train.workers();
     let mut config = EmbeddedConfig::with_cores(lesson.train.cores);
     config.hub.registry = lesson.stage.registry(workers)?;
     let hub = EmbeddedHub::start(config)?;
@@ -81,7 +81,7 @@ pub(in crate::cli::bench) fn learn(
     line.say(&Report::Joined)?;
     let Some(Order::Learn { start }) = line.hear()? else { return Ok(()) };
     std::thread::sleep(start.saturating_sub(usage::monotonic()));
-    let mut nobody = Nobody { rank: rank as usize, workers: lesson.train.workers as usize };
+    let mut nobody = Nobody { rank: rank as usize, workers: lesson.train.workers() as usize };
     let mut watch = Watch::default();
     let exchange: &mut dyn Exchange = match &mut hub {
         Some(hub) => hub,

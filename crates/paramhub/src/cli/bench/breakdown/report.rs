@@ -154,7 +154,7 @@ impl Breakdown {
         };
         Results {
             data: train.data.to_string(),
-            workers: train.workers,
+            workers: train.workers(),
             cores: train.cores,
             batch: train.batch,
             optimizer: train.optimizer.to_string(),

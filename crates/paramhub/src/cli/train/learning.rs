@@ -1,0 +1,103 @@
+//! What one worker does, however it was started.
+
+use std::sync::Arc;
+
+use paramhub_collective::communicator::{Checking, Communicator};
+use paramhub_collective::engine::Engine;
+use paramhub_collective::kvstore::{StoreKind, StoreOptions, create};
+use paramhub_core::scheme::SchemeChoice;
+use paramhub_syncer::Syncers;
+use paramhub_train::data::Data;
+use paramhub_train::dataflow::{self, Learner};
+use paramhub_train::hub::HubExchange;
+use paramhub_train::local::LocalExchange;
+use paramhub_train::net::Network;
+use paramhub_train::trainer::{Progress, Report, train};
+
+use crate::config::TrainSection;
+use crate::{Membership, Options, Registry};
+
+/// What a worker has learnt, and how it exchanged.
+pub(super) struct Learnt {
+    pub(super) report: Report,
+    pub(super) transport: &'static str,
+}
+
+/// Through the hubs of the job that `membership` names.
+pub(super) fn through_the_hub(
+    section: &TrainSection,
+    data: &Data,
+    network: &mut Network,
+    membership: Membership,
+    on_progress: &mut dyn FnMut(&Progress),
+) -> anyhow::Result<Learnt> {
+    let options = Options { transport: section.transport, ..Options::from_env()? };
+    // A worker computes in one thread.
+    let settings = section.settings(network)?;
+    let syncers = Syncers::join(membership, options, settings, &Registry::with_builtins(), 1)?;
+    let job = syncers.job();
+    let rank = job.rank();
+    if rank == 0 {
+        job.on_notice(|notice| eprintln!("{notice}"));
+    }
+    let transport = if job.shares_memory() { "shared memory" } else { "tcp" };
+    if rank == 0 && section.scheme != SchemeChoice::default() {
+        for planned in &job.book().plan.layers {
+            eprintln!("layer {} goes by {}: {}", planned.layer.name, planned.scheme, planned.why);
+        }
+    }
+    let mut exchange = HubExchange::new(syncers);
+    let report = train(&section.trainer(rank == 0), data, network, &mut exchange, on_progress)?;
+    exchange.leave()?;
+    Ok(Learnt { report, transport })
+}
+
+/// With the shares of all workers.
+pub(super) fn locally(
+    section: &TrainSection,
+    data: &Data,
+    network: &mut Network,
+    on_progress: &mut dyn FnMut(&Progress),
+) -> anyhow::Result<Learnt> {
+    let registry = Registry::with_builtins();
+    let hyperparameters = section.hyperparameters(&registry)?;
+    let mut exchange = LocalExchange::new(
+        network.keys(),
+        section.workers() as usize,
+        registry.aggregator("sum")?,
+        registry.optimizer(section.optimizer.kernel())?,
+        hyperparameters,
+    );
+    let report = train(&section.trainer(true), data, network, &mut exchange, on_progress)?;
+    Ok(Learnt { report, transport: "none" })
+}
+
+/// By collectives of `communicator`, as a store of this kind calls them.
+pub(super) fn by_collectives(
+    section: &TrainSection,
+    kind: StoreKind,
+    data: Data,
+    network: &mut Network,
+    communicator: Box<dyn Communicator>,
+    on_progress: &mut dyn FnMut(&Progress),
+) -> anyhow::Result<Learnt> {
+    let registry = Registry::with_builtins();
+    let (rank, transport) = (communicator.rank(), communicator.transport());
+    let communicator = match section.check_collectives {
+        true => Box::new(Checking::new(communicator)),
+        false => communicator,
+    };
+    let engine = Arc::new(Engine::new(dataflow::engine_config(section.compute_threads))?);
+    let options = StoreOptions { communicator: Some(communicator), ..StoreOptions::new(engine) };
+    let store = create(kind, options)?;
+    let learner = Learner {
+        store: &*store,
+        workers_per_rank: std::num::NonZeroUsize::MIN,
+        optimizer: registry.optimizer(section.optimizer.kernel())?,
+        hyperparameters: section.hyperparameters(&registry)?,
+    };
+    let config = section.trainer(rank == 0);
+    let report = dataflow::train(&config, &Arc::new(data), network, &learner, on_progress)?;
+    store.leave()?;
+    Ok(Learnt { report, transport })
+}
