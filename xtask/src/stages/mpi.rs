@@ -1,4 +1,4 @@
-//! The communicator over MPI: a feature of its own, since most who build this have no MPI.
+//! The communicator over MPI, and the program that trains by it: a feature, since most who build this have no MPI.
 
 use crate::command::Invocation;
 use crate::packages::SystemProgram;
@@ -28,9 +28,17 @@ static NEEDED: [SystemProgram; 3] = [
 /// The feature, and the package that has it.
 const PACKAGE: [&str; 4] = ["--package", "paramhub-mpi", "--features", "mpi"];
 
+/// The program, whose every other test runs without it.
+const PROGRAM: [&str; 4] = ["--package", "paramhub", "--features", "mpi"];
+
 pub(crate) fn check() -> Result<(), Failure> {
     NEEDED.iter().try_for_each(SystemProgram::ensure)?;
     Invocation::parse("cargo clippy --all-targets").args(PACKAGE).args(["--", "-D", "warnings"]).run()?;
     Invocation::parse("cargo test --doc").args(PACKAGE).run()?;
-    tests::run_of(&PACKAGE)
+    tests::run_of(&PACKAGE)?;
+    Invocation::parse("cargo clippy --bins --test e2e_mpi")
+        .args(PROGRAM)
+        .args(["--", "-D", "warnings"])
+        .run()?;
+    tests::run_of(&[&PROGRAM[..], &["--test", "e2e_mpi"]].concat())
 }

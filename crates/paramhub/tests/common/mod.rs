@@ -92,6 +92,25 @@ pub fn is_alive(pid: i32) -> bool {
     state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
+/// The worker processes of a launcher: its children whose command line says so.
+pub fn workers_of(launcher: Pid) -> Vec<i32> {
+    let pid = launcher.as_raw_nonzero();
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let is_worker = |pid: &i32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&command).contains("train-worker")
+    };
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_worker).collect()
+}
+
+/// The rank that a worker's environment names.
+pub fn rank_of(worker: i32) -> u32 {
+    let environment = std::fs::read(format!("/proc/{worker}/environ")).unwrap();
+    let environment = String::from_utf8_lossy(&environment);
+    let rank = environment.split('\0').find_map(|entry| entry.strip_prefix("RANK="));
+    rank.expect("a rank").parse().expect("a number")
+}
+
 /// Waits until something holds.
 #[track_caller]
 pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
