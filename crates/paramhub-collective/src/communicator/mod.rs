@@ -7,12 +7,14 @@ mod checking;
 mod error;
 mod meet;
 mod native;
+mod tracing;
 
 pub use checking::Checking;
 pub use error::CommunicatorError;
 pub use meet::{MeetOptions, meet};
 pub use native::Native;
 use paramhub_core::codec::Dtype;
+pub use tracing::Tracing;
 
 /// One rank's end of a communicator, as MPI has it. All calls block until this rank is done, and are made by one thread at a
 /// time or are put in order by the caller; the same calls come in the same order at every rank.

@@ -31,6 +31,7 @@
 //! ```
 
 mod builder;
+mod chrome;
 mod config;
 mod error;
 mod failure;
@@ -46,11 +47,14 @@ mod spin;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod waiting;
 
 pub use builder::OperationBuilder;
+pub use chrome::write_chrome;
 pub use config::{EngineConfig, Event, Observer};
 pub use error::{EngineError, PushError};
 pub use failure::Failure;
 pub use handle::{Engine, Pusher, Variable};
 pub use operation::{Completion, Kind};
+pub use trace::{Span, Trace};

@@ -6,3 +6,4 @@ mod group;
 mod orders;
 mod semantics;
 mod team;
+mod timelines;
