@@ -158,6 +158,8 @@ pub(crate) struct TrainSection {
     pub(crate) exchange: ExchangeKind,
     pub(crate) compute_threads: NonZeroUsize,
     pub(crate) check_collectives: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) trace: Option<PathBuf>,
     #[serde(with = "text")]
     pub(crate) transport: Transport,
     pub(crate) reproducible: bool,
@@ -315,6 +317,7 @@ impl Default for TrainSection {
             exchange: ExchangeKind::Hub,
             compute_threads: NonZeroUsize::MIN,
             check_collectives: false,
+            trace: None,
             transport: Transport::Auto,
             reproducible: false,
             consistency: Consistency::Synchronous,

@@ -188,3 +188,27 @@ fn a_stopped_job_ends_at_every_worker_with_the_reason() {
     let ended = training.finish().expect_code(1);
     assert!(ended.stderr.contains("the machine is needed"), "{}", ended.stderr);
 }
+
+#[test]
+fn a_timeline_shows_what_rank_0_ran() {
+    let common = ["train", "--net", "mlp", "--epochs", "1", "--exchange", "depcha", "--trace", "trace.json"];
+    let ended = paramhub(common).finish().expect_code(0);
+    let timeline: serde_json::Value = serde_json::from_slice(&ended.read("trace.json")).unwrap();
+    let events = timeline["traceEvents"].as_array().unwrap();
+    for part in ["forward fc1", "gradient fc3", "allreduce fc2.weight", "update fc1.bias"] {
+        let named =
+            |event: &serde_json::Value| event["name"].as_str().is_some_and(|name| name.contains(part));
+        assert!(events.iter().any(named), "no {part} in {}", timeline);
+    }
+    let refused = paramhub(["train", "--trace", "trace.json"]).finish().expect_code(2);
+    assert!(refused.stderr.contains("--trace is for collectives"), "{}", refused.stderr);
+}
+
+#[test]
+fn a_run_without_hubs_starts_none() {
+    let program = env!("CARGO_BIN_EXE_paramhub");
+    let launcher = ["run", "-n", "2", "--hubs", "0", "--", program, "train", "--net", "mlp", "--epochs", "1"];
+    paramhub(launcher.into_iter().chain(["--exchange", "funnel"])).finish().expect_code(0);
+    let ended = paramhub(launcher).finish().expect_code(1);
+    assert!(ended.stderr.contains("was created for 0 hubs"), "{}", ended.stderr);
+}

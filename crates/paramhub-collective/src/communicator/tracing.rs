@@ -34,6 +34,10 @@ impl<C: Communicator> Communicator for Tracing<C> {
         self.inner.size()
     }
 
+    fn transport(&self) -> &'static str {
+        self.inner.transport()
+    }
+
     fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
         self.note("allreduce", name, |inner| inner.allreduce(name, values, dtype))
     }

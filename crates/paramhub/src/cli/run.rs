@@ -73,8 +73,8 @@ pub(super) struct RunFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
-    /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it
-    /// [default: the first is enough]
+    /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it. With 0, also
+    /// without --hub, there is none, for workers that exchange among themselves [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
     hubs: Option<u32>,
     /// Where the hubs are: cc, one beside the workers of the first host; cs, one beside those of every host; ncc or ncs, one or

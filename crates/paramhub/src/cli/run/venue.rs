@@ -113,6 +113,13 @@ impl Venue {
     pub(super) fn open(config: &Config, signals: &Signals) -> anyhow::Result<Venue> {
         let section = &config.run;
         let (host, hosts) = (section.host_rank.unwrap_or(0), section.hosts);
+        if config.url.is_none() && section.hubs == Some(0) {
+            let manager = Manager::start(EmbeddedConfig::default().manager)?;
+            let client = ManagerClient::new(&manager.url(), None)?;
+            let job = create(section, &name(section)?, &client)?;
+            let manager = Some(manager);
+            return Ok(Venue { client, job, host, hosts, rack: None, embedded: None, hub: None, manager });
+        }
         if config.url.is_none() {
             let mut embedded = EmbeddedConfig::with_cores(section.cores);
             embedded.hub.checkpoints = section.checkpoints.clone().map(kept);

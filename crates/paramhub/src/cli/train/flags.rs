@@ -74,6 +74,9 @@ pub(crate) struct TrainFlags {
         env = "PARAMHUB_TRAIN_CHECK_COLLECTIVES"
     )]
     check_collectives: Option<bool>,
+    /// Write what rank 0 ran when, with collectives, for chrome://tracing and Perfetto: the newest 131,072 operations
+    #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_TRACE")]
+    trace: Option<PathBuf>,
     /// How tensors travel: auto, tcp or shm; auto is shared memory where hub and workers, or with collectives all workers, share a
     /// host [default: auto]
     #[arg(long, env = "PARAMHUB_TRAIN_TRANSPORT")]
@@ -155,6 +158,6 @@ impl TrainFlags {
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;
-            workers, lr, weight_decay, deployment, hubs, test_every, json, save, name, checkpoints, checkpoint_every, resume);
+            workers, lr, weight_decay, deployment, hubs, test_every, trace, json, save, name, checkpoints, checkpoint_every, resume);
     }
 }

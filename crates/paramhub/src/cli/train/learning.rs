@@ -1,9 +1,15 @@
 //! What one worker does, however it was started.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::num::NonZeroUsize;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
-use paramhub_collective::communicator::{Checking, Communicator};
-use paramhub_collective::engine::Engine;
+use anyhow::Context;
+use paramhub_collective::communicator::{Checking, Communicator, Tracing};
+use paramhub_collective::engine::{Engine, Trace, write_chrome};
 use paramhub_collective::kvstore::{StoreKind, StoreOptions, create};
 use paramhub_core::scheme::SchemeChoice;
 use paramhub_syncer::Syncers;
@@ -87,17 +93,41 @@ pub(super) fn by_collectives(
         true => Box::new(Checking::new(communicator)),
         false => communicator,
     };
-    let engine = Arc::new(Engine::new(dataflow::engine_config(section.compute_threads))?);
+    let mut config = dataflow::engine_config(section.compute_threads);
+    let trace = section.trace.as_ref().filter(|_| rank == 0);
+    let trace = trace.map(|path| (path, Arc::new(Trace::since(Instant::now()))));
+    let communicator = match &trace {
+        None => communicator,
+        Some((_, trace)) => {
+            config.observer = Some(trace.clone());
+            Box::new(Tracing::new(communicator, Arc::clone(trace)))
+        }
+    };
+    let engine = Arc::new(Engine::new(config)?);
     let options = StoreOptions { communicator: Some(communicator), ..StoreOptions::new(engine) };
     let store = create(kind, options)?;
     let learner = Learner {
         store: &*store,
-        workers_per_rank: std::num::NonZeroUsize::MIN,
+        workers_per_rank: NonZeroUsize::MIN,
         optimizer: registry.optimizer(section.optimizer.kernel())?,
         hyperparameters: section.hyperparameters(&registry)?,
     };
     let config = section.trainer(rank == 0);
+    if let Some((_, trace)) = &trace {
+        trace.switch(true);
+    }
     let report = dataflow::train(&config, &Arc::new(data), network, &learner, on_progress)?;
     store.leave()?;
+    if let Some((path, trace)) = &trace {
+        write_timeline(path, trace).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     Ok(Learnt { report, transport })
+}
+
+/// Of rank 0.
+fn write_timeline(path: &Path, trace: &Trace) -> std::io::Result<()> {
+    let (spans, _) = trace.take();
+    let mut file = BufWriter::new(File::create(path)?);
+    write_chrome(&mut file, [(0, "rank 0", &spans[..])])?;
+    file.flush()
 }

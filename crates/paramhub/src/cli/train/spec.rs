@@ -206,8 +206,13 @@ fn check_exchange(section: &TrainSection) -> Result<(), String> {
              --transport tcp forbids it"
         ));
     }
-    if !is_collective && (section.compute_threads != defaults.compute_threads || section.check_collectives) {
-        let flag = if section.check_collectives { "--check-collectives" } else { "--compute-threads" };
+    let of_collectives = [
+        ("--compute-threads", section.compute_threads != defaults.compute_threads),
+        ("--check-collectives", section.check_collectives),
+        ("--trace", section.trace.is_some()),
+    ];
+    let asked = of_collectives.into_iter().find_map(|(flag, is_asked)| is_asked.then_some(flag));
+    if let Some(flag) = asked.filter(|_| !is_collective) {
         return Err(format!(
             "{flag} is for collectives: it needs --exchange funnel, concom or depcha, not {exchange}"
         ));
@@ -236,7 +241,7 @@ pub(in crate::cli) fn rehearse(section: &TrainSection) -> anyhow::Result<()> {
 
 /// Minutes of training are a poor way to find out that a folder does not exist.
 pub(super) fn check_destinations(section: &TrainSection) -> anyhow::Result<()> {
-    for (flag, path) in [("--json", &section.json), ("--save", &section.save)] {
+    for (flag, path) in [("--json", &section.json), ("--save", &section.save), ("--trace", &section.trace)] {
         let Some(path) = path else { continue };
         let parent = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
         if !parent.is_dir() {
