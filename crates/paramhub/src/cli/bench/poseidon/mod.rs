@@ -42,7 +42,7 @@ use system::System;
 /// operations; --profile names others.
 #[derive(Args)]
 pub(super) struct PoseidonCommand {
-    /// Whose layers: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152 or vgg19-22k
+    /// Whose layers: alexnet, vgg11, vgg19, googlenet, inception_v3, inception-bn, resnet18, resnet50, resnet152 or vgg19-22k
     #[arg(long, value_name = "NAME")]
     model: String,
     /// Worker processes of each system
