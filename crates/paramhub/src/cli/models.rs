@@ -328,9 +328,13 @@ mod tests {
         assert_eq!(fully_connected, [[4096, 25_088], [4096, 4096], [1000, 4096]]);
         assert_eq!(vgg[16].keys, [32, 33]);
         // As published: 19.6 billion of VGG19, 11.5 of ResNet-152, 5.7 of Inception-V3, 2.0 of BN-Inception.
-        for (name, billions) in
-            [("vgg19", 19.6), ("resnet152", 11.5), ("inception_v3", 5.7), ("inception-bn", 2.0), ("googlenet", 1.5)]
-        {
+        for (name, billions) in [
+            ("vgg19", 19.6),
+            ("resnet152", 11.5),
+            ("inception_v3", 5.7),
+            ("inception-bn", 2.0),
+            ("googlenet", 1.5),
+        ] {
             let layers = Model::named(name).unwrap().layers();
             let operations: u64 = layers.iter().map(|layer| layer.operations).sum();
             assert!((operations as f64 / 1e9 - billions).abs() < 0.05, "{name}: {operations}");
