@@ -1,7 +1,8 @@
-"""Writes models/*.json: a model's tensors, front layers first, as torchvision has them.
+"""Writes models/*.json: a model's tensors, front layers first, as torchvision has them, or inception_bn.py.
 
     pip install torch torchvision
     python bench/models/list_models.py models
+    python bench/models/list_models.py models --only inception-bn    # which needs no torchvision
 
 The weights of fully connected layers, outputs by inputs, are marked. ``positions`` says at how many places of one sample a
 weight is applied, so that a forward pass takes its elements times its positions multiplications and additions: 1 for a fully
@@ -16,18 +17,30 @@ import json
 from pathlib import Path
 
 import torch
-import torchvision
+from inception_bn import inception_bn
 
 # Of the images, which Inception has larger.
 SIDES = {"inception_v3": 299}
 NAMES = ["alexnet", "vgg11", "vgg19", "googlenet", "inception_v3", "resnet18", "resnet50", "resnet152"]
+INCEPTION_BN = "inception-bn"
 
 
-def tensors(name: str) -> list[dict[str, object]]:
-    """The tensors of one model; the auxiliary classifiers of GoogLeNet and Inception are left out, as in the papers' sizes."""
+def model_of(name: str) -> tuple[torch.nn.Module, str]:
+    """A model and where it is from; the auxiliary classifiers of GoogLeNet and Inception are left out, as in the papers' sizes."""
+    if name == INCEPTION_BN:
+        return inception_bn(), "bench/models/inception_bn.py, after MXNet's example"
+    import torchvision
+
     more = {"aux_logits": False, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    source = f"torchvision {torchvision.__version__.partition('+')[0]}"
+    return torchvision.models.get_model(name, weights=None, **more), source
+
+
+def tensors(name: str) -> tuple[list[dict[str, object]], str]:
+    """The tensors of one model, and where it is from."""
     with torch.device("meta"):
-        model = torchvision.models.get_model(name, weights=None, **more).eval()
+        model, source = model_of(name)
+        model.eval()
         positions: dict[str, int] = {}
 
         fully_connected: set[str] = set()
@@ -46,7 +59,7 @@ def tensors(name: str) -> list[dict[str, object]]:
                 module.register_forward_hook(note)
         side = SIDES.get(name, 224)
         model(torch.empty(1, 3, side, side))
-    return [
+    listed = [
         {
             "name": key,
             "shape": list(parameter.shape),
@@ -55,6 +68,7 @@ def tensors(name: str) -> list[dict[str, object]]:
         }
         for key, parameter in model.named_parameters()
     ]
+    return listed, source
 
 
 def main() -> None:
@@ -62,10 +76,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    source = f"torchvision {torchvision.__version__.partition('+')[0]}"
-    for name in NAMES:
-        lines = ",\n".join(map(json.dumps, tensors(name)))
+    parser.add_argument("--only", choices=[*NAMES, INCEPTION_BN])
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    for name in [arguments.only] if arguments.only else [*NAMES, INCEPTION_BN]:
+        listed, source = tensors(name)
+        lines = ",\n".join(map(json.dumps, listed))
         text = f'{{"model": "{name}", "source": "{source}", "tensors": [\n{lines}\n]}}\n'
         (folder / f"{name}.json").write_text(text)
 

@@ -1,19 +1,21 @@
+//! Time that computing takes, that keys are under way, and that both do at once.
+
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long this process computed, how long a key was under way, and how long both at once.
 #[derive(Debug)]
-pub(super) struct Meter(Mutex<State>);
+pub struct Meter(Mutex<State>);
 
 /// What a [`Meter`] has measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Times {
-    /// With an operation of this trainer running that computes.
-    pub(super) computing: Duration,
+pub struct Times {
+    /// With an operation running that computes.
+    pub computing: Duration,
     /// With the gradient of a key there, and its sum not.
-    pub(super) in_flight: Duration,
+    pub in_flight: Duration,
     /// Both.
-    pub(super) hidden: Duration,
+    pub hidden: Duration,
 }
 
 #[derive(Debug)]
@@ -25,13 +27,14 @@ struct State {
 }
 
 impl Meter {
-    pub(super) fn new() -> Meter {
+    /// One that has measured nothing yet.
+    pub fn new() -> Meter {
         let (since, times) = (Instant::now(), Times::default());
         Meter(Mutex::new(State { since, computing: 0, in_flight: 0, times }))
     }
 
     /// Computes. A failure ends the run, and so nobody cares that a panic is not counted out.
-    pub(super) fn computes<R>(&self, work: impl FnOnce() -> R) -> R {
+    pub fn computes<R>(&self, work: impl FnOnce() -> R) -> R {
         self.change(|state| state.computing += 1);
         let made = work();
         self.change(|state| state.computing -= 1);
@@ -39,16 +42,17 @@ impl Meter {
     }
 
     /// Some keys' gradients are there.
-    pub(super) fn leave(&self, keys: u32) {
+    pub fn leave(&self, keys: u32) {
         self.change(|state| state.in_flight += keys);
     }
 
     /// A key's sum is there.
-    pub(super) fn arrive(&self) {
+    pub fn arrive(&self) {
         self.change(|state| state.in_flight -= 1);
     }
 
-    pub(super) fn times(&self) -> Times {
+    /// What it has measured until now.
+    pub fn times(&self) -> Times {
         self.change(|state| state.times)
     }
 
@@ -65,6 +69,12 @@ impl Meter {
         ];
         totals.into_iter().filter(|(_, counts)| *counts).for_each(|(total, _)| *total += passed);
         change(&mut state)
+    }
+}
+
+impl Default for Meter {
+    fn default() -> Self {
+        Meter::new()
     }
 }
 

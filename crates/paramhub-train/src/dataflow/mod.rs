@@ -25,7 +25,7 @@ use crate::data::{Data, EpochOrder};
 use crate::net::Network;
 use crate::trainer::{Epoch, Evaluate, Mean, Progress, Report, TrainConfig, TrainError, check};
 use keys::{Keys, Updater};
-use meter::Meter;
+pub use meter::{Meter, Times};
 use passes::Passes;
 use slot::Slot;
 

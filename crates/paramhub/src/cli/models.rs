@@ -15,13 +15,14 @@ macro_rules! list {
     };
 }
 
-const LISTS: [(&str, &str); 9] = [
+const LISTS: [(&str, &str); 10] = [
     list!("cifar-quick"),
     list!("alexnet"),
     list!("vgg11"),
     list!("vgg19"),
     list!("googlenet"),
     list!("inception_v3"),
+    list!("inception-bn"),
     list!("resnet18"),
     list!("resnet50"),
     list!("resnet152"),
@@ -276,6 +277,7 @@ mod tests {
             ("vgg19", 143_667_240),
             ("googlenet", 6_624_904),
             ("inception_v3", 23_834_568),
+            ("inception-bn", 11_295_240),
             ("resnet18", 11_689_512),
             ("resnet50", 25_557_032),
             ("resnet152", 60_192_808),
@@ -284,7 +286,7 @@ mod tests {
         ] {
             assert_eq!(elements(name, 1), expected, "{name}");
         }
-        assert_eq!(names().count(), 11);
+        assert_eq!(names().count(), 12);
     }
 
     #[test]
@@ -325,10 +327,14 @@ mod tests {
         let fully_connected: Vec<_> = vgg.iter().filter_map(|layer| layer.fully_connected).collect();
         assert_eq!(fully_connected, [[4096, 25_088], [4096, 4096], [1000, 4096]]);
         assert_eq!(vgg[16].keys, [32, 33]);
-        // As published: 19.6 billion of VGG19, 11.5 of ResNet-152, 5.7 of Inception-V3.
-        for (name, billions) in
-            [("vgg19", 19.6), ("resnet152", 11.5), ("inception_v3", 5.7), ("googlenet", 1.5)]
-        {
+        // As published: 19.6 billion of VGG19, 11.5 of ResNet-152, 5.7 of Inception-V3, 2.0 of BN-Inception.
+        for (name, billions) in [
+            ("vgg19", 19.6),
+            ("resnet152", 11.5),
+            ("inception_v3", 5.7),
+            ("inception-bn", 2.0),
+            ("googlenet", 1.5),
+        ] {
             let layers = Model::named(name).unwrap().layers();
             let operations: u64 = layers.iter().map(|layer| layer.operations).sum();
             assert!((operations as f64 / 1e9 - billions).abs() < 0.05, "{name}: {operations}");

@@ -200,8 +200,9 @@ pub(super) fn hub_use(hubs: &mut [Line]) -> anyhow::Result<HubUse> {
     Ok(all)
 }
 
-/// Hubs join the first one's manager, one after the other, so that their numbers are their seats', after so many workers'.
-pub(super) fn open(spec: &Spec, hosts: &Hosts, workers: usize, hubs: &mut [Line]) -> anyhow::Result<()> {
+/// Hubs join the first one's manager, one after the other, so that their numbers are their seats', after so many workers'. Gives its
+/// URL.
+pub(super) fn open(spec: &Spec, hosts: &Hosts, workers: usize, hubs: &mut [Line]) -> anyhow::Result<String> {
     let token = token()?;
     let mut joins = None;
     for (number, (hub, host)) in hubs.iter_mut().zip(hosts.hubs()).enumerate() {
@@ -213,7 +214,7 @@ pub(super) fn open(spec: &Spec, hosts: &Hosts, workers: usize, hubs: &mut [Line]
             other => bail!("{name} answered {other:?}"),
         }
     }
-    Ok(())
+    joins.context("there is a hub")
 }
 
 /// A job at hubs that are open.

@@ -41,7 +41,7 @@ pub(super) struct ExchangeCommand {
 /// What is exchanged, and how.
 #[derive(Args, Clone)]
 pub(super) struct ExchangeFlags {
-    /// Whose tensors: cifar-quick, alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k
+    /// Whose tensors: cifar-quick, alexnet, vgg11, vgg19, googlenet, inception_v3, inception-bn, resnet18, resnet50, resnet152, vgg19-22k
     /// or transformer-1.1b
     #[arg(long, value_name = "NAME", required_unless_present = "keys", conflicts_with = "keys")]
     model: Option<String>,

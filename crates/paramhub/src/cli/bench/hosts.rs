@@ -1,5 +1,7 @@
 //! Where the processes of an exchange run: all on this machine, or each on a host of a testbed.
 
+mod sites;
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::Command;
 use std::str::FromStr;
@@ -12,6 +14,8 @@ use crate::cli::Usage;
 use crate::config::Deployment;
 use crate::launch::this_program;
 use crate::service::JobOptions;
+
+pub(super) use sites::Site;
 
 /// What stands for the host's name in `--enter`.
 const HOST: &str = "{host}";

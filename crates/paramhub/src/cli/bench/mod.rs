@@ -5,6 +5,7 @@ mod ablate;
 mod breakdown;
 mod conductor;
 mod curves;
+mod designs;
 mod engine;
 mod exchange;
 mod hosts;
@@ -15,6 +16,7 @@ mod peer;
 mod plot;
 mod poseidon;
 mod processes;
+mod profile;
 mod raw;
 mod redraw;
 mod report;
@@ -48,6 +50,7 @@ enum What {
     Breakdown(breakdown::BreakdownFlags),
     Tenants(tenants::TenantsCommand),
     Poseidon(poseidon::PoseidonCommand),
+    Designs(designs::DesignsCommand),
     Plot(redraw::PlotFlags),
     Kernels(kernels::KernelsFlags),
     Engine(engine::EngineFlags),
@@ -61,6 +64,7 @@ pub(super) fn bench(flags: BenchFlags) -> anyhow::Result<ExitCode> {
         What::Breakdown(flags) => breakdown::breakdown(&flags),
         What::Tenants(flags) => tenants::tenants(&flags),
         What::Poseidon(flags) => poseidon::poseidon(&flags),
+        What::Designs(flags) => designs::designs(&flags),
         What::Plot(flags) => redraw::redraw(&flags),
         What::Kernels(flags) => kernels::kernels(&flags),
         What::Engine(flags) => engine::engine(&flags),

@@ -12,7 +12,7 @@ use super::numbers::{self, START, Verdict};
 use super::raw::Raw;
 use super::spec::{self, Line, Meeting, Order, Report, Spec, Turn};
 use super::usage;
-use super::{breakdown, hub, poseidon};
+use super::{breakdown, designs, hub, poseidon};
 use crate::cli::ExitCode;
 use crate::{Job, Member, Membership, Options, SharedTensor, Sharing, Tensor, Transport, WorkerError};
 
@@ -25,17 +25,22 @@ pub(crate) struct PeerFlags {
     socket: PathBuf,
     /// Which of its processes this is.
     seat: usize,
+    /// It is one of several that `mpirun` has started, which sit side by side by their ranks.
+    #[arg(long)]
+    by_mpi: bool,
 }
 
 pub(crate) fn take_part(flags: &PeerFlags) -> anyhow::Result<ExitCode> {
     let socket = UnixStream::connect(&flags.socket).context("cannot reach the launcher")?;
     let mut line = Line::new(socket);
-    line.say(&Report::Here { seat: flags.seat })?;
+    let seat = if flags.by_mpi { flags.seat + designs::rank_of_mpi()? } else { flags.seat };
+    line.say(&Report::Here { seat })?;
     match line.hear()? {
         Some(Order::Host { spec, seat }) => hub::host(&spec, seat, &mut line)?,
         Some(Order::Teach { lesson }) => breakdown::teach(&lesson, &mut line)?,
         Some(Order::Attend { lesson, rank, at }) => breakdown::learn(&lesson, rank, at, &mut line)?,
         Some(Order::Play { part, rank, at }) => poseidon::play(part, rank, at, &mut line)?,
+        Some(Order::Design(cue)) => designs::appear(cue, &mut line)?,
         Some(Order::Join { spec, rank, rack, at }) => Worker::join(spec, rank, rack, at)?.work(&mut line)?,
         Some(_) => bail!("the launcher gave an order out of turn"),
         None => {}

@@ -1,6 +1,8 @@
 //! The processes of a benchmark, started and watched over.
 
 use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail};
@@ -24,11 +26,44 @@ pub(super) fn run(program: &Program, signals: &Signals) -> anyhow::Result<Run<Me
     })
 }
 
+/// A command that starts a process of a benchmark, or several.
+pub(super) struct Named {
+    /// In messages.
+    pub(super) name: String,
+    pub(super) command: Command,
+}
+
 /// Starts so many workers' processes and the hubs', each at its site, and conducts them on a thread of its own while this one watches over
 /// them.
 pub(super) fn launch<M: Send>(
     hosts: &Hosts,
     workers: u32,
+    signals: &Signals,
+    conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
+) -> anyhow::Result<Run<M>> {
+    let workers = workers as usize;
+    let commands = |socket: &Path| {
+        let seats = 0..workers + hosts.hubs().len();
+        let named = seats.map(|seat| {
+            let mut command = hosts.command(seat, workers)?;
+            take_part(&mut command, socket, seat);
+            Ok(Named { name: hosts.name(seat, workers), command })
+        });
+        named.collect()
+    };
+    launch_all(commands, signals, conduct)
+}
+
+/// Says to a command of this program which process of the benchmark it is.
+pub(super) fn take_part(command: &mut Command, socket: &Path, seat: usize) {
+    command.arg("bench-peer").arg(socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
+    // As of `train`'s workers.
+    command.env(THREADS_VARIABLE, "1");
+}
+
+/// Starts what the commands for a socket start, and does the same.
+pub(super) fn launch_all<M: Send>(
+    commands: impl FnOnce(&Path) -> anyhow::Result<Vec<Named>>,
     signals: &Signals,
     conduct: impl FnOnce(&UnixListener, &AtomicBool) -> anyhow::Result<M> + Send,
 ) -> anyhow::Result<Run<M>> {
@@ -39,23 +74,17 @@ pub(super) fn launch<M: Send>(
         .context("cannot create a folder for the benchmark's socket")?;
     let socket = scratch.path().join("launcher");
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
-    let workers = workers as usize;
-    let commands = (0..workers + hosts.hubs().len()).map(|seat| {
-        let mut command = hosts.command(seat, workers)?;
-        command.arg("bench-peer").arg(&socket).arg(seat.to_string()).env_remove("PARAMHUB_ADMIN_TOKEN");
-        // As of `train`'s workers.
-        command.env(THREADS_VARIABLE, "1");
-        Ok(command)
-    });
-    let launch = Launch::start(commands.collect::<anyhow::Result<_>>()?)?;
+    let (names, commands): (Vec<String>, Vec<Command>) =
+        commands(&socket)?.into_iter().map(|Named { name, command }| (name, command)).unzip();
+    let launch = Launch::start(commands)?;
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let conductor = threads.spawn(|| conduct(&listener, &is_over));
-        let ended = launch.supervise(signals, &mut Lines { hosts, workers });
+        let ended = launch.supervise(signals, &mut Lines { names: &names });
         is_over.store(true, Ordering::Release);
         (ended, conductor.join().expect("the conductor does not panic"))
     });
-    judge(&ended, measured, hosts, workers)
+    judge(&ended, measured, &names)
 }
 
 /// Says so, and how to end.
@@ -65,17 +94,12 @@ pub(super) fn interrupted(signal: i32) -> ExitCode {
     ExitCode::from(128 + u8::try_from(signal).unwrap_or(0))
 }
 
-fn judge<M>(
-    ended: &Ended,
-    measured: anyhow::Result<M>,
-    hosts: &Hosts,
-    workers: usize,
-) -> anyhow::Result<Run<M>> {
+fn judge<M>(ended: &Ended, measured: anyhow::Result<M>, names: &[String]) -> anyhow::Result<Run<M>> {
     if let Some(signal) = ended.signal {
         return Ok(Run::Interrupted(signal));
     }
     // One that was killed explains what the others say.
-    let name = |seat| hosts.name(seat, workers);
+    let name = |seat: usize| &names[seat];
     let killed = ended.failed.iter().find(|&&seat| ended.exits[seat].code().is_none());
     if let Some(&seat) = killed {
         bail!("the benchmark failed: {} {}", name(seat), describe(ended.exits[seat]));
@@ -89,12 +113,11 @@ fn judge<M>(
 
 /// Whatever the processes print is a complaint.
 struct Lines<'a> {
-    hosts: &'a Hosts,
-    workers: usize,
+    names: &'a [String],
 }
 
 impl Watch for Lines<'_> {
     fn line(&mut self, line: Line) {
-        eprintln!("[{}] {}", self.hosts.name(line.rank, self.workers), String::from_utf8_lossy(&line.bytes));
+        eprintln!("[{}] {}", self.names[line.rank], String::from_utf8_lossy(&line.bytes));
     }
 }

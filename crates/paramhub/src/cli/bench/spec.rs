@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ablate::Variant;
 use super::breakdown::{Learnt, Lesson};
+use super::designs::{Cue, Heard};
 use super::numbers::Verdict;
 use super::poseidon::{Part, Played};
 use super::raw;
@@ -168,6 +169,8 @@ pub(super) enum Order {
     Play { part: Part, rank: u32, at: Meeting },
     /// All ranks' turns of a played training are over: say what it was. Answered by [`Report::Played`].
     Count,
+    /// Play one of the designs of collectives. Answered by [`Report::Design`].
+    Design(Cue),
     /// Say what the hub has used. Answered by [`Report::Used`].
     Tell,
     /// Exchange once more into poisoned memory and check every number; `exchanges` were made before. Answered by
@@ -203,6 +206,7 @@ pub(super) enum Report {
     /// A turn of a played training is over.
     Rested,
     Played(Played),
+    Design(Heard),
 }
 
 /// What the hub's process has used since its start.

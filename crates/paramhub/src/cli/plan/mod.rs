@@ -26,7 +26,7 @@ use prices::GivenPrices;
 #[derive(Args)]
 #[command(group = ArgGroup::new("size").required(true).args(["model", "keys", "bytes"]))]
 pub(super) struct PlanFlags {
-    /// Whose tensors: cifar-quick, alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152, vgg19-22k
+    /// Whose tensors: cifar-quick, alexnet, vgg11, vgg19, googlenet, inception_v3, inception-bn, resnet18, resnet50, resnet152, vgg19-22k
     /// or transformer-1.1b
     #[arg(long, value_name = "NAME")]
     model: Option<String>,

@@ -149,6 +149,6 @@ fn ink_on(number: usize) -> &'static RGBColor {
     if lightness > 120.0 { &INK } else { &WHITE }
 }
 
-fn scratch(svg: &mut String) -> Area<'_> {
+pub(super) fn scratch(svg: &mut String) -> Area<'_> {
     SVGBackend::with_string(svg, (WIDTH, 1)).into_drawing_area()
 }

@@ -1,7 +1,9 @@
 //! Results as pictures: one SVG file, readable on light and dark pages alike.
 
 mod bars;
+mod groups;
 mod lines;
+mod timeline;
 
 use std::path::Path;
 
@@ -11,7 +13,9 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 pub(super) use bars::{Bar, Bars, Part};
+pub(super) use groups::{Column, Group, GroupPanel, Groups};
 pub(super) use lines::{Lines, Point, Scale, Series};
+pub(super) use timeline::{Lane, Panel, Stretch, Timelines};
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 

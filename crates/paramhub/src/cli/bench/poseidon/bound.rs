@@ -1,6 +1,6 @@
 //! How long a step takes where nothing but computation and one link per host takes time.
 
-use super::profile::Passes;
+use crate::cli::bench::profile::Passes;
 
 /// Steps after which the time of one has settled.
 const SETTLED: usize = 8;

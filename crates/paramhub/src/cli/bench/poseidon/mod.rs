@@ -3,7 +3,6 @@
 mod bound;
 mod conduct;
 mod part;
-mod profile;
 mod report;
 mod system;
 
@@ -15,6 +14,7 @@ use paramhub_core::scheme::{Cluster, Direction, Encoding, HubPlace, Plan, Planne
 use super::check_destination;
 use super::hosts::{Hosts, HostsFlags};
 use super::processes::{Run, interrupted, launch};
+use super::profile::Profile;
 use super::report::{megabytes, write_json};
 use super::spec::{Optimizer, Spec, Transport};
 use crate::cli::models::Model;
@@ -28,7 +28,6 @@ use super::ablate::Variant;
 use conduct::{Program, conduct};
 use part::PartLayer;
 pub(super) use part::{Part, Played, play};
-use profile::Profile;
 use report::{Expected, Setting, Summary};
 use system::System;
 
@@ -42,7 +41,7 @@ use system::System;
 /// operations; --profile names others.
 #[derive(Args)]
 pub(super) struct PoseidonCommand {
-    /// Whose layers: alexnet, vgg11, vgg19, googlenet, inception_v3, resnet18, resnet50, resnet152 or vgg19-22k
+    /// Whose layers: alexnet, vgg11, vgg19, googlenet, inception_v3, inception-bn, resnet18, resnet50, resnet152 or vgg19-22k
     #[arg(long, value_name = "NAME")]
     model: String,
     /// Worker processes of each system

@@ -10,9 +10,9 @@ use paramhub_kernels::Registry;
 use paramhub_syncer::{LayerFactors, Syncers};
 use serde::{Deserialize, Serialize};
 
-use super::profile::Passes;
 use super::system::System;
 use crate::cli::bench::numbers;
+use crate::cli::bench::profile::Passes;
 use crate::cli::bench::spec::{Line, Meeting, Order, Report, Spec};
 use crate::cli::bench::usage::{self, NetworkBytes};
 use crate::settings::Settings;

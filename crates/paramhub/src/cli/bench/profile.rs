@@ -15,6 +15,13 @@ pub(super) struct Passes {
     pub(super) backward: f64,
 }
 
+impl Passes {
+    /// So many times as long.
+    pub(super) fn times(self, factor: f64) -> Passes {
+        Passes { forward: self.forward * factor, backward: self.backward * factor }
+    }
+}
+
 /// A profile's file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -105,9 +112,7 @@ impl Profile {
 
     /// Everything so many times as long.
     pub(super) fn stretched(self, factor: f64) -> Profile {
-        let stretch =
-            |passes: Passes| Passes { forward: passes.forward * factor, backward: passes.backward * factor };
-        Profile { passes: self.passes.into_iter().map(stretch).collect(), ..self }
+        Profile { passes: self.passes.into_iter().map(|passes| passes.times(factor)).collect(), ..self }
     }
 }
 

@@ -1,0 +1,212 @@
+//! One rank of a played model: operations that sleep as long as layers compute, and a store that exchanges for real.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use paramhub_collective::engine::Variable;
+use paramhub_collective::kvstore::{Array, Key, StoreError};
+use paramhub_kernels::Registry;
+use paramhub_train::dataflow::{Meter, Times};
+
+use super::clock::{Clock, Latest};
+use super::contestant::KeyOrder;
+use super::part::{Alone, Cue, Heard, Performed, Score};
+use super::stage::Stage;
+use super::step::{Step, Updater};
+use super::timeline::{Ran, Timeline};
+use crate::cli::bench::numbers::{self, Verdict};
+use crate::cli::bench::spec::{Line, Order, Report};
+use crate::cli::bench::usage;
+use crate::{Codec, Dtype};
+
+/// Barriers of which one takes the mean.
+const BARRIERS: u32 = 10;
+
+pub(super) struct Player<'a> {
+    pub(super) stage: Stage,
+    pub(super) score: &'a Score,
+    ranks: u32,
+    pub(super) keys: Vec<PlayedKey>,
+    /// Of each layer, when its newest parameters were there.
+    pub(super) ready: Vec<Arc<Latest>>,
+    pub(super) clock: Arc<Clock>,
+    /// What the passes of all layers mutate: they run one after the other.
+    pub(super) stream: Variable,
+    /// What the end of a step's forward pass mutates, of every other step.
+    pub(super) losses: [Variable; 2],
+    pub(super) updater: Updater,
+    /// Of the last turn.
+    timeline: Timeline,
+}
+
+/// A key between the layer that makes its gradient and the store.
+pub(super) struct PlayedKey {
+    pub(super) key: Key,
+    pub(super) gradient: Array,
+    pub(super) sum: Array,
+    pub(super) parameters: Arc<Mutex<Vec<f32>>>,
+    pub(super) variable: Variable,
+    pub(super) layer: usize,
+}
+
+/// What a turn notes of its steps.
+#[derive(Default)]
+pub(super) struct Marks {
+    pub(super) begins: Mutex<Vec<Instant>>,
+    ends: Mutex<Vec<(Instant, Times, f64)>>,
+}
+
+impl Marks {
+    pub(super) fn end(&self, at: Instant, times: Times) {
+        let mark = (at, times, usage::cpu_seconds());
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(mark);
+    }
+}
+
+impl<'a> Player<'a> {
+    pub(super) fn new(stage: Stage, score: &'a Score, rank: u32, ranks: u32) -> anyhow::Result<Player<'a>> {
+        let engine = &stage.engine;
+        let mut layer_of = vec![0; score.keys.len()];
+        for (number, layer) in score.layers.iter().enumerate() {
+            layer.keys.iter().for_each(|&key| layer_of[key as usize] = number);
+        }
+        let mut keys = Vec::with_capacity(score.keys.len());
+        for (number, key) in score.keys.keys().iter().enumerate() {
+            let elements = key.elements().unwrap_or(0) as usize;
+            let values = (0..elements).map(|at| numbers::small(rank, number, at)).collect();
+            keys.push(PlayedKey {
+                key: Key::from(key.name.as_str()),
+                gradient: Array::new(engine, values),
+                sum: Array::new(engine, vec![0.0; elements]),
+                parameters: Arc::new(Mutex::new(vec![0.0; elements])),
+                variable: engine.variable(),
+                layer: layer_of[number],
+            });
+        }
+        for key in &keys {
+            stage.store.init(&key.key, &key.sum)?;
+        }
+        let optimizer = Registry::with_builtins().optimizer("sgd")?;
+        let hyperparameters = optimizer.defaults();
+        Ok(Player {
+            score,
+            ranks,
+            keys,
+            ready: score.layers.iter().map(|_| Arc::new(Latest::new())).collect(),
+            clock: Arc::new(Clock::new()),
+            stream: engine.variable(),
+            losses: [engine.variable(), engine.variable()],
+            updater: Updater { optimizer, hyperparameters, ranks },
+            timeline: Timeline::default(),
+            stage,
+        })
+    }
+
+    /// Until the launcher hangs up.
+    pub(super) fn play(mut self, line: &mut Line) -> anyhow::Result<()> {
+        line.say(&Report::Design(Heard::Joined))?;
+        while let Some(order) = line.hear()? {
+            let Order::Design(cue) = order else { bail!("the launcher gave a player another's order") };
+            line.say(&Report::Design(match cue {
+                Cue::Alone { start } => Heard::Alone(self.alone(start)?),
+                Cue::Play { key_order, stretch, is_traced, start } => {
+                    self.trace(is_traced);
+                    let played = self.turn(key_order, stretch, start)?;
+                    self.trace(false);
+                    Heard::Played(played)
+                }
+                Cue::Show => Heard::Timeline(self.show()),
+                Cue::Verify => Heard::Checked(self.verify()),
+                _ => bail!("the launcher gave a cue out of turn"),
+            }))?;
+        }
+        self.stage.leave()
+    }
+
+    fn turn(&mut self, order: KeyOrder, stretch: f64, start: Duration) -> anyhow::Result<Performed> {
+        std::thread::sleep(start.saturating_sub(usage::monotonic()));
+        self.clock.restart();
+        let (meter, marks) = (Arc::new(Meter::new()), Arc::new(Marks::default()));
+        for number in 0..=self.score.steps as usize {
+            let step = Step { player: self, order, stretch, number, meter: &meter, marks: &marks };
+            step.push()?;
+            // A training loop wants to hear of the losses.
+            if number > 0 {
+                let last = &self.losses[(number - 1) % 2];
+                self.stage.engine.wait_for_var(last).map_err(StoreError::from)?;
+            }
+        }
+        self.stage.engine.wait_for_all().map_err(StoreError::from)?;
+        let begins = std::mem::take(&mut *marks.begins.lock().unwrap_or_else(PoisonError::into_inner));
+        let since_origin = |at: Instant| at.saturating_duration_since(self.stage.origin).as_secs_f64();
+        self.timeline.steps = begins.into_iter().map(since_origin).collect();
+        let ends = marks.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        let (first, last) = ends.first().zip(ends.last()).context("a turn has steps")?;
+        let steps = f64::from(self.score.steps);
+        let (before, after) = (first.1, last.1);
+        Ok(Performed {
+            seconds: last.0.saturating_duration_since(first.0).as_secs_f64() / steps,
+            computing: (after.computing - before.computing).as_secs_f64() / steps,
+            in_flight: (after.in_flight - before.in_flight).as_secs_f64() / steps,
+            hidden: (after.hidden - before.hidden).as_secs_f64() / steps,
+            cpu: (last.2 - first.2) / steps,
+        })
+    }
+
+    /// Each key's collective by itself. Through a hub keys are under way together, and a key's share is that of its bytes.
+    fn alone(&mut self, start: Duration) -> anyhow::Result<Alone> {
+        let bytes: Vec<usize> = self.keys.iter().map(|key| key.sum.bytes()).collect();
+        let Some(spare) = &self.stage.spare else {
+            let seconds = self.turn(KeyOrder::LastFirst, 0.0, start)?.seconds;
+            let all: usize = bytes.iter().sum();
+            let share = |&bytes: &usize| seconds * bytes as f64 / all.max(1) as f64;
+            return Ok(Alone { keys: bytes.iter().map(share).collect(), barrier: 0.0 });
+        };
+        let mut memory = vec![0.0_f32; bytes.iter().sum::<usize>() / Codec::F32.bytes()];
+        let mut keys = vec![0.0; bytes.len()];
+        std::thread::sleep(start.saturating_sub(usage::monotonic()));
+        spare.barrier()?;
+        let mut rest = bytemuck::cast_slice_mut(&mut memory);
+        for number in KeyOrder::LastFirst.keys(bytes.len()) {
+            let (values, behind) = rest.split_at_mut(bytes[number]);
+            let began = Instant::now();
+            spare.allreduce(&self.keys[number].key.to_string(), values, Dtype::F32)?;
+            keys[number] = began.elapsed().as_secs_f64();
+            rest = behind;
+        }
+        let began = Instant::now();
+        (0..BARRIERS).try_for_each(|_| spare.barrier())?;
+        Ok(Alone { keys, barrier: began.elapsed().as_secs_f64() / f64::from(BARRIERS) })
+    }
+
+    fn trace(&self, is_on: bool) {
+        if let Some(trace) = &self.stage.trace {
+            trace.switch(is_on);
+        }
+    }
+
+    fn show(&mut self) -> Timeline {
+        let spans = self.stage.trace.as_ref().map(|trace| trace.take().0).unwrap_or_default();
+        let spans = spans.into_iter().map(Ran::from).collect();
+        Timeline { spans, steps: std::mem::take(&mut self.timeline.steps) }
+    }
+
+    /// Every rank's numbers are eighths, so that their sums are exact in any order.
+    fn verify(&self) -> Verdict {
+        let mut verdict = Verdict::default();
+        for (number, key) in self.keys.iter().enumerate() {
+            key.sum.read(|bytes| {
+                for (at, &sum) in bytemuck::cast_slice::<u8, f32>(bytes).iter().enumerate() {
+                    let expected: f32 = (0..self.ranks).map(|rank| numbers::small(rank, number, at)).sum();
+                    if sum.to_bits() != expected.to_bits() {
+                        let error = f64::from((sum - expected).abs());
+                        let max_abs_error = if error.is_finite() { error } else { f64::MAX };
+                        verdict = verdict.and(Verdict { max_abs_error, wrong: 1 });
+                    }
+                }
+            });
+        }
+        verdict
+    }
+}

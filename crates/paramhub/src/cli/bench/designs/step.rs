@@ -1,0 +1,170 @@
+//! A step of a played model, as operations: a forward and a backward pass of every layer, and every key's exchange and update.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use paramhub_collective::engine::{Kind, PushError};
+use paramhub_collective::kvstore::{StoreError, StoreKind};
+use paramhub_kernels::{Hyperparameters, Optimizer};
+use paramhub_train::dataflow::Meter;
+
+use super::contestant::KeyOrder;
+use super::player::{Marks, PlayedKey, Player};
+
+/// As in a training: gradients have to travel, and a forward pass waits for its own updates anyway.
+const BACKWARD: i32 = 2;
+const FORWARD: i32 = 1;
+
+pub(super) struct Step<'a> {
+    pub(super) player: &'a Player<'a>,
+    pub(super) order: KeyOrder,
+    /// Times how long the score says.
+    pub(super) stretch: f64,
+    /// Of the turn.
+    pub(super) number: usize,
+    pub(super) meter: &'a Arc<Meter>,
+    pub(super) marks: &'a Arc<Marks>,
+}
+
+/// How sums become parameters.
+#[derive(Clone)]
+pub(super) struct Updater {
+    pub(super) optimizer: Arc<dyn Optimizer>,
+    pub(super) hyperparameters: Hyperparameters,
+    pub(super) ranks: u32,
+}
+
+impl Step<'_> {
+    /// Pushes all of it; with some designs that waits for gradients, or for other ranks.
+    pub(super) fn push(&self) -> Result<(), StoreError> {
+        for layer in 0..self.player.score.layers.len() {
+            self.push_forward(layer)?;
+        }
+        for layer in (0..self.player.score.layers.len()).rev() {
+            self.push_backward(layer)?;
+        }
+        self.push_exchange()
+    }
+
+    fn push_forward(&self, number: usize) -> Result<(), PushError> {
+        let Step { player, marks, .. } = self;
+        let layer = &player.score.layers[number];
+        let is_last = number + 1 == player.score.layers.len();
+        let loss = is_last.then(|| &player.losses[self.number % 2]);
+        let (clock, ready) = (Arc::clone(&player.clock), Arc::clone(&player.ready[number]));
+        let (meter, marks) = (Arc::clone(self.meter), Arc::clone(marks));
+        let (seconds, pushed) = (self.stretch * layer.passes.forward, Instant::now());
+        player
+            .stage
+            .engine
+            .operation(format!("forward {}", layer.name), Kind::Compute)
+            .reads(self.keys_of(number).map(|key| &key.variable))
+            .mutates([&player.stream].into_iter().chain(loss))
+            .priority(FORWARD)
+            .push(move || -> Result<(), String> {
+                if number == 0 {
+                    marks.begins.lock().unwrap_or_else(PoisonError::into_inner).push(Instant::now());
+                }
+                meter.computes(|| clock.pass(ready.read().max(pushed), seconds));
+                Ok(())
+            })
+    }
+
+    fn push_backward(&self, number: usize) -> Result<(), PushError> {
+        let Step { player, marks, .. } = self;
+        let layer = &player.score.layers[number];
+        let (clock, meter, marks) = (Arc::clone(&player.clock), Arc::clone(self.meter), Arc::clone(marks));
+        let (seconds, pushed) = (self.stretch * layer.passes.backward, Instant::now());
+        let keys = layer.keys.len() as u32;
+        let gradients = self.keys_of(number).map(|key| key.gradient.variable());
+        player
+            .stage
+            .engine
+            .operation(format!("backward {}", layer.name), Kind::Compute)
+            .mutates([&player.stream].into_iter().chain(gradients))
+            .priority(BACKWARD)
+            .push(move || -> Result<(), String> {
+                let end = meter.computes(|| clock.pass(pushed, seconds));
+                meter.leave(keys);
+                if number == 0 {
+                    marks.end(end, meter.times());
+                }
+                Ok(())
+            })
+    }
+
+    /// Key by key; with depcha all pushes before the first pull, so that no copy waits behind a collective.
+    fn push_exchange(&self) -> Result<(), StoreError> {
+        let (store, keys) = (&self.player.stage.store, &self.player.keys);
+        let is_apart = store.kind() == StoreKind::DepCha;
+        for at in self.order.keys(keys.len()) {
+            store.push(&keys[at].key, std::slice::from_ref(&keys[at].gradient), self.priority(at))?;
+            if !is_apart {
+                self.push_pull(at)?;
+            }
+        }
+        for at in self.order.keys(keys.len()).filter(|_| is_apart) {
+            self.push_pull(at)?;
+        }
+        Ok(())
+    }
+
+    fn push_pull(&self, at: usize) -> Result<(), StoreError> {
+        let key = &self.player.keys[at];
+        let store = &self.player.stage.store;
+        store.pull(&key.key, std::slice::from_ref(&key.sum), self.priority(at))?;
+        let meter = Arc::clone(self.meter);
+        // Of its own, as the update waits for the thread that computes.
+        store
+            .engine()
+            .operation(format!("arrival {}", key.key), Kind::Copy)
+            .reads([key.sum.variable()])
+            .priority(i32::MAX)
+            .push(move || -> Result<(), String> {
+                meter.arrive();
+                Ok(())
+            })?;
+        Ok(self.push_update(key)?)
+    }
+
+    fn push_update(&self, key: &PlayedKey) -> Result<(), PushError> {
+        let player = self.player;
+        let (updater, meter) = (player.updater.clone(), Arc::clone(self.meter));
+        let (sum, parameters) = (key.sum.clone(), Arc::clone(&key.parameters));
+        let (ready, number) = (Arc::clone(&player.ready[key.layer]), self.number as u64 + 1);
+        player
+            .stage
+            .engine
+            .operation(format!("update {}", key.key), Kind::Compute)
+            .reads([key.sum.variable()])
+            .mutates([&key.variable])
+            .push(move || -> Result<(), String> {
+                meter.computes(|| {
+                    let mut parameters = parameters.lock().unwrap_or_else(PoisonError::into_inner);
+                    let step = paramhub_kernels::Step {
+                        hyperparameters: &updater.hyperparameters,
+                        number,
+                        contributions: updater.ranks,
+                        factor: 1.0,
+                    };
+                    sum.read(|bytes| {
+                        updater.optimizer.apply(&step, &mut parameters, bytemuck::cast_slice(bytes), &mut [])
+                    });
+                });
+                ready.note();
+                Ok(())
+            })
+    }
+
+    fn keys_of(&self, layer: usize) -> impl Iterator<Item = &PlayedKey> {
+        self.player.score.layers[layer].keys.iter().map(|&key| &self.player.keys[key as usize])
+    }
+
+    /// Copies go in the order of the pushes.
+    fn priority(&self, at: usize) -> i32 {
+        match self.order {
+            KeyOrder::FrontFirst => -(at as i32),
+            KeyOrder::LastFirst => at as i32,
+        }
+    }
+}
