@@ -6,4 +6,5 @@ mod failures;
 mod graphs;
 mod lifetimes;
 mod scheduling;
+mod telling;
 mod waits;
