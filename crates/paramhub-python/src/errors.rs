@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use paramhub::collective::communicator::CommunicatorError;
+use paramhub::collective::kvstore::StoreError;
 use paramhub_core::wire::Refusal;
 use paramhub_mesh::MeshError;
 use paramhub_syncer::SyncError;
@@ -39,8 +41,20 @@ pub(crate) enum Failure {
     Mesh(MeshError),
     /// In the exchange of factors, or of it.
     Factors(SyncError),
+    /// In a key-value store, or of the store.
+    Store(Arc<StoreFailure>),
     /// Whoever waited for it has stopped.
     GivenUp { message: Arc<str>, culprit: Option<u32> },
+}
+
+/// What a call to a key-value store came to.
+#[derive(Debug)]
+pub(crate) struct StoreFailure {
+    /// Whose call.
+    pub(crate) who: Arc<str>,
+    pub(crate) error: StoreError,
+    /// The rank at fault, where the store knows it.
+    pub(crate) culprit: Option<u32>,
 }
 
 impl Failure {
@@ -53,6 +67,7 @@ impl Failure {
             Failure::Worker(error) => worker(py, error),
             Failure::Mesh(error) => mesh(py, error),
             Failure::Factors(error) => factors(py, error),
+            Failure::Store(failure) => store(py, Some(&failure.who), &failure.error, failure.culprit),
             Failure::GivenUp { message, culprit } => raise(py, Kind::JobFailed, message, *culprit),
         }
     }
@@ -120,6 +135,22 @@ pub(crate) fn factors(py: Python<'_>, error: &SyncError) -> PyErr {
         _ => (Kind::JobFailed, None),
     };
     raise(py, kind, &error.to_string(), culprit)
+}
+
+/// A store's error with its own message, after whose it is if that is known.
+pub(crate) fn store(py: Python<'_>, who: Option<&str>, error: &StoreError, culprit: Option<u32>) -> PyErr {
+    let kind = match error {
+        StoreError::Hub(error) => return worker(py, error),
+        StoreError::Ranks(error) => return factors(py, error),
+        StoreError::Communicator(CommunicatorError::Mesh(error)) => return mesh(py, error),
+        StoreError::Communicator(CommunicatorError::Meeting(error)) => return factors(py, error),
+        StoreError::Communicator(CommunicatorError::Job(error)) => return worker(py, error),
+        StoreError::Communicator(CommunicatorError::System { .. }) => Kind::Connect,
+        StoreError::Options(_) | StoreError::Key { .. } | StoreError::Sequence(_) => Kind::Misuse,
+        _ => Kind::JobFailed,
+    };
+    let whose = who.map_or(String::new(), |who| format!("{who}: "));
+    raise(py, kind, &format!("{whose}{error}"), culprit)
 }
 
 fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyErr {
