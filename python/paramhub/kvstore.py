@@ -98,7 +98,7 @@ def create(
 
 
 _OF_RANKS = ("hub", "funnel", "concom", "depcha")
-_REASON_MAX = 256
+_REASON_MAX = 1000
 """Characters of an error that the other ranks are told."""
 
 
@@ -241,7 +241,8 @@ class KVStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        # A program may end well from within.
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave()
         else:
             self._give_up(error)
@@ -264,6 +265,8 @@ class KVStore:
 
     def _look(self, name: Key, tensors: list[Any], *, writable: bool) -> list[_native.Memory]:
         value = self._value(name)
+        if not tensors:
+            raise self._wrong(name, "no tensor was passed")
         memories = [_native.Memory(tensor, writable) for tensor in tensors]
         for memory in memories:
             if (memory.dtype, memory.shape) != (value.dtype, value.shape):

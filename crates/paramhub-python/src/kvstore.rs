@@ -137,10 +137,11 @@ impl Store {
     /// Ends it here, and at the others for this reason.
     fn give_up(&self, reason: &str) {
         self.has_left.store(true, Ordering::Relaxed);
-        self.calls.close();
+        // Before the thread ends and drops it, of which others would hear first.
         if let Some(store) = self.store.upgrade() {
             store.abort(reason);
         }
+        self.calls.close();
     }
 }
 
@@ -159,7 +160,7 @@ impl Store {
             for (key, values) in errands {
                 for part in values {
                     let made = store.init(&key, part.lease.array());
-                    part.follow(store, made, Use::Reads);
+                    part.follow(store, &key, made, Use::Reads);
                 }
             }
         };
@@ -241,14 +242,14 @@ fn exchange(store: &Arc<dyn KvStore>, errands: Vec<Errand>, priority: i32) {
             false => store.push(&key, &arrays(&values), priority),
         };
         for part in values {
-            part.follow(store, pushed.clone(), Use::Reads);
+            part.follow(store, &key, pushed.clone(), Use::Reads);
         }
         pulls.push((key, outs, pushed));
     }
     for (key, outs, pushed) in pulls.into_iter().filter(|(_, outs, _)| !outs.is_empty()) {
         let pulled = pushed.and_then(|()| store.pull(&key, &arrays(&outs), priority));
         for part in outs {
-            part.follow(store, pulled.clone(), Use::Writes);
+            part.follow(store, &key, pulled.clone(), Use::Writes);
         }
     }
 }

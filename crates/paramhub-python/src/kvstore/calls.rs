@@ -70,8 +70,11 @@ impl Calls {
                 Call::Make(call) => call(&store),
                 Call::Leave(report) => {
                     let left = store.leave();
+                    if let Err(error) = &left {
+                        store.abort(&format!("rank {} could not leave: {error}", store.rank()));
+                    }
                     let culprit = || store.failure().and_then(|failure| failure.culprit());
-                    let ended = report.prepare(left, culprit);
+                    let ended = report.prepare(None, left, culprit);
                     drop(store);
                     self.close();
                     return ended.tell();

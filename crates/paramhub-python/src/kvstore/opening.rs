@@ -57,7 +57,7 @@ pub(crate) fn open_store(
     reproducible: bool,
 ) -> PyResult<Store> {
     refuse_in_child(py)?;
-    let kind: StoreKind = kind.parse().map_err(|error| errors::store(py, None, &error, None))?;
+    let kind: StoreKind = kind.parse().map_err(|error| errors::store(py, "", &error, None))?;
     let given = [
         (outstanding.is_some() && kind != StoreKind::ConCom, "a number of outstanding keys"),
         (check && !kind.is_collective(), "checked calls"),
@@ -79,7 +79,7 @@ pub(crate) fn open_store(
     let store = interruptible(py, move || open(plan))?.map_err(|failed| match failed {
         Failed::Engine(error @ EngineError::Spawn { .. }) => errors::connect(py, &error.to_string()),
         Failed::Engine(error) => errors::misuse(py, &error.to_string()),
-        Failed::Store(error) => errors::store(py, None, &error, error.culprit()),
+        Failed::Store(error) => errors::store(py, "", &error, None),
     })?;
     Store::new(store).map_err(|error| errors::connect(py, &format!("cannot start a thread: {error}")))
 }

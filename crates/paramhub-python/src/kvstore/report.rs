@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paramhub::collective::kvstore::{Array, KvStore, StoreError};
+use paramhub::collective::kvstore::{Array, Key, KvStore, StoreError};
 
 use super::lent::Lease;
 use crate::errors::{Failure, StoreFailure};
@@ -25,22 +25,30 @@ impl Report {
         Report { who: Arc::clone(who), counter: Some(counter.clone()) }
     }
 
-    /// Says how it has ended; the rank at fault is asked for where the error does not know it.
+    /// Says how it has ended, of which key if of any; the rank at fault is asked for where the error does not know it.
     pub(super) fn prepare(
         self,
+        key: Option<&Key>,
         outcome: Result<(), StoreError>,
         culprit: impl FnOnce() -> Option<u32>,
     ) -> Ended {
         let failure = outcome.err().map(|error| {
+            let whose = match (&error, key) {
+                // These name it themselves.
+                (StoreError::Key { .. } | StoreError::Failed(_) | StoreError::Push(_), _) | (_, None) => {
+                    format!("{}: ", self.who)
+                }
+                (_, Some(key)) => format!("{}: key {key}: ", self.who),
+            };
             let culprit = error.culprit().or_else(culprit);
-            Failure::Store(Arc::new(StoreFailure { who: Arc::clone(&self.who), error, culprit }))
+            Failure::Store(Arc::new(StoreFailure { whose, error, culprit }))
         });
         Ended { report: self, failure }
     }
 
     /// Tells how a call has ended.
     pub(super) fn end(self, store: &dyn KvStore, outcome: Result<(), StoreError>) {
-        self.prepare(outcome, || store.failure()?.culprit()).tell();
+        self.prepare(None, outcome, || store.failure()?.culprit()).tell();
     }
 }
 
@@ -76,12 +84,12 @@ pub(super) enum Use {
 
 impl Part {
     /// The call that was made with it has been `made`; reports when the engine is done with the memory, too.
-    pub(super) fn follow(self, store: &Arc<dyn KvStore>, made: Result<(), StoreError>, used: Use) {
-        let Part { lease, report } = self;
+    pub(super) fn follow(self, store: &Arc<dyn KvStore>, key: &Key, made: Result<(), StoreError>, used: Use) {
+        let (Part { lease, report }, key) = (self, key.clone());
         let (variable, here) = (lease.array().variable().clone(), Arc::downgrade(store));
         let tell = move |waited: Result<(), Arc<_>>| {
             let outcome = made.and_then(|()| Ok(waited?));
-            let ended = report.prepare(outcome, || here.upgrade()?.failure()?.culprit());
+            let ended = report.prepare(Some(&key), outcome, || here.upgrade()?.failure()?.culprit());
             // First, so that who hears of the end finds the memory free.
             drop(lease);
             ended.tell();
