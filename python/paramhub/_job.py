@@ -45,12 +45,8 @@ def connect(
     Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
     """
-    given_rank = str(rank) if rank is not None else None
     member = _native.connect(
-        _given(url, "PARAMHUB_URL", "the connection manager's URL"),
-        _given(job, "PARAMHUB_JOB", "the job's namespace"),
-        _given(secret, "PARAMHUB_SECRET", "the job's secret"),
-        _number(_given(given_rank, "RANK", "this worker's rank")),
+        *seat_of(url, job, secret, rank, "connect()"),
         transport=transport,
         interfaces=interfaces,
         rendezvous_timeout=timeout,
@@ -61,13 +57,25 @@ def connect(
     return Job(member, peers=peers)
 
 
-def _given(value: str | None, variable: str, what: str) -> str:
-    value = value if value is not None else os.environ.get(variable, "")
-    if not value.strip():
-        raise MisuseError(
-            f"{what} is missing: start the worker with `paramhub run -n N -- CMD`, pass it to connect(), or set {variable}"
-        )
-    return value.strip()
+def seat_of(
+    url: str | None, job: str | None, secret: str | None, rank: int | None, call: str
+) -> tuple[str, str, str, int]:
+    """Who this worker is, by what ``call`` was given or else by the environment: URL, job, secret and rank."""
+
+    def given(value: str | None, variable: str, what: str) -> str:
+        value = value if value is not None else os.environ.get(variable, "")
+        if not value.strip():
+            raise MisuseError(
+                f"{what} is missing: start the worker with `paramhub run -n N -- CMD`, pass it to {call}, or set {variable}"
+            )
+        return value.strip()
+
+    return (
+        given(url, "PARAMHUB_URL", "the connection manager's URL"),
+        given(job, "PARAMHUB_JOB", "the job's namespace"),
+        given(secret, "PARAMHUB_SECRET", "the job's secret"),
+        _number(given(str(rank) if rank is not None else None, "RANK", "this worker's rank")),
+    )
 
 
 def _number(text: str) -> int:

@@ -184,6 +184,42 @@ class Slots:
     def exchange(self, range: Range, owner: object) -> Handle: ...
     def fail(self, message: str, culprit: int | None = None) -> None: ...
 
+Key = str | int
+
+def open_store(
+    kind: str,
+    seat: tuple[str, str, str, int] | None,
+    *,
+    transport: str | None = None,
+    interfaces: str | None = None,
+    rendezvous_timeout: float | None = None,
+    rack: str | None = None,
+    host: str | None = None,
+    compute_threads: int | None = None,
+    outstanding: int | None = None,
+    check: bool = False,
+    codec: str | None = None,
+    reproducible: bool = False,
+) -> Store:
+    """``seat``: the connection manager's URL, the job's namespace and secret, and the rank. A local store has none."""
+
+@final
+class Store:
+    """Calls are made in order, by a thread of its own. Memory is kept until a call's handle has ended, and must be left alone."""
+
+    kind: str
+    rank: int
+    size: int
+    def init(self, keys: list[tuple[Key, Memory]]) -> Handle: ...
+    def exchange(self, keys: list[tuple[Key, list[Memory], list[Memory]]], priority: int) -> Handle:
+        """Of each key its values, which are pushed, and its outs, which are pulled into; either may be empty."""
+
+    def set_optimizer(self, name: str, hyperparameters: str | None = None) -> Handle: ...
+    def set_hyperparameters(self, hyperparameters: str) -> Handle: ...
+    def barrier(self) -> Handle: ...
+    def leave(self) -> Handle: ...
+    def abandon(self, reason: str) -> None: ...
+
 @final
 class MeshListener:
     address: str

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
+
+from paramhub.errors import MisuseError
 
 
 class Optimizer:
@@ -115,3 +119,16 @@ class AdamW(Optimizer):
         super().__init__(
             "adamw", learning_rate=lr, beta1=betas[0], beta2=betas[1], epsilon=eps, weight_decay=weight_decay
         )
+
+
+def named(name: str, /, **arguments: Any) -> Optimizer:
+    """An optimizer by its name, whatever its case, with the arguments of its class; or one that is registered at your hub."""
+    kind = {kind.__name__.lower(): kind for kind in (SGD, Nesterov, Adam, AdamW, Mean, Sum)}.get(name.lower())
+    if kind is None:
+        return Optimizer(name, **arguments)
+    taken = inspect.signature(kind).parameters
+    if unknown := arguments.keys() - taken.keys():
+        raise MisuseError(
+            f"{kind.__name__} takes {', '.join(taken) or 'nothing'}, and not {', '.join(sorted(unknown))}"
+        )
+    return kind(**arguments)

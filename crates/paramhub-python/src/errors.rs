@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use paramhub::collective::communicator::CommunicatorError;
+use paramhub::collective::kvstore::StoreError;
 use paramhub_core::wire::Refusal;
 use paramhub_mesh::MeshError;
 use paramhub_syncer::SyncError;
@@ -39,8 +41,20 @@ pub(crate) enum Failure {
     Mesh(MeshError),
     /// In the exchange of factors, or of it.
     Factors(SyncError),
+    /// In a key-value store, or of the store.
+    Store(Arc<StoreFailure>),
     /// Whoever waited for it has stopped.
     GivenUp { message: Arc<str>, culprit: Option<u32> },
+}
+
+/// What a call to a key-value store came to.
+#[derive(Debug)]
+pub(crate) struct StoreFailure {
+    /// Whose call, and of which key.
+    pub(crate) whose: String,
+    pub(crate) error: StoreError,
+    /// The rank at fault, where the store knows it.
+    pub(crate) culprit: Option<u32>,
 }
 
 impl Failure {
@@ -53,6 +67,7 @@ impl Failure {
             Failure::Worker(error) => worker(py, error),
             Failure::Mesh(error) => mesh(py, error),
             Failure::Factors(error) => factors(py, error),
+            Failure::Store(failure) => store(py, &failure.whose, &failure.error, failure.culprit),
             Failure::GivenUp { message, culprit } => raise(py, Kind::JobFailed, message, *culprit),
         }
     }
@@ -72,7 +87,11 @@ impl From<&MeshError> for Failure {
 
 /// A worker's error with its own message.
 pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
-    let kind = match error {
+    raise(py, worker_kind(error), &error.to_string(), error.culprit())
+}
+
+fn worker_kind(error: &WorkerError) -> Kind {
+    match error {
         // It failed while this rank was still dialling.
         WorkerError::Refused { refusal: Refusal::JobEnded, .. } => Kind::JobFailed,
         WorkerError::Settings { .. }
@@ -89,13 +108,16 @@ pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
         | WorkerError::Refused { .. }
         | WorkerError::System { .. } => Kind::Connect,
         _ => Kind::JobFailed,
-    };
-    raise(py, kind, &error.to_string(), error.culprit())
+    }
 }
 
 /// A mesh's error with its own message.
 pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
-    let kind = match error {
+    raise(py, mesh_kind(error), &error.to_string(), error.rank())
+}
+
+fn mesh_kind(error: &MeshError) -> Kind {
+    match error {
         MeshError::Configuration { .. }
         | MeshError::Misplaced { .. }
         | MeshError::Congested { .. }
@@ -105,21 +127,40 @@ pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
         | MeshError::Refused { .. }
         | MeshError::Interrupted { .. } => Kind::Connect,
         _ => Kind::JobFailed,
-    };
-    raise(py, kind, &error.to_string(), error.rank())
+    }
 }
 
 /// The error of an exchange of factors with its own message.
 pub(crate) fn factors(py: Python<'_>, error: &SyncError) -> PyErr {
-    let (kind, culprit) = match error {
-        SyncError::Mesh(error) => return mesh(py, error),
+    let (kind, culprit) = factors_kind(error);
+    raise(py, kind, &error.to_string(), culprit)
+}
+
+fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
+    match error {
+        SyncError::Mesh(error) => (mesh_kind(error), error.rank()),
         SyncError::Misplaced { .. } => (Kind::Misuse, None),
         SyncError::Meeting { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
         SyncError::Rounding { peer, .. } => (Kind::Connect, Some(*peer)),
         SyncError::Disagreement { peer, .. } => (Kind::JobFailed, Some(*peer)),
         _ => (Kind::JobFailed, None),
+    }
+}
+
+/// A store's error with its own message, after whose it is.
+pub(crate) fn store(py: Python<'_>, whose: &str, error: &StoreError, culprit: Option<u32>) -> PyErr {
+    let (kind, known) = match error {
+        StoreError::Hub(error) | StoreError::Communicator(CommunicatorError::Job(error)) => {
+            (worker_kind(error), error.culprit())
+        }
+        StoreError::Ranks(error) => factors_kind(error),
+        StoreError::Communicator(CommunicatorError::Meeting(error)) => factors_kind(error),
+        StoreError::Communicator(CommunicatorError::Mesh(error)) => (mesh_kind(error), error.rank()),
+        StoreError::Communicator(CommunicatorError::System { .. }) => (Kind::Connect, None),
+        StoreError::Options(_) | StoreError::Key { .. } | StoreError::Sequence(_) => (Kind::Misuse, None),
+        _ => (Kind::JobFailed, error.culprit()),
     };
-    raise(py, kind, &error.to_string(), culprit)
+    raise(py, kind, &format!("{whose}{error}"), known.or(culprit))
 }
 
 fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyErr {

@@ -1,8 +1,8 @@
 //! `paramhub._native`: what the Python package needs from Rust, and nothing a user calls.
 //!
-//! The package in `python/paramhub` gives it names, checks and documentation. Here are the four things Python cannot do: own
-//! a [`job::Job`] and its requests, look into other libraries' tensors ([`memory`]), run an embedded [`hub::Hub`], and run
-//! the command line. Every call that may wait releases the GIL and answers Ctrl-C.
+//! The package in `python/paramhub` gives it names, checks and documentation. Here are the five things Python cannot do: own
+//! a [`job::Job`] and its requests, call a key-value store ([`kvstore`]), look into other libraries' tensors ([`memory`]), run an
+//! embedded [`hub::Hub`], and run the command line. Every call that may wait releases the GIL and answers Ctrl-C.
 
 mod command;
 mod errors;
@@ -11,10 +11,12 @@ mod fork;
 mod handle;
 mod hub;
 mod job;
+mod kvstore;
 mod member;
 mod memory;
 mod mesh;
 mod parts;
+mod seat;
 mod slots;
 mod tensor;
 mod waiting;
@@ -33,6 +35,8 @@ mod _native {
     use crate::hub::{Hub, create_job, host_identity, stop_job};
     #[pymodule_export]
     use crate::job::Job;
+    #[pymodule_export]
+    use crate::kvstore::{Store, open_store};
     #[pymodule_export]
     use crate::member::{Member, connect};
     #[pymodule_export]

@@ -1,7 +1,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use paramhub::{Membership, Options, Selector, Sharing, Transport};
+use paramhub::Sharing;
 use paramhub_syncer::{Meeting, Peers, Ports, SyncError};
 use pyo3::prelude::*;
 
@@ -9,6 +9,7 @@ use crate::errors;
 use crate::factors::FactorLayers;
 use crate::fork::refuse_in_child;
 use crate::job::Job;
+use crate::seat;
 use crate::waiting::interruptible;
 
 /// A worker whose job is complete but has no settings yet.
@@ -82,23 +83,8 @@ pub(crate) fn connect(
     peers: bool,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
-    let unreadable =
-        |what: &str, problem: String| errors::misuse(py, &format!("{what} cannot be read: {problem}"));
-    let membership = Membership {
-        url,
-        namespace: namespace.parse().map_err(|problem| unreadable("the job's namespace", problem))?,
-        // The problem never repeats the value.
-        nonce: secret.parse().map_err(|problem| unreadable("the job's secret", problem))?,
-        rank,
-    };
-    let mut options = Options::from_env().map_err(|error| errors::worker(py, &error))?;
-    if let Some(transport) = transport {
-        options.transport = transport.parse::<Transport>().map_err(|problem| errors::misuse(py, &problem))?;
-    }
-    if let Some(interfaces) = interfaces {
-        options.interfaces =
-            interfaces.parse::<Selector>().map_err(|problem| errors::misuse(py, &problem))?;
-    }
+    let membership = seat::membership(py, url, namespace, secret, rank)?;
+    let mut options = seat::options(py, transport, interfaces, rendezvous_timeout, rack, host)?;
     options.shared_parameters = match shared_parameters {
         "never" => Sharing::Never,
         "where possible" => Sharing::WherePossible,
@@ -108,12 +94,7 @@ pub(crate) fn connect(
             return Err(errors::misuse(py, &problem));
         }
     };
-    options.rack = rack.or(options.rack);
-    options.host = host.or(options.host);
     options.spin = Duration::from_micros(spin_us);
-    if let Some(timeout) = crate::waiting::seconds(py, rendezvous_timeout)? {
-        options.rendezvous_timeout = timeout;
-    }
     let meeting = peers.then(|| Meeting::listen(&membership, Ports::ANY)).transpose();
     let meeting = meeting.map_err(|error| errors::factors(py, &error))?;
     options.peer_address = meeting.as_ref().map(Meeting::address);

@@ -35,7 +35,7 @@ pub(crate) struct Description {
 }
 
 impl Memory {
-    fn description(&self) -> &Description {
+    pub(crate) fn description(&self) -> &Description {
         match &self.lent {
             Lent::Buffer(view) => &view.description,
             Lent::DlPack(import) => &import.description,

@@ -184,6 +184,10 @@ impl<C: Communicator> Communicator for Checking<C> {
         self.inner.leave()
     }
 
+    fn failure(&self) -> Option<CommunicatorError> {
+        self.inner.failure()
+    }
+
     fn check_threads(&self) -> Result<(), CommunicatorError> {
         self.inner.check_threads()
     }

@@ -64,3 +64,15 @@ pub enum CommunicatorError {
         reason: String,
     },
 }
+
+impl CommunicatorError {
+    /// The rank at fault, where one is known.
+    pub fn culprit(&self) -> Option<u32> {
+        match self {
+            CommunicatorError::Mesh(error) => error.rank(),
+            CommunicatorError::Job(error) => error.culprit(),
+            CommunicatorError::Mismatch { rank, .. } => Some(*rank),
+            _ => None,
+        }
+    }
+}

@@ -143,4 +143,8 @@ impl Communicator for OfJob {
             None => Ok(()),
         }
     }
+
+    fn failure(&self) -> Option<CommunicatorError> {
+        self.native.failure()
+    }
 }

@@ -65,6 +65,11 @@ pub trait Communicator: Send + Sync {
     /// Leaves in order: all ranks do, and nobody calls anything any more.
     fn leave(&self) -> Result<(), CommunicatorError>;
 
+    /// What every further call fails with, as far as it is known before one is made.
+    fn failure(&self) -> Option<CommunicatorError> {
+        None
+    }
+
     /// Whether threads of this process may be in collectives of this communicator and of its duplicates at one time, a thread
     /// each. Calls nobody; the error says what to do where they may not.
     fn check_threads(&self) -> Result<(), CommunicatorError> {
@@ -121,6 +126,10 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
 
     fn leave(&self) -> Result<(), CommunicatorError> {
         (**self).leave()
+    }
+
+    fn failure(&self) -> Option<CommunicatorError> {
+        (**self).failure()
     }
 
     fn check_threads(&self) -> Result<(), CommunicatorError> {

@@ -167,4 +167,8 @@ impl Communicator for Native {
     fn leave(&self) -> Result<(), CommunicatorError> {
         Ok(self.mesh.leave(LEAVE)?)
     }
+
+    fn failure(&self) -> Option<CommunicatorError> {
+        self.mesh.failure().map(CommunicatorError::Mesh)
+    }
 }

@@ -14,7 +14,7 @@ use super::graph::{Link, Place};
 use super::operation::{Kind, Operation};
 use super::queue::Access;
 use super::shared::Shared;
-use super::waiting::Waiting;
+use super::waiting::{Telling, Waiting};
 
 /// Runs operations when their variables are ready.
 ///
@@ -125,6 +125,30 @@ impl Engine {
         self.wait(variable, Access::Mutate)
     }
 
+    /// [`wait_for_var`](Self::wait_for_var) for those who cannot wait: calls `tell` with what the wait would have returned, on this
+    /// thread or on the one that ends the last of the operations. It must be quick, and must not wait for the engine; a panic of
+    /// its own is lost. Of an engine that is dropped before, it is dropped without having been called.
+    ///
+    /// # Panics
+    /// If the variable is another engine's.
+    pub fn when_readable<F>(&self, variable: &Variable, tell: F)
+    where
+        F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+    {
+        self.tell(variable, Access::Read, tell);
+    }
+
+    /// [`wait_to_mutate`](Self::wait_to_mutate) for those who cannot wait, as [`when_readable`](Self::when_readable).
+    ///
+    /// # Panics
+    /// If the variable is another engine's.
+    pub fn when_mutable<F>(&self, variable: &Variable, tell: F)
+    where
+        F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+    {
+        self.tell(variable, Access::Mutate, tell);
+    }
+
     /// Waits until nothing is in flight. While other threads go on pushing, that may never be.
     ///
     /// # Errors
@@ -138,6 +162,16 @@ impl Engine {
         assert!(!shared.is_own_thread(), "wait_for_all on a thread of the engine would wait for itself");
         shared.progress.wait_for_fewer_than(1);
         shared.tell_all().map_or(Ok(()), Err)
+    }
+
+    fn tell<F>(&self, variable: &Variable, access: Access, tell: F)
+    where
+        F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+    {
+        let shared = &self.pusher.shared;
+        assert_eq!(variable.engine, shared.id, "a variable of another engine");
+        let link = Link { place: Arc::clone(&variable.place), access };
+        shared.push_wait(Operation(Telling::new(link, Arc::clone(shared), tell)));
     }
 
     fn wait(&self, variable: &Variable, access: Access) -> Result<(), Arc<Failure>> {

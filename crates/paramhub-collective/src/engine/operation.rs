@@ -220,12 +220,12 @@ impl Head {
     }
 }
 
-fn taken<F>(work: &Mutex<Option<F>>) -> F {
+pub(super) fn taken<F>(work: &Mutex<Option<F>>) -> F {
     let work = work.lock().expect("nothing panics under this lock").take();
     work.expect("an operation is ready once")
 }
 
-fn discard<F>(work: &Mutex<Option<F>>) {
+pub(super) fn discard<F>(work: &Mutex<Option<F>>) {
     let work = work.lock().expect("nothing panics under this lock").take();
     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(work))) {
         forget(payload);
@@ -240,7 +240,7 @@ fn panicked(payload: Box<dyn Any + Send>) -> String {
 }
 
 /// Dropping what somebody panicked with may panic, too.
-fn forget(payload: Box<dyn Any + Send>) {
+pub(super) fn forget(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
         std::mem::forget(again);
     }

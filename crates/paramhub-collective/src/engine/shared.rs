@@ -153,6 +153,11 @@ impl Shared {
         self.progress.close();
     }
 
+    /// Whether nothing begins any more.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
     fn run(self: &Arc<Self>, operation: &Operation) -> Option<Outcome> {
         if let Some(observer) = &self.observer {
             observe(|| observer.begin(&Event::of(operation)));

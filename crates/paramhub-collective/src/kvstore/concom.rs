@@ -144,4 +144,14 @@ impl KvStore for ConCom {
         }
         Ok(self.communicator.leave()?)
     }
+
+    fn abort(&self, reason: &str) {
+        self.lines.iter().for_each(|(communicator, _)| communicator.abort(reason));
+        self.communicator.abort(reason);
+    }
+
+    fn failure(&self) -> Option<StoreError> {
+        let lines = self.lines.iter().find_map(|(communicator, _)| communicator.failure());
+        lines.or_else(|| self.communicator.failure()).map(StoreError::from)
+    }
 }

@@ -149,4 +149,12 @@ impl KvStore for DepCha {
         self.reduce_pending()?;
         self.call("leave", |communicator| communicator.leave())
     }
+
+    fn abort(&self, reason: &str) {
+        self.communicator.abort(reason);
+    }
+
+    fn failure(&self) -> Option<StoreError> {
+        self.communicator.failure().map(StoreError::from)
+    }
 }

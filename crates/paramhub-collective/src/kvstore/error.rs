@@ -44,3 +44,14 @@ pub enum StoreError {
     #[error(transparent)]
     Communicator(#[from] CommunicatorError),
 }
+
+impl StoreError {
+    /// The rank at fault, where one is known. Of an operation's failure the store [knows more](super::KvStore::failure).
+    pub fn culprit(&self) -> Option<u32> {
+        match self {
+            StoreError::Hub(error) => error.culprit(),
+            StoreError::Communicator(error) => error.culprit(),
+            _ => None,
+        }
+    }
+}

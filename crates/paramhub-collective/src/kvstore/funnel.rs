@@ -80,4 +80,12 @@ impl KvStore for Funnel {
         self.shelf.engine.wait_for_all()?;
         Ok(self.communicator.leave()?)
     }
+
+    fn abort(&self, reason: &str) {
+        self.communicator.abort(reason);
+    }
+
+    fn failure(&self) -> Option<StoreError> {
+        self.communicator.failure().map(StoreError::from)
+    }
 }

@@ -299,6 +299,16 @@ impl KvStore for AtHub {
         }
         Ok(self.ranks.leave()?)
     }
+
+    fn abort(&self, reason: &str) {
+        self.ranks.abort(reason);
+    }
+
+    fn failure(&self) -> Option<StoreError> {
+        // A call that opens the job holds the lock for as long as other ranks take.
+        let job = self.state.try_lock().ok().and_then(|state| state.job.as_ref()?.failure());
+        job.map(StoreError::from).or_else(|| self.ranks.failure().map(StoreError::from))
+    }
 }
 
 fn wrong(key: &Key, reason: String) -> StoreError {

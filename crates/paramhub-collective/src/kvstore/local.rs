@@ -66,4 +66,10 @@ impl KvStore for Local {
     fn leave(&self) -> Result<(), StoreError> {
         self.barrier()
     }
+
+    fn abort(&self, _reason: &str) {}
+
+    fn failure(&self) -> Option<StoreError> {
+        None
+    }
 }

@@ -139,6 +139,13 @@ pub trait KvStore: Send + Sync {
 
     /// Waits for all that is under way and leaves the other ranks in order. Every rank does, and nothing comes after it.
     fn leave(&self) -> Result<(), StoreError>;
+
+    /// Ends it, here and at all other ranks, for a reason that these are told: also calls that wait on other threads. What is under
+    /// way at a hub ends when the store is dropped.
+    fn abort(&self, reason: &str);
+
+    /// Why ranks cannot exchange any more, if they cannot.
+    fn failure(&self) -> Option<StoreError>;
 }
 
 /// Makes a store.

@@ -7,4 +7,5 @@ mod graphs;
 mod lifetimes;
 mod scheduling;
 mod timelines;
+mod telling;
 mod waits;

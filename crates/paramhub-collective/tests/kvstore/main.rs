@@ -1,5 +1,6 @@
 //! Key-value stores of all designs, between ranks that are threads here, over real communicators.
 
+mod ends;
 mod exercise;
 #[path = "../communicators/group.rs"]
 mod group;
