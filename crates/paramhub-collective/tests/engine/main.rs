@@ -6,6 +6,6 @@ mod failures;
 mod graphs;
 mod lifetimes;
 mod scheduling;
-mod timelines;
 mod telling;
+mod timelines;
 mod waits;

@@ -65,7 +65,7 @@ pub(super) fn compare(
         let section = TrainSection {
             net,
             data: command.data.clone(),
-            workers: ranks,
+            workers: Some(ranks),
             epochs: command.epochs as usize,
             batch: command.batch as usize,
             cores: command.cores.into(),
