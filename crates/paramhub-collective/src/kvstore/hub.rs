@@ -109,12 +109,11 @@ impl AtHub {
             ..TableKey::new(entry.key.to_string(), [entry.buffer.elements() as u64])
         });
         let table = KeyTable::new(keys.collect()).map_err(|error| StoreError::Options(error.to_string()))?;
-        let has_parameters = state.optimizer.is_some();
         let optimizer = state.optimizer.clone().unwrap_or_else(|| OptimizerChoice::named("sum"));
         let (codec, reproducible) = (self.seat.codec, self.seat.reproducible);
         let job =
             Arc::new(member.init(Settings { optimizer, codec, reproducible, ..Settings::new(table) })?);
-        if has_parameters {
+        if job.settings().has_parameters() {
             self.start(&job, &state.order)?;
         }
         state.job = Some(Arc::clone(&job));
