@@ -1,9 +1,10 @@
 """A parameter hub for distributed deep-learning training.
 
-Workers push gradients to a hub, whose cores sum, optimise and answer each chunk while it is in cache. This package has three
-levels:
+Workers push gradients to a hub, whose cores sum, optimise and answer each chunk while it is in cache. This package has four
+ways in:
 
 - `paramhub.torch` for PyTorch: an optimizer, a DDP hook, a ``torch.distributed`` backend, and Horovod's names.
+- `paramhub.kvstore` has key-value stores under MXNet's names, through a hub or by collectives among the ranks.
 - `connect`, `Job` and `Handle` for any library's tensors.
 - `Hub` runs a hub inside this process; the ``paramhub`` command runs hubs and workers as programs.
 

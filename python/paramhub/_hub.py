@@ -41,7 +41,8 @@ def create_job(
     ``name`` must be that of no living job. ``admin_token`` is asked for by a manager that listens beyond loopback. All times
     are in seconds: ``rendezvous_timeout`` is how long ranks wait for one another, ``lease`` how long a job without any sign of
     its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
-    is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough.
+    is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough,
+    and a job of collectives alone, as of `paramhub.kvstore`, may have 0.
 
     Where hubs serve racks or hosts, ``reduction`` says how their sums become those of all workers: ``auto``, ``flat``, ``tree``,
     ``ring`` or ``sharded``; and ``optimize_at`` where the optimizer runs: at ``every_site`` on the same gradient, or at each

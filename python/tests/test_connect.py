@@ -244,7 +244,7 @@ def test_a_job_waits_for_its_hubs(hub: paramhub.Hub) -> None:
     ticket = hub.create_job("two-hubs", 1, hubs=2, rendezvous_timeout=0.3)
     with pytest.raises(paramhub.ConnectError, match="of the 2 hubs that it waits for only 1, hub 0"):
         paramhub.connect(*ticket, 0)
-    with pytest.raises(paramhub.ConnectError, match="waits for 0 hubs: 1 to 1024 are possible"):
-        hub.create_job("no-hubs", 1, hubs=0)
+    with pytest.raises(paramhub.ConnectError, match="waits for 1025 hubs: at most 1024 are possible"):
+        hub.create_job("many-hubs", 1, hubs=1025)
     with paramhub.connect(*hub.create_job("one-hub", 1, hubs=1), 0) as job:
         assert job.name == "one-hub"

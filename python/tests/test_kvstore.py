@@ -88,7 +88,24 @@ def lists(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_and_values_come_in_lists(hub: paramhub.Hub, team: Team, kind: str) -> None:
-    team(lists, new_job(hub, 4), kind, ranks=4)
+    # Collectives need no hub.
+    ticket = new_job(hub, 4, **({"hubs": 0} if kind in COLLECTIVE else {}))
+    team(lists, ticket, kind, ranks=4)
+
+
+def means(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> None:
+    with open_store(rank, ticket, kind) as kv:
+        own, out = numpy.full(7, float(rank.rank), "f4"), numpy.zeros(7, "f4")
+        kv.init("w", own)
+        kv.set_optimizer(paramhub.Mean())
+        for _ in range(3):
+            kv.pushpull("w", own, out=out).wait(TIMEOUT)
+            assert (out == 1.5).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_means_are_had_for_the_asking(hub: paramhub.Hub, team: Team, kind: str) -> None:
+    team(means, new_job(hub, 4), kind, ranks=4)
 
 
 def test_a_local_store_has_one_process_and_needs_no_environment() -> None:

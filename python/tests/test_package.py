@@ -23,6 +23,7 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert getattr(paramhub, name).__doc__, name
     public = {name for name in vars(paramhub) if not name.startswith("_")} - {
         "errors",
+        "kvstore",
         "optimizers",
         "annotations",
         "torch",

@@ -45,7 +45,7 @@ pub enum WorkerError {
     Manager {
         /// Who asked.
         who: Who,
-        /// `ConnectService` or `InitService`.
+        /// `ConnectService`, `InitService` or `LeaveService`.
         call: &'static str,
         /// What the manager or the network says.
         cause: Arc<ControlError>,

@@ -110,6 +110,16 @@ impl Member {
         Attendance::new(self, on_end)
     }
 
+    /// Says that this rank's work is done without a hub. The job has finished when every rank has said so.
+    ///
+    /// # Errors
+    /// If the manager cannot be told.
+    pub fn leave(mut self) -> Result<(), WorkerError> {
+        self.has_left();
+        self.tell_leave(String::new(), true)
+            .map_err(|cause| manager_error(self.who(), "LeaveService", cause))
+    }
+
     /// Hands in this rank's settings, waits until every rank has and the hubs have allocated, and opens the streams.
     ///
     /// # Errors

@@ -33,6 +33,15 @@ def test_the_digits_are_learnt_with_a_layer_by_its_factors(launch: Callable[...,
     assert reached is not None and float(reached[1]) > 0.93, output
 
 
+@pytest.mark.parametrize("kind", ["hub", "funnel", "concom", "depcha"])
+def test_the_digits_are_learnt_through_every_store(launch: Callable[..., Ended], kind: str) -> None:
+    script = (EXAMPLES / "kvstore_digits.py", "--kvstore", kind, "--epochs=7")
+    code, output = launch(*PARAMHUB, "run", "-n", "4", "--", PYTHON, *script)
+    assert code == 0, output
+    reached = re.search(rf"store {kind}: test accuracy ([0-9.]+) with 4 ranks", output)
+    assert reached is not None and float(reached[1]) > 0.93, output
+
+
 def test_the_horovod_script(launch: Callable[..., Ended]) -> None:
     code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, EXAMPLES / "horovod_digits.py")
     assert code == 0, output

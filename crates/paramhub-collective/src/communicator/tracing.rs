@@ -77,6 +77,10 @@ impl<C: Communicator> Communicator for Tracing<C> {
         self.inner.leave()
     }
 
+    fn failure(&self) -> Option<CommunicatorError> {
+        self.inner.failure()
+    }
+
     fn check_threads(&self) -> Result<(), CommunicatorError> {
         self.inner.check_threads()
     }

@@ -109,12 +109,11 @@ impl AtHub {
             ..TableKey::new(entry.key.to_string(), [entry.buffer.elements() as u64])
         });
         let table = KeyTable::new(keys.collect()).map_err(|error| StoreError::Options(error.to_string()))?;
-        let has_parameters = state.optimizer.is_some();
         let optimizer = state.optimizer.clone().unwrap_or_else(|| OptimizerChoice::named("sum"));
         let (codec, reproducible) = (self.seat.codec, self.seat.reproducible);
         let job =
             Arc::new(member.init(Settings { optimizer, codec, reproducible, ..Settings::new(table) })?);
-        if has_parameters {
+        if job.settings().has_parameters() {
             self.start(&job, &state.order)?;
         }
         state.job = Some(Arc::clone(&job));
@@ -288,11 +287,12 @@ impl KvStore for AtHub {
 
     fn leave(&self) -> Result<(), StoreError> {
         self.engine.wait_for_all()?;
-        let job = {
+        let (member, job) = {
             let mut state = self.state();
-            drop(state.member.take());
-            state.job.take()
+            (state.member.take(), state.job.take())
         };
+        // Nobody has pushed anything.
+        member.map_or(Ok(()), Member::leave)?;
         // Nothing is under way, so nobody else has it.
         if let Some(job) = job.and_then(Arc::into_inner) {
             job.leave()?;

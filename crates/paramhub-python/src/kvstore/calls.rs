@@ -11,9 +11,12 @@ use super::report::Report;
 /// Calls that wait for the thread; whoever makes more waits until it has come to some.
 const CALLS_MAX: usize = 4096;
 
+/// What a call does at the store.
+pub(super) type Make = Box<dyn FnOnce(&Arc<dyn KvStore>) + Send>;
+
 /// What the thread is to do.
 pub(super) enum Call {
-    Make(Box<dyn FnOnce(&Arc<dyn KvStore>) + Send>),
+    Make(Make),
     /// The last one.
     Leave(Report),
 }
