@@ -116,8 +116,7 @@ impl Member {
     /// If the manager cannot be told.
     pub fn leave(mut self) -> Result<(), WorkerError> {
         self.has_left();
-        self.tell_leave(String::new(), true)
-            .map_err(|cause| manager_error(self.who(), "LeaveService", cause))
+        self.tell_leave(String::new(), true).map_err(|cause| manager_error(self.who(), "LeaveService", cause))
     }
 
     /// Hands in this rank's settings, waits until every rank has and the hubs have allocated, and opens the streams.

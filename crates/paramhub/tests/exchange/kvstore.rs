@@ -6,6 +6,7 @@ use half::bf16;
 use paramhub_collective::engine::{Engine, EngineConfig};
 use paramhub_collective::kvstore::{Array, HubSeat, Key, KvStore, StoreKind, StoreOptions, create};
 use paramhub_core::codec::Dtype;
+use paramhub_core::service::JobState;
 use paramhub_kernels::Hyperparameters;
 use paramhub_transport::ReceiveRegion;
 use paramhub_worker::Options;
@@ -141,4 +142,12 @@ fn as_one(store: &dyn KvStore, ranks: u32) -> Vec<Vec<f32>> {
         }
     }
     parameters.iter().map(|array| values(store, array)).collect()
+}
+
+#[test]
+fn a_store_that_nothing_was_pushed_to_finishes_its_job() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("unused", 2);
+    at_hub(&ticket, 2, |store| store.init(&"a".into(), &array(store, vec![1.0; 8])).unwrap());
+    cluster.await_state("unused", JobState::Finished);
 }
