@@ -25,20 +25,15 @@ static NEEDED: [SystemProgram; 3] = [
     },
 ];
 
-/// The feature, and the package that has it.
-const PACKAGE: [&str; 4] = ["--package", "paramhub-mpi", "--features", "mpi"];
-
-/// The program, whose every other test runs without it.
-const PROGRAM: [&str; 4] = ["--package", "paramhub", "--features", "mpi"];
+/// Of the whole workspace, so that all that has been built without the feature is built once.
+const FEATURES: [&str; 3] = ["--workspace", "--features", "paramhub/mpi,paramhub-mpi/mpi"];
+/// What cannot be tested without it.
+const TESTS: [&str; 4] = ["--test", "mpi", "--test", "e2e_mpi"];
 
 pub(crate) fn check() -> Result<(), Failure> {
     NEEDED.iter().try_for_each(SystemProgram::ensure)?;
-    Invocation::parse("cargo clippy --all-targets").args(PACKAGE).args(["--", "-D", "warnings"]).run()?;
-    Invocation::parse("cargo test --doc").args(PACKAGE).run()?;
-    tests::run_of(&PACKAGE)?;
-    Invocation::parse("cargo clippy --bins --test e2e_mpi")
-        .args(PROGRAM)
-        .args(["--", "-D", "warnings"])
-        .run()?;
-    tests::run_of(&[&PROGRAM[..], &["--test", "e2e_mpi"]].concat())
+    let targets = ["--lib", "--bins"].into_iter().chain(TESTS);
+    Invocation::parse("cargo clippy").args(FEATURES).args(targets).args(["--", "-D", "warnings"]).run()?;
+    Invocation::parse("cargo test --doc --package paramhub-mpi --features mpi").run()?;
+    tests::run_of(&[&FEATURES[..], &TESTS].concat())
 }
