@@ -1,7 +1,8 @@
 """BN-Inception (Ioffe and Szegedy, 2015) for 1,000 classes, as MXNet's example `inception-bn` has it.
 
-Convolutions have biases beside their batch normalisations there, and pooling without padding rounds down. The modules stand in the order
-in which MXNet lists a network's arguments, which is that of its keys: the branches of a block one after the other.
+Convolutions have biases beside their batch normalisations there, and pooling without padding rounds down. The modules
+stand in the order in which MXNet lists a network's arguments, which is that of its keys: the branches of a block one after
+the other.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def chain(**modules: nn.Module) -> nn.Sequential:
 
 
 def narrow(channels: int, filters: list[int], pool: nn.Module) -> Block:
-    """A block that keeps the area. Filters: 1x1; before and of the 3x3; before and of the two 3x3; after the pooling."""
+    """Keeps the area. Filters: 1x1; before and of the 3x3; before and of the two 3x3; after the pooling."""
     one, before, three, before_double, double, projected = filters
     branches = {
         "1x1": Convolution(channels, one, 1),

@@ -26,7 +26,7 @@ INCEPTION_BN = "inception-bn"
 
 
 def model_of(name: str) -> tuple[torch.nn.Module, str]:
-    """A model and where it is from; the auxiliary classifiers of GoogLeNet and Inception are left out, as in the papers' sizes."""
+    """A model and where it is from, without GoogLeNet's and Inception's auxiliary classifiers, as in the papers' sizes."""
     if name == INCEPTION_BN:
         return inception_bn(), "bench/models/inception_bn.py, after MXNet's example"
     import torchvision

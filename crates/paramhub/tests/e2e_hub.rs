@@ -156,7 +156,7 @@ fn a_job_is_created_for_workers_that_another_launcher_starts() {
     let json = create(&["as-json", "--json"]).finish().expect_code(0).stdout;
     let created: ServiceCreated = serde_json::from_str(&json).unwrap();
     assert_eq!(ManagerClient::new(&url, None).unwrap().job("as-json").unwrap().namespace, created.namespace);
-    create(&["x", "--hubs", "0"]).finish().expect_code(1).expect_error(&["0 hubs"]);
+    create(&["too-many", "--hubs", "1025"]).finish().expect_code(1).expect_error(&["1025 hubs"]);
     create(&["as-json"]).finish().expect_code(1).expect_error(&["as-json", "jobs stop"]);
     let lonely = paramhub(["run", "-n", "1", "--hubs", "2", "--", "true"]).finish().expect_code(2);
     lonely.expect_error(&["--hub URL"]);

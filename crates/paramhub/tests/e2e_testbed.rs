@@ -266,3 +266,23 @@ fn factors_to_hubs_put_on_hosts_what_the_plan_says() {
     // One host has the layer with four fifths of the fully connected numbers, and answers all of it to three others.
     assert!(wfbp < 1.1 && adam > 1.5, "{wfbp} and {adam} times the mean");
 }
+
+#[test]
+fn designs_of_collectives_exchange_between_hosts() {
+    let Some(testbed) = Testbed::up("--racks 1 --workers 2 --rate 1gbit") else { return };
+    let (enter, hosts) = (testbed.enter(), testbed.hosts(&["r0w0", "r0w1"]));
+    let arguments = ["bench", "designs", "--scale", "64", "--ranks", "2", "--stretch", "0", "--steps", "2"];
+    let more = ["--designs", "depcha,hub", "--rounds", "1", "--order", "last-first", "--json", "out.json"];
+    let on_hosts = ["--hosts", &hosts, "--deployment", "cs", "--enter", &enter];
+    let before = received(&testbed, "r0w1", "eth0");
+    let ended = paramhub(arguments.into_iter().chain(more).chain(on_hosts)).finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let rows = results["ranks"][0]["rows"].as_array().unwrap();
+    let carried = (received(&testbed, "r0w1", "eth0") - before) as f64;
+    // Of two ranks a host receives half of everything from the other and the other half's sums: once for the first values' sake, in
+    // three steps of a turn, and alone.
+    let once = results["setting"]["bytes"].as_f64().unwrap();
+    assert!(carried > 4.0 * once * rows.len() as f64, "{carried} bytes for {} rows of {once}", rows.len());
+    let over_mpi = rows.iter().filter(|row| row["over"] == "mpi").count();
+    assert_eq!(rows.len(), 2 + over_mpi, "{rows:?}");
+}

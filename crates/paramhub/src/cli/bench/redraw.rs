@@ -1,5 +1,5 @@
-//! `paramhub bench plot`: draws results that were written as JSON, by a scenario's run on a testbed, by `bench tenants` or by
-//! trainings.
+//! `paramhub bench plot`: draws results that were written as JSON, by a scenario's run on a testbed, by `bench tenants`, by
+//! `bench designs` or by trainings.
 
 use std::path::{Path, PathBuf};
 
@@ -9,6 +9,7 @@ use serde::Deserialize;
 
 use super::check_destination;
 use super::curves::{Curve, Training, curves};
+use super::designs;
 use super::plot::{Bar, Bars, Heading, Part};
 use super::statistics::{quantile, sorted};
 use crate::cli::{ExitCode, Usage};
@@ -17,8 +18,9 @@ use crate::cli::{ExitCode, Usage};
 ///
 /// What `cargo xtask testbed run --json` writes: each row's time by what a worker's own link takes for the model, which is the
 /// limit of whoever sends each gradient once and receives each parameter once, with the lowest and highest round. And what
-/// `paramhub bench tenants --json` writes: each job's time beside its fair share. And what one or several of `paramhub train
-/// --json` write: what they learnt epoch by epoch, a line each.
+/// `paramhub bench tenants --json` writes: each job's time beside its fair share. What `paramhub bench designs
+/// --json` writes: epochs over numbers of ranks. And what one or several of `paramhub train --json` write: what they learnt epoch by
+/// epoch, a line each.
 #[derive(Args)]
 pub(super) struct PlotFlags {
     /// The results: one file, or those of several trainings
@@ -45,6 +47,11 @@ pub(super) fn redraw(flags: &PlotFlags) -> anyhow::Result<ExitCode> {
             }
             Results::Scenario(scenario) => scenario.bars(),
             Results::Tenants(tenants) => Some(tenants.bars()),
+            Results::Designs(summary) if flags.results.len() == 1 => {
+                summary.groups().write(&flags.svg)?;
+                return Ok(ExitCode::SUCCESS);
+            }
+            Results::Designs(_) => None,
         };
         if flags.results.len() > 1 {
             return Err(Usage(format!("{}: only trainings are drawn together", path.display())).into());
@@ -62,7 +69,7 @@ fn read(path: &Path) -> anyhow::Result<Results> {
     let results = serde_json::from_str(&text);
     Ok(results.map_err(|_| {
         Usage(format!(
-            "{shown} has no results of `testbed run --json`, `bench tenants --json` or `train --json` in it"
+            "{shown} has no results of `testbed run --json`, `bench tenants --json`, `bench designs --json` or `train --json` in it"
         ))
     })?)
 }
@@ -73,6 +80,7 @@ enum Results {
     Training(Training),
     Scenario(Scenario),
     Tenants(Tenants),
+    Designs(designs::Summary),
 }
 
 /// As bench/rack/run writes it.

@@ -1,6 +1,6 @@
 //! How long a step takes where nothing takes time but computation and one collective after the other.
 
-use super::contestant::{Design, KeyOrder};
+use super::contestant::Design;
 use crate::cli::bench::profile::Passes;
 
 /// Steps after which the time of one has settled.
@@ -9,7 +9,8 @@ const SETTLED: usize = 8;
 /// A step, as far as a bound knows it.
 pub(super) struct Model<'a> {
     pub(super) design: Design,
-    pub(super) order: KeyOrder,
+    /// Of the keys.
+    pub(super) order: &'a [usize],
     /// Of each layer, front layers first.
     pub(super) passes: &'a [Passes],
     /// Of each key, its layer.
@@ -49,7 +50,7 @@ impl Model<'_> {
             *end = run.stream;
             match self.design {
                 Design::Hub => arrived = self.by_priority(&gradients),
-                _ => self.order.keys(gradients.len()).for_each(|key| {
+                _ => self.order.iter().for_each(|&key| {
                     arrived[key] = self.exchange(&mut run, gradients[key], self.collectives[key]);
                 }),
             }
@@ -126,12 +127,13 @@ impl Model<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::bench::designs::contestant::KeyOrder;
 
     /// Three layers of one key, which compute for 1 and 2 seconds each.
     const EVEN: [Passes; 3] = [Passes { forward: 1.0, backward: 2.0 }; 3];
 
     fn step(design: Design, order: KeyOrder, collectives: [f64; 3]) -> f64 {
-        let layers = &[0, 1, 2];
+        let (layers, order) = (&[0, 1, 2], &*order.keys(&[1, 1, 2]));
         Model {
             design,
             order,
@@ -173,8 +175,18 @@ mod tests {
     }
 
     #[test]
+    fn with_the_back_sent_before_the_front_both_passes_hide_collectives() {
+        let order = KeyOrder::BackThenFront;
+        // Key 2 beside the backward passes of layers 1 and 0, and key 1 beside the forward pass of layer 0.
+        assert_near(step(Design::DepCha, order, [2.0, 2.0, 4.0]), 12.0);
+        assert_near(step(Design::DepCha, KeyOrder::LastFirst, [2.0, 2.0, 4.0]), 13.0);
+        // Who waits for the sums pushes the next step as late as ever.
+        assert_near(step(Design::Funnel, order, [2.0, 2.0, 4.0]), 13.0);
+    }
+
+    #[test]
     fn a_hub_sends_front_keys_first_whatever_the_order() {
-        for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst] {
+        for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst, KeyOrder::BackThenFront] {
             // The last key, overtaken by both others when their gradients come, is there 2 seconds after the backward pass.
             let late = [1.0, 1.0, 5.0];
             assert_near(step(Design::Hub, order, late), 10.0);
@@ -186,7 +198,7 @@ mod tests {
     #[test]
     fn no_design_is_quicker_than_computation_or_collectives() {
         for design in [Design::Funnel, Design::ConCom, Design::DepCha, Design::Hub] {
-            for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst] {
+            for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst, KeyOrder::BackThenFront] {
                 for collectives in [[0.1, 0.2, 0.3], [3.0, 0.0, 1.0], [9.0, 9.0, 9.0]] {
                     let seconds = step(design, order, collectives);
                     assert!(seconds >= 9.0 - 1e-9 && seconds >= collectives.iter().sum::<f64>() - 1e-9);

@@ -180,8 +180,6 @@ impl Program {
 /// Lines to all processes.
 struct Company {
     casts: Vec<Cast>,
-    /// They end when these are dropped.
-    #[allow(dead_code, reason = "kept for as long as the others need them")]
     hubs: Vec<Line>,
 }
 
@@ -192,6 +190,11 @@ impl Company {
         for line in self.casts.iter_mut().flat_map(|cast| &mut cast.lines) {
             // Nothing comes but the end.
             let _ = line.hear::<Report>();
+        }
+        // The first has the others' manager.
+        for hub in self.hubs.iter_mut().rev() {
+            hub.hang_up();
+            let _ = hub.hear::<Report>();
         }
     }
 }

@@ -4,58 +4,69 @@ use std::path::Path;
 
 use super::conduct::Row;
 use super::contestant::{Carrier, Contestant, Design, KeyOrder};
-use super::report::{Line, Summary};
+use super::report::{Line, OfRanks, Setting, Summary};
 use super::timeline::{self, COLOURS};
 use crate::cli::bench::plot::{Column, Group, GroupPanel, Groups, Heading, Panel, Timelines};
 
 /// In the order of colours.
 const DESIGNS: [Design; 4] = [Design::Funnel, Design::ConCom, Design::DepCha, Design::Hub];
 
-/// Epoch times over ranks: a panel for each carrier and order, a bar for each design.
-pub(super) fn epochs(summary: &Summary) -> Groups {
-    let mut panels: Vec<(Option<Carrier>, KeyOrder)> = Vec::new();
-    for line in summary.ranks.iter().flat_map(|of| &of.rows) {
-        let panel = (line.over, line.order);
-        if !panels.contains(&panel) && line.design != Design::Hub {
-            panels.push(panel);
+impl Summary {
+    /// Epoch times over ranks: a panel for each carrier and order, a bar for each design.
+    pub(in crate::cli::bench) fn groups(&self) -> Groups {
+        let lines = || self.ranks.iter().flat_map(|of| &of.rows);
+        let has_collectives = lines().any(|line| line.over.is_some());
+        let mut panels: Vec<(Option<Carrier>, KeyOrder)> = Vec::new();
+        for line in lines().filter(|line| line.over.is_some() || !has_collectives) {
+            if !panels.contains(&(line.over, line.order)) {
+                panels.push((line.over, line.order));
+            }
         }
-    }
-    if panels.is_empty() {
-        panels =
-            summary.ranks.iter().flat_map(|of| &of.rows).map(|line| (None, line.order)).take(1).collect();
-    }
-    let setting = &summary.setting;
-    let panels = panels.into_iter().map(|(over, order)| {
-        let belongs = |line: &&Line| line.order == order && (line.over == over || line.design == Design::Hub);
-        let groups = summary.ranks.iter().map(|of| {
-            let columns = DESIGNS.iter().enumerate().filter_map(|(series, &design)| {
-                let line = of.rows.iter().find(|line| belongs(line) && line.design == design)?;
-                Some(Column {
-                    series,
-                    height: line.epoch_seconds,
-                    range: (line.epoch_lowest, line.epoch_highest),
-                    mark: line.epoch_bound_seconds,
-                })
+        // By carriers, as they came.
+        panels.sort_by_key(|(over, _)| lines().position(|line| line.over == *over));
+        let mut ranks: Vec<&OfRanks> = self.ranks.iter().collect();
+        ranks.sort_by_key(|of| of.ranks);
+        let panels = panels.into_iter().map(|(over, order)| {
+            let groups = ranks.iter().map(|of| {
+                let bars = DESIGNS.iter().enumerate().filter_map(|(series, &design)| {
+                    let belongs = |line: &&Line| line.over == over || design == Design::Hub;
+                    let mut of_design =
+                        of.rows.iter().filter(|line| line.design == design && line.order == order);
+                    let line = of_design.find(belongs)?;
+                    Some(Column {
+                        series,
+                        height: line.epoch_seconds,
+                        range: (line.epoch_lowest, line.epoch_highest),
+                        mark: line.epoch_bound_seconds,
+                    })
+                });
+                Group { name: format!("{} ranks", of.ranks), bars: bars.collect() }
             });
-            Group { name: format!("{} ranks", of.ranks), bars: columns.collect() }
+            let over = over.map_or_else(String::new, |over| format!("over {}, ", over.label()));
+            GroupPanel { title: format!("{over}keys {}", order.label()), groups: groups.collect() }
         });
-        let over = over.map_or("the hub", Carrier::label);
-        let title = format!("over {over}, keys {}", order.label());
-        GroupPanel { title, groups: groups.collect() }
-    });
-    let panels = panels.collect();
-    Groups {
-        heading: Heading {
-            title: format!("{}: seconds of an epoch", setting.model),
-            notes: vec![format!(
-                "{} examples, batch {} a rank; medians of {} turns of {} steps, lowest and highest",
-                setting.epoch_examples, setting.batch, setting.rounds, setting.steps
-            )],
-        },
-        y_label: "seconds".into(),
-        series: DESIGNS.map(|design| design.store().to_string()).into(),
-        mark: "if only computation and one collective after the other took time".into(),
-        panels,
+        let panels = panels.collect();
+        let setting = &self.setting;
+        let stretch = self.ranks.first().map_or(1.0, |of| of.stretch);
+        let scaled = match (setting.scale, stretch) {
+            (1, 1.0) => String::new(),
+            (scale, stretch) => {
+                format!("; bytes and times divided by {scale}, computation multiplied by {stretch:.1}")
+            }
+        };
+        let Setting { epoch_examples, batch, rounds, steps, .. } = setting;
+        Groups {
+            heading: Heading {
+                title: format!("{}: seconds of an epoch", setting.model),
+                notes: vec![format!(
+                    "{epoch_examples} examples, batch {batch} a rank; medians of {rounds} turns of {steps} steps, lowest and highest{scaled}"
+                )],
+            },
+            y_label: "seconds".into(),
+            series: DESIGNS.map(|design| design.store().to_string()).into(),
+            mark: "if only computation and one collective after the other took time".into(),
+            panels,
+        }
     }
 }
 

@@ -42,7 +42,8 @@ use contestant::{Carrier, Contestant, Design, KeyOrder};
 pub(super) use mpi::rank_of_mpi;
 pub(super) use part::{Cue, Heard};
 use part::{Part, Score, ScoreLayer, Work};
-use report::{OfRanks, Setting, Summary};
+pub(super) use report::Summary;
+use report::{OfRanks, Setting};
 pub(super) use stage::appear;
 
 /// Compare how collectives are embedded in a dependency engine: funnel, concom, depcha, and a hub beside them
@@ -80,7 +81,7 @@ pub(super) struct DesignsCommand {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "native,mpi")]
     over: Vec<Carrier>,
     /// In which order a step pushes its keys
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "front-first,last-first")]
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "front-first,last-first,back-then-front")]
     order: Vec<KeyOrder>,
     /// Of concom: keys between two barriers, and communicators
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = value_parser!(u16).range(1..=64))]
@@ -199,7 +200,7 @@ impl DesignsCommand {
             write_json(&summary, path)?;
         }
         if let Some(path) = &self.svg {
-            figure::epochs(&summary).write(path)?;
+            summary.groups().write(path)?;
         }
         Ok(ExitCode::SUCCESS)
     }

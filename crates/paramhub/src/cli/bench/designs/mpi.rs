@@ -59,6 +59,9 @@ pub(super) fn command(part: &Part, sites: &[Site], socket: &Path, seat: usize) -
     if !sites.is_empty() {
         let slots = sites.iter().map(|site| format!("{}:{}", site.address, site.ranks));
         command.args(["--host", &slots.collect::<Vec<_>>().join(",")]);
+        let folder = socket.with_file_name(part.contestant.slug());
+        std::fs::create_dir(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        command.env("TMPDIR", folder);
         command.env("OMPI_MCA_plm_rsh_agent", format!("sh {}", agent(sites, socket)?.display()));
     }
     command
@@ -82,7 +85,10 @@ pub(super) fn command(part: &Part, sites: &[Site], socket: &Path, seat: usize) -
 
 /// A script beside the socket that does for OpenMPI what ssh does elsewhere: it runs a command where an address is.
 fn agent(sites: &[Site], socket: &Path) -> anyhow::Result<PathBuf> {
-    let mut script = "site=$1\nshift\ncase $site in\n".to_owned();
+    // Daemons of one machine would take each other's files for their own.
+    let mut script =
+        "site=$1\nshift\nTMPDIR=$TMPDIR/$site\nexport TMPDIR\nmkdir -p \"$TMPDIR\"\ncase $site in\n"
+            .to_owned();
     for site in sites {
         let words = site.enter.iter().map(|word| format!("'{}' ", word.replace('\'', "'\\''")));
         script += &format!("{}) exec {}sh -c \"$*\" ;;\n", site.address, words.collect::<String>());
@@ -121,6 +127,7 @@ mod tests {
         let agent = agent(&sites, &folder.path().join("launcher")).unwrap();
         let run = |address: &str| {
             Command::new("sh")
+                .env("TMPDIR", folder.path())
                 .arg(&agent)
                 .args([address, "echo", "\"on $HOST\";", "exit", "3"])
                 .output()

@@ -15,10 +15,10 @@ use super::part::{Alone, Cue, Heard, Performed, Score};
 use super::stage::Stage;
 use super::step::{Step, Updater};
 use super::timeline::{Ran, Timeline};
+use crate::Dtype;
 use crate::cli::bench::numbers::{self, Verdict};
 use crate::cli::bench::spec::{Line, Order, Report};
 use crate::cli::bench::usage;
-use crate::{Codec, Dtype};
 
 /// Barriers of which one takes the mean.
 const BARRIERS: u32 = 10;
@@ -163,17 +163,15 @@ impl<'a> Player<'a> {
             let share = |&bytes: &usize| seconds * bytes as f64 / all.max(1) as f64;
             return Ok(Alone { keys: bytes.iter().map(share).collect(), barrier: 0.0 });
         };
-        let mut memory = vec![0.0_f32; bytes.iter().sum::<usize>() / Codec::F32.bytes()];
         let mut keys = vec![0.0; bytes.len()];
         std::thread::sleep(start.saturating_sub(usage::monotonic()));
         spare.barrier()?;
-        let mut rest = bytemuck::cast_slice_mut(&mut memory);
-        for number in KeyOrder::LastFirst.keys(bytes.len()) {
-            let (values, behind) = rest.split_at_mut(bytes[number]);
+        // In memory that has been used before and that the next turn fills.
+        for number in KeyOrder::LastFirst.keys(&bytes) {
+            let PlayedKey { key, sum, .. } = &self.keys[number];
             let began = Instant::now();
-            spare.allreduce(&self.keys[number].key.to_string(), values, Dtype::F32)?;
+            sum.write(|values| spare.allreduce(&key.to_string(), values, Dtype::F32))?;
             keys[number] = began.elapsed().as_secs_f64();
-            rest = behind;
         }
         let began = Instant::now();
         (0..BARRIERS).try_for_each(|_| spare.barrier())?;

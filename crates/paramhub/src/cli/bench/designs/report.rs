@@ -1,7 +1,7 @@
 //! What the designs come to, as a table and as JSON.
 
 use comfy_table::{Table, presets};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::bound::Model;
 use super::conduct::{Measured, Row};
@@ -13,7 +13,7 @@ use crate::cli::bench::rounds::median;
 use crate::cli::bench::statistics::{mean, quantile, sorted};
 
 /// What a result depends on, beside the machine.
-#[derive(Clone, Serialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Setting {
     pub(super) model: String,
     pub(super) batch: u64,
@@ -32,15 +32,15 @@ pub(super) struct Setting {
 }
 
 /// Written with `--json`. Seconds are of a step, but for an epoch's.
-#[derive(Serialize)]
-pub(super) struct Summary {
+#[derive(Serialize, Deserialize)]
+pub(in crate::cli::bench) struct Summary {
     pub(super) setting: Setting,
     pub(super) ranks: Vec<OfRanks>,
-    version: &'static str,
+    version: String,
 }
 
 /// So many ranks.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 pub(super) struct OfRanks {
     pub(super) ranks: u32,
     /// Times the score's.
@@ -50,7 +50,7 @@ pub(super) struct OfRanks {
 }
 
 /// A contestant in one order of keys.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 pub(super) struct Line {
     pub(super) design: Design,
     pub(super) over: Option<Carrier>,
@@ -79,7 +79,7 @@ pub(super) struct Line {
 
 impl Summary {
     pub(super) fn new(setting: Setting) -> Summary {
-        Summary { setting, ranks: Vec::new(), version: env!("CARGO_PKG_VERSION") }
+        Summary { setting, ranks: Vec::new(), version: env!("CARGO_PKG_VERSION").to_owned() }
     }
 }
 
@@ -193,6 +193,9 @@ fn bound(
         layer.keys.iter().for_each(|&key| layers[key as usize] = number);
     }
     let (collectives, barrier) = (&alone.keys, alone.barrier);
+    let bytes: Vec<usize> =
+        score.keys.keys().iter().map(|key| key.elements().unwrap_or(0) as usize).collect();
+    let order = &order.keys(&bytes);
     Model { design, order, passes, layers: &layers, collectives, barrier, outstanding }.step_seconds()
 }
 

@@ -97,22 +97,25 @@ impl Step<'_> {
     fn push_exchange(&self) -> Result<(), StoreError> {
         let (store, keys) = (&self.player.stage.store, &self.player.keys);
         let is_apart = store.kind() == StoreKind::DepCha;
-        for at in self.order.keys(keys.len()) {
-            store.push(&keys[at].key, std::slice::from_ref(&keys[at].gradient), self.priority(at))?;
+        let bytes: Vec<usize> = keys.iter().map(|key| key.sum.bytes()).collect();
+        let order = self.order.keys(&bytes);
+        for (place, &at) in (0..).zip(&order) {
+            // Copies go in the order of the pushes.
+            store.push(&keys[at].key, std::slice::from_ref(&keys[at].gradient), -place)?;
             if !is_apart {
-                self.push_pull(at)?;
+                self.push_pull(at, -place)?;
             }
         }
-        for at in self.order.keys(keys.len()).filter(|_| is_apart) {
-            self.push_pull(at)?;
+        for (place, at) in (0..).zip(order).filter(|_| is_apart) {
+            self.push_pull(at, -place)?;
         }
         Ok(())
     }
 
-    fn push_pull(&self, at: usize) -> Result<(), StoreError> {
+    fn push_pull(&self, at: usize, priority: i32) -> Result<(), StoreError> {
         let key = &self.player.keys[at];
         let store = &self.player.stage.store;
-        store.pull(&key.key, std::slice::from_ref(&key.sum), self.priority(at))?;
+        store.pull(&key.key, std::slice::from_ref(&key.sum), priority)?;
         let meter = Arc::clone(self.meter);
         // Of its own, as the update waits for the thread that computes.
         store
@@ -158,13 +161,5 @@ impl Step<'_> {
 
     fn keys_of(&self, layer: usize) -> impl Iterator<Item = &PlayedKey> {
         self.player.score.layers[layer].keys.iter().map(|&key| &self.player.keys[key as usize])
-    }
-
-    /// Copies go in the order of the pushes.
-    fn priority(&self, at: usize) -> i32 {
-        match self.order {
-            KeyOrder::FrontFirst => -(at as i32),
-            KeyOrder::LastFirst => at as i32,
-        }
     }
 }

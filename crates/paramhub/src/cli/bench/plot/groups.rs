@@ -12,8 +12,8 @@ use super::{
 };
 
 /// Of a panel: its bars, and its title above and labels below them.
-const BARS: i32 = 220;
-const ABOVE: i32 = 56;
+const BARS: i32 = 150;
+const ABOVE: i32 = 52;
 const BELOW: i32 = 40;
 /// Of a group's room, what its bars leave to the next one.
 const GAP_SHARE: f64 = 0.25;
