@@ -10,7 +10,7 @@ const ORDERS: [&str; 3] = ["front-first", "last-first", "back-then-front"];
 #[test]
 fn designs_of_collectives_are_played_beside_a_hub_and_their_timelines_written() {
     let arguments = ["bench", "designs", "--model", "inception-bn", "--scale", "1024", "--ranks", "3,2"];
-    let more = ["--over", "native", "--steps", "2", "--rounds", "2", "--share", "0.5"];
+    let more = ["--over", "native", "--steps", "2", "--rounds", "1", "--stretch", "100"];
     let written = ["--json", "out.json", "--svg", "out.svg", "--trace", "trace"];
     let ended = paramhub(arguments.into_iter().chain(more).chain(written)).finish().expect_code(0);
     let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
@@ -71,6 +71,30 @@ fn designs_of_collectives_are_played_beside_a_hub_and_their_timelines_written() 
 }
 
 #[test]
+fn computation_is_stretched_to_a_share_of_the_collectives() {
+    let arguments =
+        ["bench", "designs", "--scale", "1024", "--ranks", "2", "--over", "native", "--share", "4"];
+    let more = [
+        "--designs",
+        "depcha",
+        "--order",
+        "last-first",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--json",
+        "out.json",
+    ];
+    let ended = paramhub(arguments.into_iter().chain(more)).finish().expect_code(0);
+    let results: Value = serde_json::from_slice(&ended.read("out.json")).expect("valid JSON");
+    let of = &results["ranks"][0];
+    let [stretch, compute] = ["stretch", "compute_seconds"].map(|name| of[name].as_f64().unwrap());
+    let unstretched = 32.0 / 350.7 / 1024.0;
+    assert!(stretch > 0.0 && (compute / (stretch * unstretched) - 1.0).abs() < 0.01, "{of}");
+}
+
+#[test]
 fn a_network_learns_by_every_design_to_the_same_loss() {
     let arguments =
         ["bench", "designs", "--train", "lenet", "--ranks", "2", "--over", "native", "--batch", "32"];
@@ -93,9 +117,10 @@ fn designs_that_cannot_be_compared_are_refused() {
     let bench = |flags: &[&str]| {
         paramhub(["bench", "designs"].into_iter().chain(flags.iter().copied())).finish().expect_code(2)
     };
-    bench(&["--scale", "8"]).expect_error(&["it takes a square"]);
-    bench(&["--share", "0"]).expect_error(&["computation cannot be so long"]);
-    bench(&["--model", "transformer-1.1b"]).expect_error(&["give their times with --profile"]);
+    bench(&["--over", "native", "--scale", "8"]).expect_error(&["it takes a square"]);
+    bench(&["--over", "native", "--share", "0"]).expect_error(&["computation cannot be so long"]);
+    bench(&["--over", "native", "--model", "transformer-1.1b"])
+        .expect_error(&["give their times with --profile"]);
     for (flags, part) in [
         (&["--ranks", "1"][..], "--ranks"),
         (&["--train", "lenet", "--stretch", "2"], "cannot be used with"),

@@ -27,8 +27,8 @@ static NEEDED: [SystemProgram; 3] = [
 
 /// Of the whole workspace, so that all that has been built without the feature is built once.
 const FEATURES: [&str; 3] = ["--workspace", "--features", "paramhub/mpi,paramhub-mpi/mpi"];
-/// What cannot be tested without it.
-const TESTS: [&str; 4] = ["--test", "mpi", "--test", "e2e_mpi"];
+/// What has tests that need it.
+const TESTS: [&str; 6] = ["--test", "mpi", "--test", "e2e_mpi", "--test", "e2e_bench_designs"];
 
 pub(crate) fn check() -> Result<(), Failure> {
     NEEDED.iter().try_for_each(SystemProgram::ensure)?;
