@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::net::TcpStream;
 use std::time::Duration;
 
 use common::rails::{Rails, WORKERS};
@@ -125,6 +126,11 @@ fn a_hubs_interface_that_goes_down_is_named_to_everybody() {
     assert!(refused.contains("interface eth1 (10.77.9.100) is down"), "{refused}");
     rails.switch_hub("eth1", "up");
     wait_until("the hub sees it again", || hub.stderr().contains("eth1 (10.77.9.100:7771) is back"));
+    // The kernel's neighbours may take longer to find one another.
+    for rank in 0..WORKERS {
+        let is_reached = || rails.worker(rank).within(|| TcpStream::connect("10.77.9.100:7771").is_ok());
+        wait_until("workers reach it again", is_reached);
+    }
     for worker in job(&rails, "after", &[], &["--steps", "5"]) {
         worker.finish().expect_code(0);
     }

@@ -1,6 +1,8 @@
 //! Keys quantised to one or two bits, both ways: the numbers are those of the kernels, all ranks have the same, and what
 //! cannot be quantised is refused with its reason.
 
+use std::sync::Barrier;
+
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::consistency::Consistency;
@@ -289,12 +291,15 @@ fn a_gradient_that_is_not_finite_fails_its_job_by_name() {
     let settings = Settings { codec: Some(Codec::OneBit), ..Settings::new(mixed()) };
     beside_a_running_job(&cluster, || {
         let told = cluster.job("diverged", 2);
+        // A rank that is still dialling hears of the end otherwise.
+        let both_are_in = Barrier::new(2);
         let told = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..2)
                 .map(|rank| {
-                    let (told, settings) = (&told, &settings);
+                    let (told, settings, both_are_in) = (&told, &settings, &both_are_in);
                     scope.spawn(move || {
                         let job = told.join(rank, settings.clone()).unwrap();
+                        both_are_in.wait();
                         let mut gradient = vec![0.5_f32; 300 * 67];
                         if rank == 1 {
                             gradient[9000] = f32::NAN;
