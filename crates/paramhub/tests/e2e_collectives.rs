@@ -4,7 +4,7 @@ mod common;
 
 use common::{Finished, is_alive, paramhub, rank_of, wait_until, workers_of};
 use paramhub::service::JobState;
-use paramhub::{Manager, ManagerClient, ManagerConfig};
+use paramhub::{Manager, ManagerClient, ManagerConfig, RunningManager};
 use rustix::process::{Pid, Signal, kill_process};
 
 const DESIGNS: [&str; 3] = ["funnel", "concom", "depcha"];
@@ -31,6 +31,14 @@ fn results(ended: &Finished, workers: usize) -> serde_json::Value {
     assert_eq!(results["max_parameter_difference"], 0.0, "{results}");
     assert_eq!(results["workers"].as_array().unwrap().len(), workers, "{results}");
     results
+}
+
+/// A connection manager that no hub has joined.
+fn manager() -> (RunningManager, ManagerClient) {
+    let listen = "127.0.0.1:0".parse().unwrap();
+    let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
+    let client = ManagerClient::new(&manager.url(), None).unwrap();
+    (manager, client)
 }
 
 #[test]
@@ -122,9 +130,7 @@ fn ranks_of_another_launcher_train_together_by_one_word() {
 
 #[test]
 fn a_job_without_hubs_is_listed_and_finishes() {
-    let listen = "127.0.0.1:0".parse().unwrap();
-    let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
-    let client = ManagerClient::new(&manager.url(), None).unwrap();
+    let (manager, client) = manager();
     let url = manager.url();
     let common = [
         "train",
@@ -165,9 +171,7 @@ fn a_killed_worker_ends_the_training_with_its_name() {
 
 #[test]
 fn a_stopped_job_ends_at_every_worker_with_the_reason() {
-    let listen = "127.0.0.1:0".parse().unwrap();
-    let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
-    let client = ManagerClient::new(&manager.url(), None).unwrap();
+    let (manager, client) = manager();
     let url = manager.url();
     let common = [
         "train",
