@@ -19,7 +19,7 @@ use super::spec::{self, WorkerReport};
 use super::venue::Venue;
 use super::world::World;
 use super::{gather, parameters};
-use crate::cli::{ExitCode, Usage};
+use crate::cli::{ExitCode, Usage, checkpoints};
 use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::launch::this_program;
 use crate::service::ServiceCreated;
@@ -51,6 +51,7 @@ struct Place {
 pub(super) fn become_rank(config: &Config, world: World) -> anyhow::Result<ExitCode> {
     let section = &config.train;
     check(section, world)?;
+    checkpoints::check(config.url.is_some(), section.checkpoints.as_deref())?;
     spec::check_destinations(section)?;
     let part = Part { world, url: config.url.clone(), train: section.clone() };
     let mut command = this_program().context("cannot find this program's own file")?;
@@ -66,26 +67,17 @@ pub(super) fn become_rank(config: &Config, world: World) -> anyhow::Result<ExitC
 
 /// Refuses what is the launcher's to say.
 fn check(section: &TrainSection, world: World) -> Result<(), Usage> {
-    let (launcher, defaults) = (world.launcher(), TrainSection::default());
+    let launcher = world.launcher();
     if section.exchange == ExchangeKind::Local {
         return Err(Usage(format!("--exchange local is one process: start it without `{launcher}`")));
     }
     if section.workers.is_some() {
         return Err(Usage(format!("--workers is for `{launcher}` to say here, with -n: leave it out")));
     }
-    let of_the_job = [
-        ("--name", section.name.is_some()),
-        ("--hubs", section.hubs.is_some()),
-        ("--deployment", section.deployment.is_some()),
-        ("--cores", section.cores != defaults.cores),
-        ("--reduction", section.reduction != defaults.reduction),
-        ("--stragglers", section.stragglers != defaults.stragglers),
-        ("--on-interface-down", section.on_interface_down != defaults.on_interface_down),
-        ("--checkpoints", section.checkpoints.is_some()),
-        ("--checkpoint-every", section.checkpoint_every.is_some()),
-        ("--resume", section.resume.is_some()),
-    ];
-    match of_the_job.into_iter().find_map(|(flag, is_given)| is_given.then_some(flag)) {
+    let of_the_venue =
+        [("--name", section.name.is_some()), ("--cores", section.cores != TrainSection::default().cores)];
+    let mut of_the_launcher = spec::of_the_job(section).into_iter().chain(of_the_venue);
+    match of_the_launcher.find_map(|(flag, is_given)| is_given.then_some(flag)) {
         Some(flag) if world == World::Run => {
             Err(Usage(format!("{flag} is the job's, which `paramhub run` has created: give it to that")))
         }

@@ -174,24 +174,32 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses what only a hub does where none exchanges, and what only collectives know where none are.
-fn check_exchange(section: &TrainSection) -> Result<(), String> {
+/// What a job at hubs is created with, and whether it was asked for.
+pub(super) fn of_the_job(section: &TrainSection) -> [(&'static str, bool); 8] {
     let defaults = TrainSection::default();
-    let exchange = section.exchange;
-    let of_a_hub = [
+    [
         ("--checkpoints", section.checkpoints.is_some()),
         ("--checkpoint-every", section.checkpoint_every.is_some()),
         ("--resume", section.resume.is_some()),
-        ("--consistency", section.consistency != defaults.consistency),
-        ("--scheme", section.scheme != defaults.scheme),
-        ("--codec", section.codec != defaults.codec),
         ("--stragglers", section.stragglers != defaults.stragglers),
         ("--reduction", section.reduction != defaults.reduction),
         ("--on-interface-down", section.on_interface_down != defaults.on_interface_down),
         ("--deployment", section.deployment.is_some()),
         ("--hubs", section.hubs.is_some()),
+    ]
+}
+
+/// Refuses what only a hub does where none exchanges, and what only collectives know where none are.
+fn check_exchange(section: &TrainSection) -> Result<(), String> {
+    let defaults = TrainSection::default();
+    let exchange = section.exchange;
+    let of_its_workers = [
+        ("--consistency", section.consistency != defaults.consistency),
+        ("--scheme", section.scheme != defaults.scheme),
+        ("--codec", section.codec != defaults.codec),
     ];
-    let asked = of_a_hub.into_iter().find_map(|(flag, is_asked)| is_asked.then_some(flag));
+    let mut of_a_hub = of_the_job(section).into_iter().chain(of_its_workers);
+    let asked = of_a_hub.find_map(|(flag, is_asked)| is_asked.then_some(flag));
     if let Some(flag) = asked.filter(|_| exchange != ExchangeKind::Hub) {
         return Err(format!("{flag} is a hub's: it needs --exchange hub, not {exchange}"));
     }
