@@ -1,6 +1,20 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use thiserror::Error;
+
+/// The environment variable that names the widest instruction set kernels may use: `baseline`, `avx2` or `avx512`.
+///
+/// It is for tests and comparisons: it makes this processor compute with the kernels that a lesser one would take.
+pub const ISA_VARIABLE: &str = "PARAMHUB_ISA";
+
+/// [`ISA_VARIABLE`] names no instruction set.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "PARAMHUB_ISA is `{0}`: set it to baseline, avx2 or avx512, or leave it out to use the widest set of this processor"
+)]
+pub struct UnknownIsa(String);
+
 /// An instruction set that this CPU has, so that a value of this type is the proof that a kernel body
 /// compiled for it may run.
 ///
@@ -10,7 +24,7 @@ use std::sync::OnceLock;
 pub struct Isa(Body);
 
 /// The bodies each kernel is compiled to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Body {
     /// Whatever the compilation target guarantees: SSE2 on x86-64, NEON on AArch64.
     Baseline,
@@ -23,10 +37,42 @@ pub(crate) enum Body {
 }
 
 impl Isa {
-    /// The widest set of this CPU, looked up once per process.
+    /// The widest set of this CPU that [`ISA_VARIABLE`] permits, looked up once per process.
+    ///
+    /// A value of the variable that names no set has no effect here; programs check it with [`check_environment`](Self::check_environment).
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().last().unwrap_or(Self::baseline()))
+        *BEST.get_or_init(|| {
+            let value = std::env::var(ISA_VARIABLE).unwrap_or_default();
+            Self::widest(Self::limit(&value).unwrap_or_default())
+        })
+    }
+
+    /// Whether [`ISA_VARIABLE`], if it is set, names an instruction set.
+    pub fn check_environment() -> Result<(), UnknownIsa> {
+        let value = std::env::var_os(ISA_VARIABLE).unwrap_or_default();
+        Self::limit(&value.to_string_lossy()).map(drop)
+    }
+
+    /// The widest set that is not wider than `limit`.
+    fn widest(limit: Option<Body>) -> Self {
+        let permitted = |isa: &Self| limit.is_none_or(|limit| isa.0 <= limit);
+        Self::available().filter(permitted).last().unwrap_or(Self::baseline())
+    }
+
+    /// The limit that a value of [`ISA_VARIABLE`] sets; an empty one sets none. Every name is known on every processor.
+    fn limit(value: &str) -> Result<Option<Body>, UnknownIsa> {
+        Ok(Some(match value {
+            "" => return Ok(None),
+            "baseline" => Body::Baseline,
+            #[cfg(target_arch = "x86_64")]
+            "avx2" => Body::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            "avx512" => Body::Avx512,
+            #[cfg(not(target_arch = "x86_64"))]
+            "avx2" | "avx512" => Body::Baseline,
+            other => return Err(UnknownIsa(other.to_owned())),
+        }))
     }
 
     /// What the compilation target guarantees; every CPU has it.
@@ -124,9 +170,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn baseline_comes_first_and_best_last() {
+    fn baseline_comes_first_and_the_widest_last() {
         let all: Vec<Isa> = Isa::available().collect();
         assert_eq!(all.first(), Some(&Isa::baseline()));
-        assert_eq!(all.last(), Some(&Isa::best()));
+        assert_eq!(all.last(), Some(&Isa::widest(None)));
+    }
+
+    #[test]
+    fn the_environment_limits_the_set_and_wrong_names_are_refused() {
+        assert_eq!(Isa::limit("").unwrap(), None);
+        for (name, most) in [("baseline", 1), ("avx2", 2), ("avx512", 3)] {
+            let limit = Isa::limit(name).unwrap();
+            let available = Isa::available().take(most).last();
+            assert_eq!(Some(Isa::widest(limit)), available, "{name}");
+        }
+        let refused = Isa::limit("avx1024").unwrap_err().to_string();
+        assert!(refused.contains("`avx1024`") && refused.contains("baseline, avx2 or avx512"), "{refused}");
     }
 }

@@ -58,7 +58,7 @@ pub mod squares;
 pub mod sum;
 
 pub use aggregate::{Aggregator, Sum, TILE_ELEMENTS};
-pub use dispatch::Isa;
+pub use dispatch::{ISA_VARIABLE, Isa, UnknownIsa};
 pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided, mean_factor};
 pub use registry::{Registry, RegistryError};
 

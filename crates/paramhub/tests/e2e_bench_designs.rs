@@ -39,7 +39,11 @@ fn designs_of_collectives_are_played_beside_a_hub_and_their_timelines_written() 
         let bound = |row: usize| rows[row]["bound_seconds"].as_f64().unwrap();
         let alone = rows[0]["alone_seconds"].as_f64().unwrap();
         assert!((bound(0) - compute - alone).abs() < 1e-6 * bound(0), "{}", rows[0]);
-        assert!((6..9).all(|depcha| bound(depcha) < bound(0)), "depcha's");
+        // A chain hides something of its own collectives, however long they took when they were measured.
+        for row in &rows[6..9] {
+            let sum = compute + row["alone_seconds"].as_f64().unwrap();
+            assert!(row["bound_seconds"].as_f64().unwrap() < sum, "{row}");
+        }
         assert_eq!(rows[0]["against_front_first"], 1.0);
     }
     let drawn = String::from_utf8(ended.read("out.svg")).unwrap();

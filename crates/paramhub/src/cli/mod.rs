@@ -22,6 +22,8 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
+use paramhub_kernels::Isa;
+
 use crate::ManagerClient;
 use crate::config::{self, Config, Secret};
 pub use exit::ExitCode;
@@ -156,6 +158,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
 }
 
 fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
+    Isa::check_environment().map_err(|error| Usage(error.to_string()))?;
     let common = cli.common;
     let mut config = match &cli.verb {
         // Started by us, with all they need.

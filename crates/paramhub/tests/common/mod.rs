@@ -4,6 +4,7 @@
 pub mod cluster;
 pub mod hosts;
 pub mod namespace;
+pub mod parameters;
 pub mod rails;
 pub mod testbed;
 
@@ -69,7 +70,8 @@ pub fn program<'a>(path: &Path, arguments: impl IntoIterator<Item = &'a str>) ->
     let mut command = Command::new(path);
     command.args(arguments).current_dir(folder.path());
     for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("PARAMHUB_") {
+        // PARAMHUB_ISA stays: a run of all tests can be made to compute as a lesser processor would.
+        if name.to_string_lossy().starts_with("PARAMHUB_") && name != "PARAMHUB_ISA" {
             command.env_remove(name);
         }
     }
