@@ -184,6 +184,7 @@ class HubOptimizer(torch.optim.Optimizer):
         Raises MisuseError where a parameter has no gradient, or where gradients or numbers of ``param_groups`` were changed
         after they had left, and JobFailedError if the job has failed.
         """
+        self._world.check_process_group()
         loss = None
         if closure is not None:
             with torch.enable_grad():
