@@ -3,7 +3,7 @@
     pip install accelerate
     torchrun --nproc-per-node 4 examples/pytorch/accelerate_digits.py
 
-Without a hub at PARAMHUB_URL rank 0 runs one.
+Without a hub at PARAMHUB_URL rank 0 runs one, and of several hosts each has one.
 """
 
 import argparse
