@@ -15,13 +15,15 @@ from paramhub.torch._launched import Launched
 from paramhub.torch._meeting import address_of, exchange_text
 
 
-def located(place: Launched, store: dist.Store, timeout: float) -> tuple[Launched, int]:
-    """The place with what it lacks about this rank's host, and how many hosts there are. Unless the launcher says that all
-    ranks are on one host they tell one another where they are: not every launcher knows, and of two that were started on one
-    host each knows of its own ranks alone."""
+def located(place: Launched, store: dist.Store, timeout: float) -> tuple[Launched, list[int]]:
+    """The place with what it lacks about this rank's host, and by rank the first rank of each one's host.
+
+    Unless the launcher says that all ranks are on one host they tell one another where they are: not every launcher knows, and
+    of two that were started on one host each knows of its own ranks alone.
+    """
     place = replace(place, master=place.master or address_of(store))
     if place.is_on_one_host:
-        return place, 1
+        return place, [0] * place.size
     hosts = exchange_text(
         store,
         "hosts",
@@ -31,7 +33,7 @@ def located(place: Launched, store: dist.Store, timeout: float) -> tuple[Launche
         timeout,
         "can they all reach where the ranks meet?",
     )
-    return place.among(hosts), len(set(hosts))
+    return place.among(hosts), [hosts.index(host) for host in hosts]
 
 
 def reachable_address(place: Launched) -> str:

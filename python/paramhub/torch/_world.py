@@ -24,7 +24,6 @@ from paramhub.torch import trace
 from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._hosts import (
     deployment_of,
-    host_name,
     is_own_address,
     located,
     own_address_toward,
@@ -73,7 +72,9 @@ class World:
         """``is_apart`` where these ranks were given as others than those of torch.distributed's process group."""
         self._is_apart = is_apart
         self._store = store
-        place, self.hosts = located(place, store, options.timeout)
+        place, first_ranks = located(place, store, options.timeout)
+        self.hosts = len(set(first_ranks))
+        self._first_rank = first_ranks[place.rank]
         assert place.local_rank is not None and place.local_size is not None
         self.rank = place.rank
         self.size = place.size
@@ -95,7 +96,7 @@ class World:
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
         self.hub, traced = self._meet_hub(url, place)
-        self.host = f"{self.hub.run}/{host_name()}"
+        self.host = _named(self.hub.run, self._first_rank)
         self._start_host_hub()
         if traced is not None:
             self._trace(**traced)
@@ -152,7 +153,7 @@ class World:
             self._hub = Hub(
                 listen=[with_port(address, 0)],
                 manager=with_port(address, 0),
-                rack=f"{run}/{host_name()}" if deployment == "cs" else None,
+                rack=_named(run, 0) if deployment == "cs" else None,
                 cores=cores,
                 admin_token=token,
             )
@@ -175,7 +176,7 @@ class World:
         self._sums_by_host = bool(wanted)
         if (
             not wanted
-            or self.local_rank != 0
+            or self.rank != self._first_rank
             or self._hub is not None
             or (self.local_size == 1 and not is_peer)
         ):
@@ -610,6 +611,11 @@ def _script_name() -> str:
 
 def say(line: str) -> None:
     print(f"paramhub: {line}", file=sys.stderr, flush=True)
+
+
+def _named(run: str, first_rank: int) -> str:
+    """A host by its first rank, which has the hub: errors about this hub then say whose process to look at."""
+    return f"{run}/host-of-rank-{first_rank}"
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,25 @@ for step in range(3):
     optimizer.step()
 total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 sys.stdout.write(f"rank {rank} ends with {total!r} by {optimizer.schemes['0'][0]}\\n")
+"""
+DIES = """
+import os, signal, sys
+import torch
+import paramhub
+import paramhub.torch as hub_torch
+
+hub_torch.init()
+model = torch.nn.Linear(200, 300)
+optimizer = hub_torch.HubOptimizer(model, paramhub.SGD(lr=0.05))
+try:
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+        if step == 10 and hub_torch.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except paramhub.JobFailedError as error:
+    sys.stdout.write(f"told: {error}\\n")
 """
 REPOSITORY = Path(__file__).resolve().parents[3]
 NOT_PERMITTED = 3
@@ -107,27 +127,42 @@ def train(
     hosts: tuple[str, list[str]], folder: Path, text: str, variables: dict[str, str], to_a_host: int = 2
 ) -> str:
     """What the ranks print that run the program under torchrun on both hosts, and end well."""
-    name, addresses = hosts
+    address = hosts[1][0]
+    meeting = [
+        "--nnodes=2",
+        f"--nproc-per-node={to_a_host}",
+        f"--master-addr={address}",
+        "--master-port=29555",
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting]
+    starts = [[*torchrun, f"--node-rank={number}"] for number in range(2)]
+    codes, said = run(hosts, folder, text, starts, variables)
+    assert codes == [0, 0], said
+    assert "failed" not in said, said
+    return said
+
+
+def run(
+    hosts: tuple[str, list[str]],
+    folder: Path,
+    text: str,
+    starts: list[list[str]],
+    variables: dict[str, str],
+) -> tuple[list[int], str]:
+    """Starts the program on both hosts; the exit codes of what has started it, and what all have printed."""
     program = folder / "program.py"
     program.write_text(text)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PARAMHUB_")}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
-    meeting = [
-        "--nnodes=2",
-        f"--nproc-per-node={to_a_host}",
-        f"--master-addr={addresses[0]}",
-        "--master-port=29555",
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting]
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", f"{name}-{host}", *torchrun, f"--node-rank={number}", str(program)],
+            ["ip", "netns", "exec", f"{hosts[0]}-{host}", *start, str(program)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
             text=True,
         )
-        for number, host in enumerate(HOSTS)
+        for host, start in zip(HOSTS, starts, strict=True)
     ]
     try:
         said = "".join(process.communicate(timeout=150)[0] for process in started)
@@ -135,9 +170,7 @@ def train(
         for process in started:
             process.kill()
             process.wait()
-    assert [process.returncode for process in started] == [0, 0], said
-    assert "failed" not in said, said
-    return said
+    return [process.returncode for process in started], said
 
 
 @pytest.mark.parametrize("deployment", ["", "cc"])
@@ -171,3 +204,15 @@ def test_with_a_rank_on_each_host_layers_may_go_by_their_factors(
     assert "each of the 2 hosts has a hub" in said, said
     ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
     assert len(ends) == 2 and len(set(ends)) == 1 and ends[0].endswith(" by factors"), said
+
+
+def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
+    hosts: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    # Not under torchrun, which waits for the other host's.
+    meeting = [f"MASTER_ADDR={hosts[1][0]}", "MASTER_PORT=29555", "WORLD_SIZE=2"]
+    starts = [["env", *meeting, f"RANK={rank}", sys.executable] for rank in range(2)]
+    codes, said = run(hosts, tmp_path, DIES, starts, {})
+    assert codes == [0, -signal.SIGKILL], said
+    told = [line for line in said.splitlines() if "told: " in line]
+    assert len(told) == 1 and "/host-of-rank-1 " in told[0] and "was lost" in told[0], said
