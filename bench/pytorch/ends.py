@@ -38,6 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 WAYS = ["optimizer", "hook", "distributed", "backend", "backend-small"]
 """`backend-small` has a model whose gradients go from rank to rank; those of the others go through the hub."""
+TORCHS_OWN = "gloo"
+"""DDP over gloo, to compare with: this library is not even imported."""
 DEATHS = ["raised", "killed", "ended", "stalled"]
 STALL_SECONDS = 3.0
 """After so long a rank that stalls counts as lost."""
@@ -91,17 +93,19 @@ class Part:
                 self._clean_up()
 
     def _train(self) -> None:
-        import paramhub
-        import paramhub.torch
-
         case = self.case
         stalls = case.death == "stalled"
+        if case.way != TORCHS_OWN:
+            import paramhub.torch
         model = small_model() if case.way == "backend-small" else large_model()
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         step = model
         if case.way.startswith("backend"):
             timeout = timedelta(seconds=STALL_SECONDS if stalls else 300)
             dist.init_process_group("paramhub", timeout=timeout)
+            step = DistributedDataParallel(model, bucket_cap_mb=0.3)
+        elif case.way == TORCHS_OWN:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=STALL_SECONDS if stalls else 300))
             step = DistributedDataParallel(model, bucket_cap_mb=0.3)
         else:
             if case.way == "hook":
@@ -134,7 +138,7 @@ class Part:
         self._note("died", "")
         if death == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.case.way.startswith("backend"):
+        elif self.case.way.startswith(("backend", TORCHS_OWN)):
             # Its connections answer all the same: what it does not do is call the collective.
             time.sleep(3600)
         else:
@@ -142,11 +146,12 @@ class Part:
         raise AssertionError("it cannot come here")
 
     def _clean_up(self) -> None:
-        import paramhub.torch
-
         if dist.is_initialized():
             dist.destroy_process_group()
-        paramhub.torch.shutdown()
+        if self.case.way != TORCHS_OWN:
+            import paramhub.torch
+
+            paramhub.torch.shutdown()
 
     def _note(self, what: str, message: str) -> None:
         note = self.folder / f"{what}-{self.rank}"
@@ -298,7 +303,10 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--way", choices=WAYS, action="append", help="may be given several times; all by default"
+        "--way",
+        choices=[*WAYS, TORCHS_OWN],
+        action="append",
+        help=f"may be given several times; all but {TORCHS_OWN} by default",
     )
     parser.add_argument("--death", choices=DEATHS, action="append", help="likewise")
     parser.add_argument("--ranks", type=int, default=3)

@@ -19,6 +19,7 @@ from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
+from paramhub.torch._leaving import HASTE
 from paramhub.torch._meeting import exchange_text
 from paramhub.torch._tensors import memory_range
 from paramhub.torch._watch import INTERVAL, Watch
@@ -106,10 +107,11 @@ class Group:
             # The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. The mesh compares them, and
             # knows of ranks that are gone.
             self._connected().note_allreduce(host.nbytes, _element(host, "allreduce"), op)
-            handle = self._sums.exchange(host, op)
+            work = Work((self._sums.exchange(host, op),), finish, self._explained)
         else:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
-        return self._issued("allreduce", host, Work((handle,), finish), timeout)
+            work = Work((handle,), finish)
+        return self._issued("allreduce", host, work, timeout)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None
@@ -290,16 +292,20 @@ class Group:
 
     def leave(self, *, abandon: bool = False) -> None:
         """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        haste = self._world.haste
+        timeout = HASTE if haste.is_needed() else LEAVE_TIMEOUT
+        deadline = time.monotonic() + timeout
         self._world.remove_group(self)
         failure = self.failure()
+        if not abandon and failure is None and not self._watch.wait(timeout):
+            # What is under way waits for a rank that hangs, or for one that has an exception to end with as this one has.
+            failure = self.failure()
+            abandon = failure is None and haste.is_needed()
         if abandon:
             self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
-        elif failure is None:
-            self._watch.wait(LEAVE_TIMEOUT)
-        else:
+        elif failure is not None:
             # The others are to hear why from the mesh, before the hub tells them only that this rank has left.
-            time.sleep(2 * INTERVAL)
+            haste.wait(2 * INTERVAL)
         self._watch.close()
         self._sums.close(abandon=abandon or failure is not None)
         if not abandon and failure is None:
@@ -312,6 +318,18 @@ class Group:
         self._watch.fail(message, culprit)
         self._sums.fail(message, culprit)
         self._mesh.abort(message)
+
+    def _explained(self, failure: JobFailedError, patience: float) -> JobFailedError:
+        """A hub in rank 0 ends with rank 0, whichever rank that has failed for: then the mesh knows it."""
+        deadline = time.monotonic() + patience
+        while failure.culprit is None:
+            known = self.failure()
+            if isinstance(known, JobFailedError):
+                return known
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.01)
+        return failure
 
     def _connected(self) -> _native.Mesh:
         if self._failure is not None:

@@ -32,6 +32,7 @@ from paramhub.torch._hosts import (
     with_port,
 )
 from paramhub.torch._launched import Launched, launched
+from paramhub.torch._leaving import HASTE, Haste, within
 from paramhub.torch._meeting import await_keys
 from paramhub.torch._trace_files import Origin
 
@@ -42,8 +43,6 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
-FAREWELL_TIMEOUT_FAILED = 1.0
-"""The same once something has failed: then some rank may be gone, and the others have been told."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class World:
         self._group: Group | None = None
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
+        self.haste = Haste()
         self.hub, traced = self._meet_hub(url, place)
         self.host = f"{self.hub.run}/{host_name()}"
         self._start_host_hub()
@@ -216,6 +216,8 @@ class World:
 
     def remove_group(self, group: Group) -> None:
         """A group was left by itself."""
+        if group.failure() is not None:
+            self.haste.has_failed()
         if group in self._groups:
             self._groups.remove(group)
 
@@ -312,8 +314,12 @@ class World:
             self._jobs.remove(job)
         if abandon:
             job.abandon()
-        else:
+            return
+        try:
             job.leave()
+        except JobFailedError:
+            self.haste.has_failed()
+            raise
 
     def forget_job(self, job: _native.Job) -> None:
         """Leaves a job as soon as nobody else has it."""
@@ -339,7 +345,8 @@ class World:
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
         groups, jobs, self._jobs = list(self._groups), self._jobs, []
-        has_failed = any(each.failure() is not None for each in [*groups, *jobs])
+        if any(each.failure() is not None for each in [*groups, *jobs]):
+            self.haste.has_failed()
         for group in groups:
             group.leave(abandon=abandon)
         for job in reversed(jobs):
@@ -347,26 +354,27 @@ class World:
                 job.abandon()
                 continue
             try:
-                job.leave()
+                # Requests that wait for a rank that is gone or hangs end when this process does.
+                if not within(HASTE if self.haste.is_needed() else None, job.leave):
+                    self.haste.has_failed()
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 say(f"rank {self.rank}: {error}")
-                has_failed = True
+                self.haste.has_failed()
         trace._finish()
+        farewell = 0.0 if abandon else HASTE if self.haste.is_needed() else FAREWELL_TIMEOUT
         if self._host_hub is not None:
             # It has passed the last word on once it holds nothing of any job.
-            deadline = time.monotonic() + (
-                0.0 if abandon else FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT
-            )
+            deadline = time.monotonic() + farewell
             while self._host_hub.memory_bytes() > 0 and time.monotonic() < deadline:
                 time.sleep(0.01)
             self._host_hub.stop()
         if self._hub is None:
+            # The store is with rank 0, which may hang.
             with contextlib.suppress(Exception):
-                self._store.add("left", 1)
+                within(HASTE, lambda: self._store.add("left", 1))
             return
-        if not abandon:
-            self._await_farewells(FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT)
+        self._await_farewells(farewell)
         self._hub.stop()
 
     def _await_farewells(self, timeout: float) -> None:
