@@ -42,7 +42,9 @@ TORCHS_OWN = "gloo"
 """DDP over gloo, to compare with: this library is not even imported."""
 DEATHS = ["raised", "killed", "ended", "stalled"]
 STALL_SECONDS = 3.0
-"""After so long a rank that stalls counts as lost."""
+"""How long a collective may take where a rank stalls."""
+SILENCE_SECONDS = 4.0
+"""After so long a rank that is silent counts as lost, where one stops altogether."""
 STEPS_BEFORE = 3
 
 
@@ -101,16 +103,15 @@ class Part:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         step = model
         if case.way.startswith("backend"):
-            timeout = timedelta(seconds=STALL_SECONDS if stalls else 300)
-            dist.init_process_group("paramhub", timeout=timeout)
+            dist.init_process_group("paramhub")
             step = DistributedDataParallel(model, bucket_cap_mb=0.3)
         elif case.way == TORCHS_OWN:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=STALL_SECONDS if stalls else 300))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=STALL_SECONDS if stalls else 300.0))
             step = DistributedDataParallel(model, bucket_cap_mb=0.3)
         else:
             if case.way == "hook":
                 dist.init_process_group("gloo")
-            paramhub.torch.init(dead_after=STALL_SECONDS if stalls else 30.0)
+            paramhub.torch.init(dead_after=SILENCE_SECONDS if stalls else 30.0)
         if case.way == "hook":
             step = DistributedDataParallel(model, bucket_cap_mb=0.3)
             step.register_comm_hook(paramhub.torch.HubState(ddp=step), paramhub.torch.hub_hook)
@@ -122,8 +123,11 @@ class Part:
         for number in range(100):
             optimizer.zero_grad()
             loss = step(torch.randn(4, model[0].in_features)).square().mean()
-            if number == STEPS_BEFORE and self.rank == case.victim and self._die():
-                return
+            if number == STEPS_BEFORE:
+                if stalls and case.way.startswith("backend"):
+                    dist.group.WORLD.set_timeout(timedelta(seconds=STALL_SECONDS))
+                if self.rank == case.victim and self._die():
+                    return
             loss.backward()
             optimizer.step()
 

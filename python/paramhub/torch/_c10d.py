@@ -97,9 +97,11 @@ class C10dWork(dist.Work):
             if self._is_collective:
                 with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
                     torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+                    self._group.spans.is_in_backward()
         return self._future
 
     def _backward_ended(self) -> None:
+        self._group.spans.backward_ended()
         self._work.wait()
 
 
@@ -342,7 +344,9 @@ class Collectives:
 def _joined(works: list[Work]) -> Work:
     handles = tuple(handle for work in works for handle in work.handles)
     # Each finishes its own tensors before the whole is over.
-    return Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
+    joined = Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
+    joined.name = ", ".join(work.name for work in works[:2]) + (", ..." if len(works) > 2 else "")
+    return joined
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

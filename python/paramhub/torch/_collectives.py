@@ -21,6 +21,7 @@ from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
 from paramhub.torch._leaving import HASTE
 from paramhub.torch._meeting import exchange_text
+from paramhub.torch._spans import Spans
 from paramhub.torch._tensors import memory_range
 from paramhub.torch._watch import INTERVAL, Watch
 from paramhub.torch._work import Work
@@ -81,6 +82,7 @@ class Group:
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
         self._watch = Watch(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
+        self.spans = Spans(self.members)
         world.add_group(self)
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
@@ -263,8 +265,7 @@ class Group:
         """Sends to a rank, which receives as many bytes with the same tag. Ends when the tensor may change."""
         host, _ = staged(tensor, writes=False)
         work = Work((self._connected().send(to, tag, memory_range(host), host),))
-        self._watch.add_message(f"send to rank {to} with tag {tag}", work, self._limit(timeout))
-        return work
+        return self._passed(f"send to rank {to} with tag {tag}", work, timeout)
 
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int = 0, *, timeout: float | None = None
@@ -273,8 +274,7 @@ class Group:
         host, finish = staged(tensor, reads=False)
         work = Work((self._connected().receive(source, tag, memory_range(host), host),), finish)
         name = f"receive from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
-        self._watch.add_message(name, work, self._limit(timeout))
-        return work
+        return self._passed(name, work, timeout)
 
     # Ends
 
@@ -336,9 +336,15 @@ class Group:
             raise self._failure
         return self._mesh
 
+    def _passed(self, name: str, work: Work, timeout: float | None) -> Work:
+        self._watch.add_message(name, work, self._limit(timeout))
+        self.spans.issued(name, work)
+        return work
+
     def _issued(self, name: str, tensor: torch.Tensor | None, work: Work, timeout: float | None) -> Work:
         nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
         self._watch.add_collective(name, nbytes, work, self._limit(timeout))
+        self.spans.issued(name if nbytes is None else f"{name} of {nbytes} bytes", work)
         return work
 
     def _limit(self, timeout: float | None) -> float:
