@@ -114,3 +114,35 @@ def interrupted(rank: Rank) -> str:
 def test_ctrl_c_ends_ddp_on_the_backend_and_its_clean_up(team: Team) -> None:
     message = team(interrupted, ranks=2)[1]
     assert re.search(r"\brank 0\b", message), message
+
+
+def interrupted_in_a_step(rank: Rank) -> bool:
+    """Whether the exchange that never ends still goes on when this rank has shut down."""
+    import torch
+
+    import paramhub.torch
+
+    model = make()
+    optimizer = paramhub.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
+    )
+    if rank.rank == 0:
+        rank.await_mark("left")
+        return True
+    loss_of(model, 0, rank.rank).backward()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    handle = optimizer._exchange._sent[0].handle
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            optimizer.step()
+        finally:
+            # Leaving a job waits 30 s for what is under way, and then fails it.
+            paramhub.torch.shutdown()
+    goes_on = not handle.done()
+    rank.mark("left")
+    return goes_on
+
+
+def test_shutting_down_after_ctrl_c_does_not_wait_for_a_rank_that_hangs(team: Team) -> None:
+    assert team(interrupted_in_a_step, ranks=2) == [True, True]
