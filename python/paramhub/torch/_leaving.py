@@ -56,7 +56,12 @@ def within(seconds: float | None, call: Callable[[], object]) -> bool:
             raised.append(error)
 
     thread = threading.Thread(target=run, name="paramhub-leave", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on no thread is started any more when the interpreter ends.
+        call()
+        return True
     thread.join(seconds)
     if thread.is_alive():
         return False

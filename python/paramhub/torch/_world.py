@@ -370,17 +370,18 @@ class World:
                 time.sleep(0.01)
             self._host_hub.stop()
         if self._hub is None:
-            # The store is with rank 0, which may hang.
+            # No answer is waited for: the store is with rank 0, which may hang.
             with contextlib.suppress(Exception):
-                within(HASTE, lambda: self._store.add("left", 1))
+                self._store.set(f"left/{self.rank}", "")
             return
         self._await_farewells(farewell)
         self._hub.stop()
 
     def _await_farewells(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
+        others = [f"left/{rank}" for rank in range(1, self.size)]
         with contextlib.suppress(Exception):
-            while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
+            while others and not self._store.check(others) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 
