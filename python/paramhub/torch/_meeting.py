@@ -14,8 +14,8 @@ _PAUSE_FIRST = 0.001
 _PAUSE_MAX = 0.05
 
 
-def await_keys(store: dist.Store, keys: list[str], timeout: float) -> list[str]:
-    """Waits until all keys are there, at most ``timeout`` seconds; returns those that are not.
+def await_keys(store: dist.Store, keys: list[str], timeout: float, unless: str | None = None) -> list[str]:
+    """Waits until all keys are there, or the key ``unless`` is, at most ``timeout`` seconds; returns those that are not there.
 
     It asks again and again: a store's own ``wait`` answers no Ctrl-C, and while one thread is in it, others of this process
     cannot use the store.
@@ -23,7 +23,7 @@ def await_keys(store: dist.Store, keys: list[str], timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     pause = _PAUSE_FIRST
     while not store.check(keys):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or (unless is not None and store.check([unless])):
             return [key for key in keys if not store.check([key])]
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_MAX)

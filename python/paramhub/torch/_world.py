@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
 FAREWELL_TIMEOUT_FAILED = 1.0
 """The same once something has failed: then some rank may be gone, and the others have been told."""
+FAILURE = "failure"
+"""The key under which a rank that cannot join says why."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,15 @@ class World:
         self._group: Group | None = None
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
-        self.hub, traced = self._meet_hub(url, place)
-        self.host = f"{self.hub.run}/{host_name()}"
-        self._start_host_hub()
-        if traced is not None:
-            self._trace(**traced)
+        try:
+            self.hub, traced = self._meet_hub(url, place)
+            self.host = f"{self.hub.run}/{host_name()}"
+            self._start_host_hub()
+            if traced is not None:
+                self._trace(**traced)
+        except Exception as error:
+            self._tell_failure(FAILURE, json.dumps([self.rank, str(error)]))
+            raise
         if self.rank == 0:
             say(self.describe())
 
@@ -285,6 +291,7 @@ class World:
             told = self._read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
             ticket = tuple(json.loads(told))
             if ticket[0] is None:
+                self._store.set(f"heard/{self.rank}", "")
                 raise ConnectError(f"rank {members[0]} could not create the job for {label}: {ticket[1]}")
             return ticket
         name = f"{_script_name()}-{secrets.token_hex(4)}/{label}"
@@ -300,8 +307,8 @@ class World:
                 patience=10.0,
                 reduction=reduction,
             )
-        except ConnectError as error:
-            self._store.set(f"job/{label}", json.dumps([None, str(error), ""]))
+        except Exception as error:
+            self._tell_failure(f"job/{label}", json.dumps([None, str(error), ""]))
             raise
         self._store.set(f"job/{label}", json.dumps(ticket))
         return ticket
@@ -320,8 +327,26 @@ class World:
         if job in self._jobs:
             self._jobs.remove(job)
 
+    def _tell_failure(self, key: str, message: str) -> None:
+        """Lets the others hear at once why this rank cannot go on.
+
+        Where the store ends with this process, which is rank 0's, the process stays at its end until they have heard: a rank that
+        comes after it would dial the store for as long as ranks wait for one another.
+        """
+        with contextlib.suppress(Exception):
+            if not self._store.check([key]):
+                self._store.set(key, message)
+        if self.rank == 0 and not has_agent_store():
+            others = [f"heard/{rank}" for rank in range(1, self.size)]
+            atexit.register(_suppressed, await_keys, self._store, others, FAREWELL_TIMEOUT)
+
     def _read(self, key: str, problem: str) -> str:
-        if await_keys(self._store, [key], self.options.timeout):
+        is_missing = await_keys(self._store, [key], self.options.timeout, unless=FAILURE)
+        if is_missing and self._store.check([FAILURE]):
+            rank, message = json.loads(self._store.get(FAILURE))
+            self._store.set(f"heard/{self.rank}", "")
+            raise ConnectError(f"rank {self.rank}: rank {rank} has failed: {message}")
+        if is_missing:
             raise ConnectError(
                 f"rank {self.rank}: {problem} within {self.options.timeout:g} s: did it start, and can its host be reached?"
             )
@@ -539,13 +564,12 @@ def _meeting_place(place: Launched, timeout: float) -> dist.Store:
             "`paramhub run`, or set MASTER_ADDR and MASTER_PORT to an address and a free port of rank 0's host"
         )
     host, port = place.master
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return dist.TCPStore(
             host,
             port,
             place.size,
-            is_master=place.rank == 0 and not has_agent,
+            is_master=place.rank == 0 and not has_agent_store(),
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
@@ -554,6 +578,16 @@ def _meeting_place(place: Launched, timeout: float) -> dist.Store:
         raise ConnectError(
             f"rank {place.rank}: no meeting with the others at {host}:{port}: {str(error).splitlines()[0]}"
         ) from None
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun has the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _suppressed(act: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(Exception):
+        act(*arguments)
 
 
 def _inherited_ticket() -> tuple[str, str, str] | None:
