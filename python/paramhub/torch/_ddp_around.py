@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paramhub.errors import MisuseError
-from paramhub.torch._exchange import Exchange
+
+if TYPE_CHECKING:
+    from paramhub.torch._exchange import Exchange
 
 _reduced: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
 """The ids of the parameters that an instance reduces."""
@@ -50,8 +53,8 @@ def refusal(name: str) -> MisuseError:
 
 
 WHAT_TO_DO = (
-    "Leave DistributedDataParallel out and train the model itself; or keep it, with an optimizer of "
-    "torch.optim, and have its gradients averaged by the hub: register paramhub.torch.hub_hook, or "
-    'init_process_group("paramhub"). Hugging Face\'s Trainer, Accelerate and Lightning put it around a model by themselves: '
-    "docs/pytorch.md says what to do there"
+    "Leave DistributedDataParallel out and train the model itself, after optimizer.broadcast_parameters() on every rank, for "
+    "it has written to the parameters; or keep it, with an optimizer of torch.optim, and have its gradients averaged by the hub: "
+    'register paramhub.torch.hub_hook, or init_process_group("paramhub"). Hugging Face\'s Trainer, Accelerate and Lightning '
+    "put it around a model by themselves: docs/pytorch.md says what to do there"
 )

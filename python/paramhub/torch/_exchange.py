@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from paramhub import _native
 from paramhub.errors import MisuseError
-from paramhub.torch import _memory, _tensors, trace
+from paramhub.torch import _ddp_around, _memory, _tensors, trace
 
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
@@ -296,6 +296,8 @@ class Exchange:
                 f"{self.name!r} was moved to another memory after HubOptimizer was made: call model.to(), .half() and the "
                 "like before"
             )
+        if _ddp_around.is_around(self.parameter):
+            return _ddp_around.refusal(self.name)
         return MisuseError(
             f"{self.name!r} was modified by this process, but the parameters are the hub's: call "
             "optimizer.broadcast_parameters() on every rank after such changes (load_state_dict(), an initialisation), and "

@@ -42,5 +42,5 @@ class Agreement:
         flat = self._zeros[: exchange.nbytes].view(parameter.dtype)
         return flat.as_strided(parameter.size(), parameter.stride())
 
-    def close(self, *, abandon: bool = False) -> None:
-        self._world.close_job(self.job, abandon=abandon)
+    def close(self) -> None:
+        self._world.close_job(self.job)

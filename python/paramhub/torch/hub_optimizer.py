@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paramhub.errors import MisuseError
+from paramhub.errors import JobFailedError, MisuseError
 from paramhub.optimizers import Optimizer
 from paramhub.torch import _ddp_around, _memory, _numbers, _optimizer_state, _startup, _tensors, trace
 from paramhub.torch._attachment import Attachment, check_free
@@ -424,7 +424,7 @@ class HubOptimizer(torch.optim.Optimizer):
             stage.close()
         self._open_job(states)
 
-    def _refuse_within_step(self, what: str, instead: str = "") -> None:
+    def _refuse_within_step(self, what: str) -> None:
         if self._step.was_cut_short:
             raise MisuseError(
                 f"{what} came after an exception that has cut a step short, when gradients had left: call zero_grad() first, "
@@ -432,32 +432,27 @@ class HubOptimizer(torch.optim.Optimizer):
             )
         if self._step.left > 0:
             raise MisuseError(
-                f"{what} came between backward and step(), when gradients had left: call it after step(){instead}"
+                f"{what} came between backward and step(), when gradients had left: call it after step()"
             )
 
-    def close(self, *, abandon: bool = False) -> None:
+    def close(self) -> None:
         """Waits for all parameters and leaves the job, as every rank does. The model is free again, also where this raises
-        JobFailedError because that has failed. Called again it does nothing.
-
-        A step that an exception has cut short is ended as by `zero_grad`. With ``abandon`` nothing is ended or waited for, at
-        any time: this rank has failed, the others hear of it at once, and a parameter whose value was on its way may have parts
-        of the old one and the new one.
-        """
+        JobFailedError because the job has failed. A step that an exception has cut short is ended as by `zero_grad`. Called
+        again it does nothing."""
         if not self._released.alive:
             return
-        if not abandon and not self._step.was_cut_short:
-            self._refuse_within_step("close()", ", or close(abandon=True)")
-        has_ended = False
         try:
-            if not abandon:
-                if self._step.was_cut_short:
-                    self._end_cut_step()
-                self.synchronize()
-                has_ended = True
-        finally:
-            self._let_go(abandon=not has_ended)
+            if self._step.was_cut_short:
+                self._end_cut_step()
+            self._refuse_within_step("close()")
+            self.synchronize()
+        except JobFailedError:
+            with contextlib.suppress(JobFailedError):
+                self._let_go()
+            raise
+        self._let_go()
 
-    def _let_go(self, *, abandon: bool) -> None:
+    def _let_go(self) -> None:
         self._released.detach()
         self._attachment.remove()
         self._schemes.remove()
@@ -466,10 +461,10 @@ class HubOptimizer(torch.optim.Optimizer):
         if self._step.stage is not None:
             self._step.stage.close()
         try:
-            self._world.close_job(self._step.job, abandon=abandon)
+            self._world.close_job(self._step.job)
         finally:
             if self._agreement is not None:
-                self._agreement.close(abandon=abandon)
+                self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_complete:
