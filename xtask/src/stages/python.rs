@@ -86,7 +86,7 @@ fn run_tests(tools: &Environment, wheel: &str, torch: Option<&str>) -> Result<()
     let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
-    tests.install(tools, &[&[&torch, "numpy", PYTEST], &FRAMEWORKS[..]].concat())?;
+    tests.install(tools, &[&[torch.as_str(), "numpy", PYTEST][..], &FRAMEWORKS[..]].concat())?;
     // Its version is the same every time, and its content is not.
     let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
     tests.python().args(["-m", "pip", "install"]).args(again).run()?;
