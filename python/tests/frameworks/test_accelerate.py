@@ -23,10 +23,7 @@ class Indices(recipes.Points):
 
 def train(rank: Rank, way: str) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
 
-    with pytest.raises(ValueError, match="backend paramhub is not available"):
-        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="paramhub")])
     model = recipes.network()
     optimizer = recipes.sgd(model)
     batches = DataLoader(Indices(), batch_size=recipes.BATCH, shuffle=True)
@@ -58,3 +55,15 @@ def train(rank: Rank, way: str) -> None:
 @pytest.mark.parametrize("way", ["backend", "hook"])
 def test_accelerate(team: Team, way: str) -> None:
     team(train, way, ranks=2)
+
+
+def refuse(rank: Rank) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    with pytest.raises(ValueError, match="backend paramhub is not available"):
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="paramhub")])
+
+
+def test_accelerate_refuses_what_docs_say(team: Team) -> None:
+    team(refuse, ranks=2)

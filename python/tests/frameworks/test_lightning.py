@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
+import pytest
 import recipes
 import torch
 import torch.distributed as dist
@@ -24,16 +24,7 @@ class Indices(recipes.Points):
         return self.inputs[index], self.labels[index], index
 
 
-def train(rank: Rank) -> None:
-    # Importing it takes longer than all else.
-    for way in ("backend", "hook"):
-        folder = rank.folder / way
-        folder.mkdir(exist_ok=True)
-        train_by(way, rank.rank, folder)
-        dist.destroy_process_group()
-
-
-def train_by(way: str, rank: int, folder: Path) -> None:
+def train(rank: Rank, way: str) -> None:
     import lightning.pytorch as lightning
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -56,7 +47,7 @@ def train_by(way: str, rank: int, folder: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return recipes.sgd(self.network)
 
-    os.chdir(folder)
+    os.chdir(rank.folder)
     module = Module()
     recipes.run(
         recipes.recipe("Lightning", {"backend": 0, "hook": 1}[way]),
@@ -70,8 +61,9 @@ def train_by(way: str, rank: int, folder: Path) -> None:
     assert module.backend == {"backend": "paramhub", "hook": "gloo"}[way]
     assert [type(state).__name__ for _, state in module.hooks] == {"backend": [], "hook": ["HubState"]}[way]
     assert all(state._buckets is not None for _, state in module.hooks)
-    recipes.check_trained(module.network, module.seen, rank, folder)
+    recipes.check_trained(module.network, module.seen, rank.rank, rank.folder)
 
 
-def test_lightning(team: Team) -> None:
-    team(train, ranks=2)
+@pytest.mark.parametrize("way", ["backend", "hook"])
+def test_lightning(team: Team, way: str) -> None:
+    team(train, way, ranks=2)
