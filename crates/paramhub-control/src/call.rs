@@ -26,7 +26,7 @@ pub(crate) struct Call<'a> {
     pub(crate) token: Option<&'a str>,
     /// JSON, where the call carries any.
     pub(crate) body: Option<Vec<u8>>,
-    /// From dialling to the last byte of the answer, for each attempt.
+    /// From dialling to the last byte of the answer; attempts after a connection that broke share it.
     pub(crate) timeout: Duration,
     /// Whether asking twice does no more than asking once.
     pub(crate) repeatable: bool,
@@ -41,15 +41,19 @@ impl Call<'_> {
             return Err(ControlError::Request { url: url.to_string(), cause });
         }
         let begun = Instant::now();
+        let mut first_sent = None;
         let mut retries = if self.repeatable { RETRIES } else { 0 };
         loop {
-            let failure = match self.attempt(agent, url) {
+            let sent = *first_sent.get_or_insert_with(Instant::now);
+            let left = self.timeout.saturating_sub(sent.elapsed());
+            let failure = match self.attempt(agent, url, left) {
                 Ok(answer) => return read_answer(answer, url),
                 Err(failure) => failure,
             };
             if is_refused(&failure) && begun.elapsed() < patience {
+                first_sent = None;
                 std::thread::sleep(RETRY_PAUSE);
-            } else if is_broken(&failure) && retries > 0 {
+            } else if is_broken(&failure) && retries > 0 && sent.elapsed() + RETRY_PAUSE < self.timeout {
                 retries -= 1;
                 std::thread::sleep(RETRY_PAUSE);
             } else {
@@ -58,7 +62,7 @@ impl Call<'_> {
         }
     }
 
-    fn attempt(&self, agent: &Agent, url: &str) -> Result<Response<Body>, ureq::Error> {
+    fn attempt(&self, agent: &Agent, url: &str, left: Duration) -> Result<Response<Body>, ureq::Error> {
         let mut request = Request::builder().method(self.method).uri(format!("{url}{}", self.path));
         if let Some(token) = self.token {
             request = request.header("authorization", format!("Bearer {token}"));
@@ -66,11 +70,11 @@ impl Call<'_> {
         match &self.body {
             Some(body) => {
                 let request = request.header("content-type", "application/json").body(body.as_slice())?;
-                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+                agent.run(agent.configure_request(request).timeout_global(Some(left)).build())
             }
             None => {
                 let request = request.body(())?;
-                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+                agent.run(agent.configure_request(request).timeout_global(Some(left)).build())
             }
         }
     }

@@ -14,7 +14,7 @@ use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
 use paramhub_transport::host_identity;
-use paramhub_transport::interface::{self, Sysfs};
+use paramhub_transport::interface::{self, Interface, LeftOut, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
 
@@ -23,7 +23,7 @@ use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
 use crate::door::{Door, DoorStop};
-use crate::interfaces::{self, Listening, addresses_of, describe, plan, shape};
+use crate::interfaces::{self, Assignment, Listening, addresses_of, describe, plan, shape};
 use crate::link::Link;
 use crate::probe::Prober;
 use crate::steward::{Letter, Steward};
@@ -32,6 +32,8 @@ use crate::steward::{Letter, Steward};
 const LETTERS: usize = 4096;
 /// Events the manager may not have been told yet.
 const NEWS: usize = 4096;
+/// Core threads for each processor there is: some more than one are of use in tests, and none in earnest.
+const CORES_PER_PROCESSOR_MAX: usize = 8;
 /// How long a stopping hub waits for its manager to hear the last of them.
 const LAST_REPORT: Duration = Duration::from_millis(300);
 
@@ -52,9 +54,22 @@ pub struct RunningHub {
     all_told: Mutex<Receiver<()>>,
 }
 
-impl RunningHub {
-    /// Listens, joins the manager and serves. Returns when workers can be served.
-    pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
+/// A hub that listens and has not joined a manager yet: what is wrong with its configuration, or with its addresses, has shown.
+pub struct ListeningHub {
+    config: HubConfig,
+    found: Vec<Interface>,
+    left_out: Vec<LeftOut>,
+    listeners: Vec<TcpListener>,
+    addresses: Vec<SocketAddr>,
+    local: Option<UnixListener>,
+    listening: Vec<Listening>,
+    assignment: Assignment,
+    shape: HubShape,
+}
+
+impl ListeningHub {
+    /// Checks the configuration and listens.
+    pub fn open(config: HubConfig) -> Result<ListeningHub, HubError> {
         check(&config)?;
         let sysfs = Sysfs::default();
         let found = interface::interfaces().unwrap_or_else(|error| {
@@ -81,6 +96,22 @@ impl RunningHub {
         let listening = Listening::all(&addresses, &config, &found, &sysfs)?;
         let assignment = plan(&listening, config.cores, &sysfs)?;
         let shape = HubShape { local: local_name, ..shape(&config, &listening, &assignment)? };
+        Ok(ListeningHub {
+            config,
+            found,
+            left_out,
+            listeners,
+            addresses,
+            local,
+            listening,
+            assignment,
+            shape,
+        })
+    }
+
+    /// Joins the manager and serves. Returns when workers can be served.
+    pub fn join(self, manager: ManagerClient) -> Result<RunningHub, HubError> {
+        let ListeningHub { config, found, left_out, listeners, addresses, local, listening, assignment, shape } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.
@@ -172,6 +203,13 @@ impl RunningHub {
             all_told: Mutex::new(all_told),
         })
     }
+}
+
+impl RunningHub {
+    /// Listens, joins the manager and serves. Returns when workers can be served.
+    pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
+        ListeningHub::open(config)?.join(manager)
+    }
 
     /// The addresses listened on, one per interface, with the ports that were found free.
     pub fn addresses(&self) -> &[SocketAddr] {
@@ -244,6 +282,15 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
     let refused = |why: String| Err(HubError::Config(why));
     if config.cores == 0 || config.cores > CORES_MAX {
         return refused(format!("a hub has 1 to {CORES_MAX} cores, not {}", config.cores));
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let most = processors * CORES_PER_PROCESSOR_MAX;
+    if config.cores > most {
+        return refused(format!(
+            "{} cores are threads that would take turns on the {processors} processors this process may run on: ask for \
+             {processors}, and for {most} at most",
+            config.cores
+        ));
     }
     if config.listen.is_empty() || config.listen.len() > INTERFACES_MAX {
         return refused(format!(

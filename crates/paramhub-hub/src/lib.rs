@@ -34,6 +34,6 @@ pub use checkpoint::{
     CheckpointConfig, FileEntry, Flaw, Found, Holds, Manifest, TensorEntry, list_checkpoints,
 };
 pub use config::{HubConfig, HubError, JobLimits};
-pub use hub::RunningHub;
+pub use hub::{ListeningHub, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};

@@ -66,7 +66,7 @@ impl ManagerConfig {
             |setting, value, expected| Err(ManagerError::Setting { setting, value, expected });
         if !(Duration::from_millis(100)..=Duration::from_secs(86_400)).contains(&self.hub_timeout) {
             let value = format!("{:?}", self.hub_timeout);
-            return out_of_bounds("hub_timeout", value, "between 100 ms and a day");
+            return out_of_bounds("the silence after which a hub is lost", value, "between 100 ms and a day");
         }
         if !(8..=1 << 20).contains(&self.connections_max) {
             return out_of_bounds(

@@ -76,21 +76,33 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
     response
 }
 
+/// How much of the numbers a caller gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Detail {
+    /// What tells no names: of jobs and hubs together.
+    Totals,
+    /// Of each job and each pair of racks, too, by their names.
+    Everything,
+}
+
 /// The numbers as they stand, as OpenMetrics text.
-pub(crate) fn render(registry: &Registry) -> String {
+pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
     let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
     metrics.register("manager_requests", "Requests answered", registry.requests.clone());
     registry.with(|world| {
-        collect_jobs(world, &mut metrics);
+        collect_totals(world, &mut metrics);
         collect_hubs(world, &mut metrics);
-        collect_links(world, &mut metrics);
+        if detail == Detail::Everything {
+            collect_jobs(world, &mut metrics);
+            collect_links(world, &mut metrics);
+        }
     });
     let mut text = String::new();
     encode(&mut text, &metrics).expect("a String takes all");
     text
 }
 
-fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_totals(world: &World, metrics: &mut prometheus_client::registry::Registry) {
     let states = Family::<StateLabels, Gauge>::default();
     let names = [
         (JobState::Connecting, "connecting"),
@@ -109,6 +121,15 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     waiting.set(world.jobs().map(|job| i64::from(job.waiting)).sum());
     metrics.register("rendezvous_waiting", "ConnectService and InitService calls that wait", waiting);
 
+    let memory = Gauge::<i64>::default();
+    let living = world.jobs().filter(|job| !job.state().has_ended());
+    let bytes: u64 = living.map(|job| job.counters().memory_bytes).fold(0, u64::saturating_add);
+    memory.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    metrics.register("jobs_memory_bytes", "Bytes of the hubs' buffers of all living jobs", memory);
+}
+
+/// Of each living job.
+fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
     type Count = fn(&JobCounters) -> u64;
     let counts: [(&str, &str, Count); 5] = [
         ("job_received_bytes", "Bytes the hubs received for a living job", |counters| {

@@ -258,7 +258,11 @@ impl World {
     /// Ends what has been silent for too long: hubs, and jobs that wait for ranks that will not come.
     pub(crate) fn check_time(&mut self, hub_timeout_s: f64, now: Now) {
         for hub in self.hubs.silent(hub_timeout_s, now) {
-            self.lose_hub(hub, "was lost", now);
+            let what = format!(
+                "was lost: it has not been heard for {hub_timeout_s} s. Look at its machine, its log and the network between; \
+                 where such pauses are normal, start the connection manager with a longer --hub-dead-after"
+            );
+            self.lose_hub(hub, &what, now);
         }
         self.go_on_probing(now);
         let living: Vec<Namespace> = self.living.values().copied().collect();
@@ -328,7 +332,8 @@ impl World {
             }
             HubEvent::Noticed { namespace, message } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                tracing::warn!(job = job.name, hub, "{}", bounded(&message));
+                // The hub has warned of it, too.
+                tracing::info!(job = job.name, hub, "{}", bounded(&message));
                 (namespace, job.hub_noticed(hub, bounded(&message).to_string()))
             }
             HubEvent::Ended { namespace, finished, reason } => {

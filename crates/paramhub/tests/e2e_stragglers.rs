@@ -50,6 +50,14 @@ fn the_others_go_on_at_their_own_pace_and_hear_who_is_late() {
             assert!(late.stdout.contains(&told), "{how}: {}", late.stdout);
         }
         assert!(late.stderr.contains("left out because it was late: rank 3, of "), "{how}: {}", late.stderr);
+        // Hub and manager are one process here, with one log.
+        let warned = late.stderr.lines().filter(|line| line.contains(" WARN "));
+        let mut warned: Vec<&str> =
+            warned.filter_map(|line| line.find("rank 3 of job `").map(|at| &line[at..])).collect();
+        let all = warned.len();
+        warned.sort();
+        warned.dedup();
+        assert!(all > 0 && warned.len() == all, "{how}: a warning comes twice: {}", late.stderr);
     }
 }
 

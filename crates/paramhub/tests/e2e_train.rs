@@ -42,6 +42,8 @@ fn four_workers_learn_through_a_hub_and_end_with_the_same_parameters() {
     ] {
         assert!(ended.stdout.contains(row), "no {row} in\n{}", ended.stdout);
     }
+    let measured = ended.stderr.matches("  test accuracy 0.").count();
+    assert_eq!(measured, 8, "it shows on the way how well it does: {}", ended.stderr);
     assert!(ended.stderr.contains("step 176/176") && ended.stderr.contains("examples/s"), "{}", ended.stderr);
     let controls = |text: &str| text.chars().any(|c| c.is_control() && c != '\n');
     assert!(!controls(&ended.stdout) && !controls(&ended.stderr), "control characters without a terminal");

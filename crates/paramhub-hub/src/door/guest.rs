@@ -6,8 +6,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Namespace, Nonce, Proof};
+use paramhub_core::service::{ErrorCode, ServiceError};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
+    CHALLENGE_BYTES, Caller, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal, Verdict, stream_proofs,
 };
 use paramhub_transport::shm::{receive_segments, send_segments};
 use rustix::io::Errno;
@@ -108,7 +109,16 @@ impl Guest {
                 Stage::Hello | Stage::Proof { .. } => {}
             }
             let wanted = if matches!(self.stage, Stage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
-            if !self.listen(wanted)? {
+            let is_complete = self.listen(wanted)?;
+            if matches!(self.stage, Stage::Hello) && self.inbox.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic) {
+                // Whatever it speaks, it will not become a Hello: it hears so now, and not when its time is up.
+                if self.inbox.len() < MAGIC.len() {
+                    return Ok(Next::Wait);
+                }
+                self.refuse_stranger();
+                continue;
+            }
+            if !is_complete {
                 return Ok(Next::Wait);
             }
             let heard = std::mem::take(&mut self.inbox);
@@ -191,8 +201,7 @@ impl Guest {
                     self.stage = Stage::Proof { hello, challenge };
                 }
                 Err(error) => {
-                    // Where a verdict is looked for: behind a challenge.
-                    self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+                    self.skip_challenge();
                     self.refuse(Refusal::Protocol, error.to_string());
                 }
             },
@@ -243,6 +252,29 @@ impl Guest {
         Ok(())
     }
 
+    /// Answers who speaks another protocol, in its own where that is the connection manager's.
+    fn refuse_stranger(&mut self) {
+        const HTTP: [&[u8; 4]; 5] = [b"GET ", b"POST", b"DELE", b"HEAD", b"PUT "];
+        if !HTTP.iter().any(|method| self.inbox.starts_with(*method)) {
+            self.skip_challenge();
+            return self.refuse(Refusal::Protocol, HandshakeError::Magic.to_string());
+        }
+        let message = "this is a hub's data port: give the URL of its connection manager, which `hub ready: manager URL` and \
+                       `manager ready: URL` name when they start";
+        warn!("turned {} away: it speaks HTTP to a data port", self.by);
+        let error = ServiceError { code: ErrorCode::BadRequest, message: message.into() };
+        let body = serde_json::to_string(&error).expect("an error is plain data");
+        let head = "HTTP/1.1 421 Misdirected Request\r\ncontent-type: application/json\r\nconnection: close";
+        let answer = format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        self.outbox.extend_from_slice(answer.as_bytes());
+        self.farewell();
+    }
+
+    /// A verdict is looked for behind a challenge.
+    fn skip_challenge(&mut self) {
+        self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+    }
+
     fn refuse(&mut self, refusal: Refusal, message: String) {
         warn!("turned {} away: {message}", self.by);
         self.turn_away(refusal, message);
@@ -250,6 +282,10 @@ impl Guest {
 
     fn turn_away(&mut self, refusal: Refusal, message: String) {
         self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
+        self.farewell();
+    }
+
+    fn farewell(&mut self) {
         self.stage = Stage::Refusal { closed: false };
         self.deadline = self.deadline.min(Instant::now() + FAREWELL);
     }

@@ -137,7 +137,7 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         return Err(Usage(problem.into()).into());
     }
     let runs = config.url.is_some() && !deployment::is_colocated(section.deployment);
-    check(runs, section.checkpoints.as_deref())?;
+    check(runs, section.checkpoints.as_deref(), section.checkpoint_every, section.resume)?;
     let is_stable =
         section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some();
     if is_stable && section.name.is_none() {

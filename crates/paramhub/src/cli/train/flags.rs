@@ -27,7 +27,7 @@ pub(crate) struct TrainFlags {
     /// Worker processes [default: 4]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
-    /// Passes over the training set [default: 500]
+    /// Passes over the training set [default: 40]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_EPOCHS")]
     epochs: Option<usize>,
     /// Examples per worker and step [default: 16]
@@ -129,7 +129,8 @@ pub(crate) struct TrainFlags {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_JSON")]
     json: Option<PathBuf>,
-    /// Measure the test set after every so many epochs, too, for --json and `bench plot` [default: only at the end]
+    /// Measure the test set after every so many epochs, and at the end [default: eight times on the way; only at the end where
+    /// --stragglers leaves workers out]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_TEST_EVERY")]
     test_every: Option<NonZeroUsize>,
     /// Save the final parameters as safetensors

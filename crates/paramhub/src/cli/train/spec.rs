@@ -12,6 +12,9 @@ use crate::config::{ExchangeKind, TrainOptimizer, TrainSection};
 use crate::settings::{OptimizerChoice, Settings};
 use crate::{Hyperparameters, KeyTable, Registry, Transport};
 
+/// How often a training measures the test set unless it is said how often.
+const TESTS: usize = 8;
+
 /// One file for all workers; where and as whom to join stands in their environment.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Spec {
@@ -36,12 +39,14 @@ pub(super) struct StepsDone {
     pub(super) epoch: usize,
     pub(super) loss: f64,
     pub(super) examples_per_second: f64,
+    /// Of the test set, where it was measured after this step.
+    pub(super) accuracy: Option<f64>,
 }
 
 impl From<&Progress> for StepsDone {
     fn from(progress: &Progress) -> Self {
-        let &Progress { step, of, epoch, loss, examples_per_second } = progress;
-        StepsDone { step, of, epoch, loss, examples_per_second }
+        let &Progress { step, of, epoch, loss, examples_per_second, accuracy } = progress;
+        StepsDone { step, of, epoch, loss, examples_per_second, accuracy }
     }
 }
 
@@ -103,10 +108,14 @@ impl WorkerReport {
 
 impl TrainSection {
     pub(in crate::cli) fn trainer(&self, evaluate: bool) -> TrainConfig {
-        let evaluate = match (evaluate, self.test_every) {
-            (false, _) => Evaluate::Never,
-            (true, None) => Evaluate::AtEnd,
-            (true, Some(every)) => Evaluate::Every(every.get()),
+        let usual = || match self.stragglers.leaves_out() {
+            // Who measures is late, and would be left out.
+            true => Evaluate::AtEnd,
+            false => Evaluate::Every(self.epochs.div_ceil(TESTS)),
+        };
+        let evaluate = match evaluate {
+            false => Evaluate::Never,
+            true => self.test_every.map_or_else(usual, |every| Evaluate::Every(every.get())),
         };
         TrainConfig { epochs: self.epochs, batch: self.batch, seed: self.seed, evaluate }
     }
