@@ -111,7 +111,17 @@ impl ListeningHub {
 
     /// Joins the manager and serves. Returns when workers can be served.
     pub fn join(self, manager: ManagerClient) -> Result<RunningHub, HubError> {
-        let ListeningHub { config, found, left_out, listeners, addresses, local, listening, assignment, shape } = self;
+        let ListeningHub {
+            config,
+            found,
+            left_out,
+            listeners,
+            addresses,
+            local,
+            listening,
+            assignment,
+            shape,
+        } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.

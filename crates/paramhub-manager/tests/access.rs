@@ -133,7 +133,9 @@ fn metrics_tell_job_names_to_none_but_operators() {
     for part in ["team/unannounced", &job.namespace.to_string()] {
         assert!(!strangers.contains(part), "a stranger hears {part}: {strangers}");
     }
-    for total in ["paramhub_jobs{state=\"connecting\"} 1", "paramhub_hubs 0", "paramhub_jobs_memory_bytes 0", "# EOF"] {
+    for total in
+        ["paramhub_jobs{state=\"connecting\"} 1", "paramhub_hubs 0", "paramhub_jobs_memory_bytes 0", "# EOF"]
+    {
         assert!(strangers.lines().any(|line| line == total), "no `{total}` in {strangers}");
     }
     let operators = scraped("authorization: Bearer s3cret\r\n");

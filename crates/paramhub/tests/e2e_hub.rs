@@ -249,7 +249,10 @@ fn a_data_port_says_at_once_that_it_is_no_manager() {
         refused.expect_error(&["this is a hub's data port", "connection manager"]);
     }
     let doctor = paramhub(["doctor", "--hub", data]).finish().expect_code(1);
-    let told = doctor.stdout.lines().any(|line| line.starts_with("fail") && line.contains("data port: give the URL"));
+    let told = doctor
+        .stdout
+        .lines()
+        .any(|line| line.starts_with("fail") && line.contains("data port: give the URL"));
     assert!(told, "{}", doctor.stdout);
     // Another protocol altogether hears the verdict that a Hello would, without having sent as much as one.
     let mut stream = std::net::TcpStream::connect(data).unwrap();
@@ -257,7 +260,11 @@ fn a_data_port_says_at_once_that_it_is_no_manager() {
     std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.6\r\n").unwrap();
     let mut verdict = Vec::new();
     std::io::Read::read_to_end(&mut stream, &mut verdict).unwrap();
-    assert!(String::from_utf8_lossy(&verdict).contains("paramhub"), "{:?}", String::from_utf8_lossy(&verdict));
+    assert!(
+        String::from_utf8_lossy(&verdict).contains("paramhub"),
+        "{:?}",
+        String::from_utf8_lossy(&verdict)
+    );
 }
 
 #[test]
@@ -276,8 +283,7 @@ fn jobs_are_listed_by_state_the_newest_ones_and_within_the_terminal() {
         listed.env("COLUMNS", columns).finish().expect_code(0).stdout
     };
     let named = |more: &[&str]| {
-        let json: Vec<JobStatus> =
-            serde_json::from_str(&listed(&[more, &["--json"]].concat(), "")).unwrap();
+        let json: Vec<JobStatus> = serde_json::from_str(&listed(&[more, &["--json"]].concat(), "")).unwrap();
         json.iter().map(|job| job.name.chars().next_back().unwrap()).collect::<String>()
     };
     assert_eq!(named(&[]), "01234");
@@ -293,7 +299,10 @@ fn jobs_are_listed_by_state_the_newest_ones_and_within_the_terminal() {
             assert!(line.chars().count() <= width, "{} columns of {width}: {line}", line.chars().count());
         }
     }
-    assert!(listed(&["--state", "failed"], "").contains("a sentence that goes on"), "the message's beginning is there");
+    assert!(
+        listed(&["--state", "failed"], "").contains("a sentence that goes on"),
+        "the message's beginning is there"
+    );
     let shown = paramhub(["jobs", "show", "team/a-job-with-a-rather-long-name-1", "--hub", &url]).finish();
     assert!(shown.expect_code(0).stdout.contains("at length"), "and all of it is shown");
 }

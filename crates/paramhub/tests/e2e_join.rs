@@ -67,7 +67,11 @@ fn a_hub_joins_again_when_its_manager_was_killed_and_restarted() {
     wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
     wait_until("the hub says that it is over", || hub.stderr().contains("answers again, after "));
     let said = hub.stderr();
-    assert_eq!(said.matches("no connection manager answers").count(), 1, "it is said once, however long it lasts: {said}");
+    assert_eq!(
+        said.matches("no connection manager answers").count(),
+        1,
+        "it is said once, however long it lasts: {said}"
+    );
     assert_eq!(said.matches("answers again, after ").count(), 1, "{said}");
     assert!(hub.stderr().contains(&format!("joined {url} again, as hub 0")), "{}", hub.stderr());
 

@@ -108,7 +108,7 @@ fn training_goes_on_without_the_last_and_ends_at_the_job_s_last_step() {
     let trained = paramhub(["train", "--workers", "3", "--epochs", "4", "--stragglers", "backup:1"]).finish();
     let trained = trained.expect_code(0);
     assert!(trained.stdout.contains("accuracy"), "{}", trained.stdout);
-    let refused = paramhub(["train", "--workers", "2", "--stragglers", "backup:2"]).finish().expect_code(1);
+    let refused = paramhub(["train", "--workers", "2", "--stragglers", "backup:2"]).finish().expect_code(2);
     expect_said(refused, &["cannot have stragglers = backup:2", "use backup:1 or less"]);
     let odd = paramhub(["run", "-n", "2", "--stragglers", "drop:0", "--", "true"]).finish().expect_code(2);
     expect_said(odd, &["the fraction must be a number above 0"]);

@@ -94,12 +94,16 @@ impl CostModel {
     pub fn recommend(&self, compute_s: Option<f64>, prices: Option<&Prices>) -> Recommendation {
         let network = self.network();
         let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
-        let mut all: Vec<Exchange> =
-            Arrangement::FLAT.iter().chain(between_racks).map(|&arrangement| self.exchange(arrangement)).collect();
+        let mut all: Vec<Exchange> = Arrangement::FLAT
+            .iter()
+            .chain(between_racks)
+            .map(|&arrangement| self.exchange(arrangement))
+            .collect();
         all.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
         let takes = |exchange: &Exchange| machines(exchange.arrangement.hub_machines(network));
         if let Some((compute_s, prices)) = compute_s.zip(prices) {
-            let worth = |exchange: &Exchange| self.value(exchange, compute_s, prices).steps_per_second_per_thousand;
+            let worth =
+                |exchange: &Exchange| self.value(exchange, compute_s, prices).steps_per_second_per_thousand;
             let exchange = cheapest(&all, |exchange| 1.0 / worth(exchange));
             let reason = format!(
                 "it makes the most steps for its price, {:.3} a second for each thousand spent on a worker; its exchange takes at \
@@ -124,8 +128,11 @@ impl CostModel {
             return Recommendation { exchange: exchange.clone(), reason };
         }
         let exchange = cheapest(&all, |exchange| exchange.seconds);
-        let mut reason =
-            format!("its lower bound, {}, is the least; it takes {}", duration(exchange.seconds), takes(exchange));
+        let mut reason = format!(
+            "its lower bound, {}, is the least; it takes {}",
+            duration(exchange.seconds),
+            takes(exchange)
+        );
         if let Some(compute_s) = compute_s {
             reason.push_str(&format!(
                 ", and {} of computation cannot hide all of the exchange",

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Namespace, Nonce, Proof};
 use paramhub_core::service::{ErrorCode, ServiceError};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal, Verdict, stream_proofs,
+    CHALLENGE_BYTES, Caller, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal, Verdict,
+    stream_proofs,
 };
 use paramhub_transport::shm::{receive_segments, send_segments};
 use rustix::io::Errno;
@@ -110,7 +111,9 @@ impl Guest {
             }
             let wanted = if matches!(self.stage, Stage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
             let is_complete = self.listen(wanted)?;
-            if matches!(self.stage, Stage::Hello) && self.inbox.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic) {
+            if matches!(self.stage, Stage::Hello)
+                && self.inbox.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
+            {
                 // Whatever it speaks, it will not become a Hello: it hears so now, and not when its time is up.
                 if self.inbox.len() < MAGIC.len() {
                     return Ok(Next::Wait);

@@ -46,9 +46,7 @@ fn is_of_others(name: &str) -> bool {
         || rest.ends_with("_PORT")
         || rest.contains("SERVICE_HOST")
         || rest.contains("SERVICE_PORT")
-        || ["_TCP", "_UDP", "_SCTP"]
-            .iter()
-            .any(|protocol| rest.contains("PORT_") && rest.contains(protocol))
+        || ["_TCP", "_UDP", "_SCTP"].iter().any(|protocol| rest.contains("PORT_") && rest.contains(protocol))
 }
 
 fn explain(name: &str, known: &[String]) -> String {
@@ -56,7 +54,9 @@ fn explain(name: &str, known: &[String]) -> String {
     let length = name.len() - PREFIX.len();
     match nearest.filter(|nearest| distance(name, nearest) <= length.max(nearest.len() - PREFIX.len()) / 2) {
         Some(nearest) => format!("the environment sets {name}, which nothing reads: did you mean {nearest}?"),
-        None => format!("the environment sets {name}, which nothing reads: `paramhub VERB --help` names what is read"),
+        None => format!(
+            "the environment sets {name}, which nothing reads: `paramhub VERB --help` names what is read"
+        ),
     }
 }
 

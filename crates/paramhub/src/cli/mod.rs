@@ -215,14 +215,14 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     config.log = common.log.or(config.log);
     config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
     let verb = cli.verb.apply(&mut config);
+    if !verb.is_started_by_us() {
+        environment::unread().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
+    }
     if common.print_config {
         print!("{}", config.to_toml());
         return Ok(ExitCode::SUCCESS);
     }
     start_log(&config, matches!(verb, Todo::Hub | Todo::Manager))?;
-    if !verb.is_started_by_us() {
-        environment::unread().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
-    }
     match verb {
         Todo::Train => train::train(&config),
         Todo::Hub => hub::serve(&config),

@@ -39,7 +39,11 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
     }
     let hub_busy = observer.hub_busy();
     // A hub that others share goes on.
-    let ended_too = if config.url.is_none() && section.exchange == ExchangeKind::Hub { "workers and hub" } else { "its workers" };
+    let ended_too = if config.url.is_none() && section.exchange == ExchangeKind::Hub {
+        "workers and hub"
+    } else {
+        "its workers"
+    };
     let Observer { display, reports, .. } = observer;
     display.finish();
     venue.close(Some(&ended));
