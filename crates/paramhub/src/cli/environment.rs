@@ -62,6 +62,8 @@ fn explain(name: &str, known: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -71,6 +73,39 @@ mod tests {
         assert!(explained.ends_with("did you mean PARAMHUB_HUB_CORES?"), "{explained}");
         let explained = explain("PARAMHUB_ZZZZZZZZZZZZ", &known);
         assert!(explained.contains("names what is read"), "{explained}");
+    }
+
+    /// Every name in quotes in what is shipped: one that a part begins to read is known here, or users would be told otherwise.
+    #[test]
+    fn every_variable_that_is_read_is_known() {
+        let mut known: Vec<String> = OF_WORKERS.map(str::to_owned).into();
+        collect(&super::super::Cli::command(), &mut known);
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let mut folders = vec![root.join("crates"), root.join("python/paramhub")];
+        let mut read = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(&folder).unwrap() {
+                let path = entry.unwrap().path();
+                let name = path.file_name().unwrap().to_string_lossy().into_owned();
+                let is_source =
+                    ["rs", "py"].iter().any(|kind| path.extension().is_some_and(|its| its == *kind));
+                if path.is_dir() && !["tests", "target", "benches"].contains(&name.as_str()) {
+                    folders.push(path);
+                } else if is_source && !path.ends_with("cli/environment.rs") {
+                    let text = std::fs::read_to_string(&path).unwrap();
+                    let quoted = text.split(['"', '\'']).filter(|part| part.starts_with(PREFIX));
+                    let is_name =
+                        |part: &&str| part.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
+                    read.extend(
+                        quoted.filter(is_name).filter(|name| name.len() > PREFIX.len()).map(str::to_owned),
+                    );
+                }
+            }
+        }
+        assert!(read.len() > 50, "names were found: {read:?}");
+        let unknown: Vec<&String> =
+            read.iter().filter(|name| !known.contains(name) && !is_of_others(name)).collect();
+        assert!(unknown.is_empty(), "read somewhere, and not known to the command line: {unknown:?}");
     }
 
     #[test]
