@@ -159,7 +159,6 @@ fn wrong_values_say_what_would_do() {
         (&["run", "-n", "0", "--", "true"], "0 is not in 1..="),
         (&["jobs", "--hub", "https://somewhere"], "plain http"),
         (&["hub", "--cores", "many"], "expected a whole number"),
-        (&["hub", "--streams", "-1x"], "--streams"),
         (&["run", "--dead-after", "soon", "--", "true"], "expected a number"),
         (&["train", "--resume"], "--checkpoints DIR"),
         (&["train", "--checkpoint-every", "10"], "--checkpoints DIR"),
