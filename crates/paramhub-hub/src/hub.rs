@@ -13,6 +13,7 @@ use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::handshakes::raise_descriptor_limit;
 use paramhub_transport::host_identity;
 use paramhub_transport::interface::{self, Sysfs};
 use paramhub_transport::socket;
@@ -109,8 +110,10 @@ impl RunningHub {
         }
         let directory = Arc::new(Directory::default());
         let board = Board::default();
+        let descriptors_max = raise_descriptor_limit();
+        let copies = config.streams as u16;
         let (door, door_stop) =
-            Door::new(listeners, config.streams as u16, local, directory.clone(), cores.clone())
+            Door::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let prober = Prober {
             addresses: addresses.clone(),

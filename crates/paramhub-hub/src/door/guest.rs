@@ -1,6 +1,6 @@
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -9,11 +9,12 @@ use paramhub_core::auth::{Namespace, Nonce, Proof};
 use paramhub_core::wire::{
     CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
 };
+use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
 use paramhub_transport::shm::{receive_segments, send_segments};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown};
-use tracing::warn;
 
+use super::Warnings;
 use crate::directory::{Admitted, Directory, Origin};
 
 /// How long a refused connection may take to read why.
@@ -39,6 +40,16 @@ pub(super) enum CameBy {
     Local(Vec<OwnedFd>),
 }
 
+impl CameBy {
+    /// The address whose connections are counted together; a process of this host has none.
+    pub(super) fn peer(&self) -> Option<IpAddr> {
+        match self {
+            CameBy::Interfaces(from, _) => Some(from.ip()),
+            CameBy::Local(_) => None,
+        }
+    }
+}
+
 impl fmt::Display for CameBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -58,9 +69,11 @@ enum Stage {
     Welcome(Hello, Option<Admitted>),
     /// The same, of a stream that probes the network.
     Probe(Namespace),
-    /// The refusal is on its way; then our side closes and the guest may read it in peace.
+    /// The refusal is on its way; then our side closes, and the peer has a second to read it.
     Refusal {
         closed: bool,
+        /// Bytes that came after it.
+        discarded: usize,
     },
 }
 
@@ -84,7 +97,7 @@ impl Guest {
     }
 
     /// Reads and answers as far as it goes without waiting.
-    pub(super) fn attend(&mut self, directory: &Directory) -> io::Result<Next> {
+    pub(super) fn attend(&mut self, directory: &Directory, warnings: &mut Warnings) -> io::Result<Next> {
         loop {
             match self.speak() {
                 Ok(true) => {}
@@ -99,11 +112,11 @@ impl Guest {
                     return Ok(Next::Admit(*hello, admitted));
                 }
                 Stage::Probe(probe) => return Ok(Next::Probe(*probe)),
-                Stage::Refusal { closed } => {
+                Stage::Refusal { closed, .. } => {
                     if !std::mem::replace(closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
                     }
-                    return self.hear_out();
+                    return self.discard();
                 }
                 Stage::Hello | Stage::Proof { .. } => {}
             }
@@ -112,7 +125,7 @@ impl Guest {
                 return Ok(Next::Wait);
             }
             let heard = std::mem::take(&mut self.inbox);
-            self.answer(&heard, directory)?;
+            self.answer(&heard, directory, warnings)?;
         }
     }
 
@@ -166,24 +179,35 @@ impl Guest {
         }
     }
 
-    /// Reads what a refused guest still says, so that closing does not reset the connection over an unread refusal.
-    fn hear_out(&mut self) -> io::Result<Next> {
+    /// Reads what a refused peer still sends, so that closing does not reset the connection over an unread refusal. A peer
+    /// that sends more than an honest one could loses the connection at once.
+    fn discard(&mut self) -> io::Result<Next> {
         let mut ignored = [0; 4096];
-        for _ in 0..16 {
+        loop {
             match self.read(&mut ignored) {
                 Ok(0) => return Ok(Next::Leave),
-                Ok(_) => {}
+                Ok(read) => {
+                    let Stage::Refusal { discarded, .. } = &mut self.stage else {
+                        unreachable!("bytes are discarded after a refusal alone")
+                    };
+                    *discarded += read;
+                    if *discarded > DISCARDED_BYTES_MAX {
+                        return Ok(Next::Leave);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Next::Wait),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(Next::Wait)
     }
 
-    fn answer(&mut self, heard: &[u8], directory: &Directory) -> io::Result<()> {
+    fn answer(&mut self, heard: &[u8], directory: &Directory, warnings: &mut Warnings) -> io::Result<()> {
         match &self.stage {
             Stage::Hello => match Hello::decode(heard.try_into().expect("as many bytes as were wanted")) {
+                Ok(_) if has_unread_bytes(&self.socket)? => {
+                    return Err(io::Error::other("it sent more than a Hello before it was challenged"));
+                }
                 Ok(hello) => {
                     let mut challenge = [0; CHALLENGE_BYTES];
                     getrandom::fill(&mut challenge).map_err(io::Error::other)?;
@@ -193,7 +217,7 @@ impl Guest {
                 Err(error) => {
                     // Where a verdict is looked for: behind a challenge.
                     self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
-                    self.refuse(Refusal::Protocol, error.to_string());
+                    self.refuse(warnings, Refusal::Protocol, error.to_string());
                 }
             },
             Stage::Proof { hello, challenge } => {
@@ -220,7 +244,7 @@ impl Guest {
                 }
                 if !is_proven {
                     let message = "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
-                    self.refuse(Refusal::WrongNonce, message.to_string());
+                    self.refuse(warnings, Refusal::WrongNonce, message.to_string());
                     return Ok(());
                 }
                 let origin = match &mut self.by {
@@ -233,7 +257,7 @@ impl Guest {
                         self.outbox.extend_from_slice(&welcome.encode());
                         self.stage = Stage::Welcome(hello, Some(admitted));
                     }
-                    Err((refusal, message)) => self.refuse(refusal, message),
+                    Err((refusal, message)) => self.refuse(warnings, refusal, message),
                 }
             }
             Stage::Welcome(..) | Stage::Probe(_) | Stage::Refusal { .. } => {
@@ -243,14 +267,14 @@ impl Guest {
         Ok(())
     }
 
-    fn refuse(&mut self, refusal: Refusal, message: String) {
-        warn!("turned {} away: {message}", self.by);
+    fn refuse(&mut self, warnings: &mut Warnings, refusal: Refusal, message: String) {
+        warnings.tell(Instant::now(), || format!("turned {} away: {message}", self.by));
         self.turn_away(refusal, message);
     }
 
     fn turn_away(&mut self, refusal: Refusal, message: String) {
         self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
-        self.stage = Stage::Refusal { closed: false };
+        self.stage = Stage::Refusal { closed: false, discarded: 0 };
         self.deadline = self.deadline.min(Instant::now() + FAREWELL);
     }
 }

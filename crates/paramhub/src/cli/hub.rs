@@ -145,7 +145,6 @@ enum Serving {
 
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
-    raise_descriptor_limit();
     let Some(serving) = start(config, &signals)? else { return Ok(ExitCode::SUCCESS) };
     let (url, addresses) = match &serving {
         Serving::Embedded(hub) => (hub.url(), hub.addresses()),
@@ -174,15 +173,6 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         Some(reason) => bail!("the hub has failed: {reason}"),
         None => Ok(ExitCode::SUCCESS),
     }
-}
-
-/// Lets this process open as many descriptors as it may: every worker holds one a stream, and the usual limit of 1,024 is
-/// for programs that select(2) on them.
-pub(crate) fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    // What the system refuses stays as it was; running out is reported where it happens.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 /// None where a signal came first.

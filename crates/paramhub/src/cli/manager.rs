@@ -36,7 +36,7 @@ impl ManagerFlags {
 
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
-    super::hub::raise_descriptor_limit();
+    paramhub_transport::handshakes::raise_descriptor_limit();
     let manager = Manager::start(ManagerConfig {
         listen: config.manager.listen,
         state: config.manager.state.clone(),
