@@ -415,6 +415,9 @@ pub struct RegisterHub {
     /// only whether workers are on the same machine.
     #[serde(default)]
     pub machine: String,
+    /// Whether it has a folder for checkpoints; `None` where nobody knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeps_checkpoints: Option<bool>,
 }
 
 /// Answer to [`RegisterHub`].

@@ -56,6 +56,10 @@ impl RunningHub {
     /// Listens, joins the manager and serves. Returns when workers can be served.
     pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
         check(&config)?;
+        if let Some(checkpoints) = &config.checkpoints {
+            let folder = checkpoints.folder.clone();
+            checkpoints.try_out().map_err(|cause| HubError::Checkpoints { folder, cause })?;
+        }
         let sysfs = Sysfs::default();
         let found = interface::interfaces().unwrap_or_else(|error| {
             warn!("this host's interfaces cannot be listed, so that nothing is known of them: {error}");
@@ -89,7 +93,8 @@ impl RunningHub {
             host: config.host.clone().unwrap_or_default(),
         };
         let machine = config.host.clone().unwrap_or_else(host_identity);
-        let offer = RegisterHub { shape: shape.clone(), place, machine };
+        let keeps_checkpoints = Some(config.checkpoints.is_some());
+        let offer = RegisterHub { shape: shape.clone(), place, machine, keeps_checkpoints };
         let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
         for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {

@@ -86,7 +86,10 @@ impl Registry {
     ) -> Result<ServiceCreated, ServiceError> {
         check_request(&request)?;
         let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
-        let order = self.with(|world| world.reserve(&request.name, namespace))?;
+        let order = self.with(|world| {
+            world.check_checkpoints(&request)?;
+            world.reserve(&request.name, namespace)
+        })?;
         let registry = self.clone();
         // On its own, so that a caller who hangs up leaves no name reserved for ever.
         let writing = tokio::spawn(async move {

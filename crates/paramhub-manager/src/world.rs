@@ -87,6 +87,24 @@ impl World {
         world
     }
 
+    /// Refuses a job with checkpoints where no hub that could serve it keeps any. Its hubs would refuse it as well, but only when all
+    /// of its workers are there.
+    pub(crate) fn check_checkpoints(&self, request: &CreateService) -> Result<(), ServiceError> {
+        let CreateService { name, options, .. } = request;
+        let what = match (options.checkpoint_every, options.resume) {
+            (Some(_), _) => "is to have checkpoints",
+            (None, Some(_)) => "is to go on from a checkpoint",
+            (None, None) => return Ok(()),
+        };
+        if !self.hubs.keep_no_checkpoints(options.hubs.unwrap_or(1)) {
+            return Ok(());
+        }
+        let message = format!(
+            "job `{name}` {what}, but no hub that has joined keeps any: start it with --checkpoints DIR"
+        );
+        Err(refusal(ErrorCode::BadRequest, message))
+    }
+
     /// Keeps a name for a job that is about to be written to the store; its place in the order comes back.
     pub(crate) fn reserve(&mut self, name: &str, namespace: Namespace) -> Result<u64, ServiceError> {
         if self.living.contains_key(name) {

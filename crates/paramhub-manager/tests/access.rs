@@ -27,7 +27,8 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
             code(&client.register_hub(&RegisterHub {
                 shape: shape(),
                 place: Default::default(),
-                machine: String::new()
+                machine: String::new(),
+                keeps_checkpoints: None,
             })),
             ErrorCode::Unauthorized
         );

@@ -102,6 +102,8 @@ fn wrong_values_say_what_would_do() {
         (&["train", "--transport", "ipc"], "expected auto, tcp or shm"),
         (&["train", "--exchange", "local", "--transport", "tcp"], "locally nothing travels"),
         (&["train", "--exchange", "depcha", "--transport", "shm"], "--transport shm is for hubs"),
+        (&["train", "--exchange", "funnel", "--reproducible"], "--reproducible is about sums that hubs make"),
+        (&["train", "--exchange", "concom", "--chunk-bytes", "64K"], "--chunk-bytes is about sums that hubs"),
         (&["train", "--exchange", "funnel", "--stragglers", "backup:1"], "--stragglers is a hub's"),
         (&["train", "--exchange", "concom", "--resume"], "needs --exchange hub, not concom"),
         (&["train", "--compute-threads", "2"], "needs --exchange funnel, concom or depcha"),

@@ -143,6 +143,7 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
                     shape: shape.clone(),
                     place: Default::default(),
                     machine: String::new(),
+                    keeps_checkpoints: None,
                 })
                 .unwrap()
                 .hub

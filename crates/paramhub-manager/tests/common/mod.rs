@@ -191,6 +191,7 @@ impl Hub {
                 shape: shape.clone(),
                 place: Default::default(),
                 machine: String::new(),
+                keeps_checkpoints: None,
             })
             .unwrap();
         let quit = Arc::new(AtomicBool::new(false));

@@ -214,6 +214,17 @@ fn check_exchange(section: &TrainSection) -> Result<(), String> {
              --transport tcp forbids it"
         ));
     }
+    let of_sums_at_hubs = [
+        ("--reproducible", section.reproducible != defaults.reproducible),
+        ("--chunk-bytes", section.chunk_bytes != defaults.chunk_bytes),
+    ];
+    let asked = of_sums_at_hubs.into_iter().find_map(|(flag, is_asked)| is_asked.then_some(flag));
+    if let Some(flag) = asked.filter(|_| is_collective) {
+        return Err(format!(
+            "{flag} is about sums that hubs make: it needs --exchange hub, since with {exchange} the workers add up in an order and in \
+             parts of their own"
+        ));
+    }
     let of_collectives = [
         ("--compute-threads", section.compute_threads != defaults.compute_threads),
         ("--check-collectives", section.check_collectives),
