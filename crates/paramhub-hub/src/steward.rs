@@ -1,5 +1,6 @@
 //! Opens jobs on the cores and ends them everywhere at once: the one thread that decides.
 
+mod awaited;
 mod checkpoints;
 mod job;
 mod limits;
@@ -137,6 +138,7 @@ impl Steward {
                 }
             }
             HubCommand::Link { namespace } => self.link(namespace),
+            HubCommand::Tell { namespace, rank, message } => self.tell_all(namespace, rank, &message),
             HubCommand::Probe(order) => {
                 // It would take from a job what it measures. The manager asks only where it knows of none.
                 let job = self.jobs.values().next();
@@ -269,6 +271,7 @@ impl Steward {
             CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
             CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
             CoreEvent::Late { namespace, late } => self.late(namespace, late),
+            CoreEvent::Awaited { namespace, route, news } => self.awaited(namespace, route, news),
             CoreEvent::Closed { namespace, counters, left_out } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;

@@ -49,6 +49,14 @@ struct RankLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AwaitedLabels {
+    job: String,
+    namespace: String,
+    rank: u32,
+    key: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CoreLabels {
     hub: u32,
     core: u64,
@@ -123,6 +131,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     ];
     let busy = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
     let left_out = Family::<RankLabels, Counter>::default();
+    let awaited = Family::<AwaitedLabels, Gauge<f64, AtomicU64>>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());
     let memory = Family::<JobLabels, Gauge>::default();
     for job in world.jobs().filter(|job| !job.state().has_ended()) {
@@ -136,6 +145,13 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
             let labels = RankLabels { job: labels.job.clone(), namespace: labels.namespace.clone(), rank };
             left_out.get_or_create(&labels).inc_by(updates);
         }
+        if let Some(late) = job.awaited(Now::read()) {
+            for &rank in &late.ranks {
+                let JobLabels { job, namespace } = labels.clone();
+                let labels = AwaitedLabels { job, namespace, rank, key: late.key.clone() };
+                awaited.get_or_create(&labels).set(late.seconds);
+            }
+        }
         memory.get_or_create(&labels).set(i64::try_from(counters.memory_bytes).unwrap_or(i64::MAX));
     }
     for (family, (name, help, _)) in families.into_iter().zip(counts) {
@@ -143,6 +159,9 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     }
     let help = "Updates of chunks that a living job's hubs made without a rank because it was late";
     metrics.register("job_left_out", help, left_out);
+    let help =
+        "How long ranks have waited for one that is late beyond what recent steps explain, and at which key";
+    metrics.register("job_awaited_seconds", help, awaited);
     collect_checkpoints(world, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);

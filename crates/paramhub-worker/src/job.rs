@@ -322,7 +322,8 @@ impl Job {
         self.shared.counters.read()
     }
 
-    /// The newest notices of the hubs, oldest first; a bounded number is kept. Rank 0 gets them.
+    /// The newest notices of the hubs, oldest first; a bounded number is kept. Rank 0 gets them, and all ranks those that say for
+    /// whom they wait.
     pub fn notices(&self) -> Vec<HubNotice> {
         self.shared.notices.kept()
     }

@@ -118,6 +118,8 @@ pub(crate) struct RunSection {
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) progress_timeout_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) deployment: Option<Deployment>,
@@ -174,6 +176,8 @@ pub(crate) struct TrainSection {
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) progress_timeout_s: Option<f64>,
     #[serde(with = "text")]
     pub(crate) scheme: SchemeChoice,
     #[serde(with = "text")]
@@ -288,6 +292,7 @@ impl Default for RunSection {
             optimize_at,
             on_interface_down,
             stragglers,
+            progress_timeout_s: None,
             hubs: None,
             deployment: None,
             hosts: 1,
@@ -326,6 +331,7 @@ impl Default for TrainSection {
             deployment: None,
             hubs: None,
             stragglers: Stragglers::Wait,
+            progress_timeout_s: None,
             scheme: SchemeChoice::default(),
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),

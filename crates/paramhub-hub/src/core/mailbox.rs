@@ -14,7 +14,7 @@ use paramhub_transport::Waker;
 
 use super::plan::ShardPlan;
 use super::ports::Neighbour;
-use super::shard::Late;
+use super::shard::{AwaitedNews, Late};
 use super::snapshot::{Snapshot, Wanted};
 use crate::local::LocalMemory;
 
@@ -37,6 +37,8 @@ pub(crate) enum CoreCommand {
     },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
+    /// Tell all ranks something.
+    NotifyAll { namespace: Namespace, notice: Notice },
     /// Take a snapshot of a route's chunks; answered by [`CoreEvent::Snapshot`], unless the job ends.
     Arm { namespace: Namespace, wanted: Wanted, snapshot: Box<Snapshot> },
     /// Call it off, if it is still being taken.
@@ -64,6 +66,8 @@ pub(crate) enum CoreEvent {
     Moved { namespace: Namespace, who: Neighbour, by: u16 },
     /// Steps end without this rank.
     Late { namespace: Namespace, late: Late },
+    /// Somebody keeps the others waiting at a route, or does no more.
+    Awaited { namespace: Namespace, route: RouteId, news: AwaitedNews },
     /// A route is freed and its streams are closed. Of every rank, how many updates it was `left_out` of.
     Closed { namespace: Namespace, counters: JobCounters, left_out: Vec<u64> },
 }

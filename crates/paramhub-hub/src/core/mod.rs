@@ -44,8 +44,8 @@ pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
 pub(crate) use ports::{Neighbour, Ports, Side};
 pub(crate) use restored::Restored;
-pub(crate) use shard::Late;
 use shard::Shard;
+pub(crate) use shard::{Absence, AwaitedNews, Late};
 pub(crate) use snapshot::{Mark, Outcome, Snapshot, Wanted};
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
@@ -85,6 +85,8 @@ pub(crate) struct Core {
     busy: Duration,
     idle: Duration,
     last_tick: Instant,
+    /// How long this thread has served, without the times in which it was not let run.
+    awake: Duration,
 }
 
 /// A shard and the lanes of its ports.
@@ -124,6 +126,7 @@ impl Core {
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             last_tick: Instant::now(),
+            awake: Duration::ZERO,
         })
     }
 
@@ -436,6 +439,7 @@ impl Core {
                     self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
+                CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),
                 CoreCommand::Arm { namespace, wanted, snapshot } => self.arm(namespace, wanted, snapshot),
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
@@ -534,6 +538,15 @@ impl Core {
             let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Notice) };
             self.shards.index_mut(shard).shard.outboxes[port as usize].message(header, payload);
             self.flush(token, now);
+        }
+    }
+
+    /// Tells every rank that exchanges here.
+    fn notify_all(&mut self, namespace: Namespace, notice: &Notice, now: Instant) {
+        let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
+        let workers = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone());
+        for rank in workers.iter().flat_map(|ports| ports.ranks()) {
+            self.notify(namespace, *rank, notice, now);
         }
     }
 

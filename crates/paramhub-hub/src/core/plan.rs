@@ -12,6 +12,7 @@ use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
 use paramhub_core::exchange::{Exchange, GatheredLayer, Rules};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::lateness::Watch;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
@@ -40,6 +41,8 @@ pub(crate) struct ShardPlan {
     /// Streams may be cut and resumed.
     pub(crate) continues: bool,
     pub(crate) stragglers: Stragglers,
+    /// How long others may wait for somebody, if that ends the job.
+    pub(crate) progress_timeout: Option<Duration>,
     /// Of the core's time, against other jobs' weights.
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
@@ -182,6 +185,7 @@ pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
         + streams
         + schedules
         + deadlines
+        + Watch::memory_bytes(layout.slots.len())
         + snapshot
         + FactorLayers::memory_bytes(plan, &layout)
 }

@@ -1,5 +1,6 @@
 //! One job's chunks on one route: their memory, their books, and what arrives for them.
 
+mod awaited;
 mod between;
 mod copying;
 mod factors;
@@ -14,12 +15,14 @@ use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Stranded, Then, Update};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::lateness::Watch;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
 use paramhub_kernels::{Aggregator, Step, convert, finite, mean_factor, quantise, shared};
 
+pub(crate) use self::awaited::{Absence, AwaitedNews};
 pub(super) use self::factors::FactorLayers;
 pub(crate) use self::late::Late;
 use super::arenas::Arenas;
@@ -86,6 +89,8 @@ pub(crate) struct Shard {
     deadlines: Option<Deadlines>,
     /// Of every rank, the updates it will have been left out of when somebody is told next.
     late_from: Vec<u64>,
+    /// How long others have waited for somebody.
+    watch: Watch,
     /// The snapshot being taken.
     armed: Option<Armed>,
     /// Memory for snapshots that nobody has asked for yet.
@@ -143,6 +148,7 @@ impl Shard {
             now,
             deadlines: leaves_out.then(|| Deadlines::new(plan.stragglers, layout.slots.len(), now)),
             late_from: vec![u64::from(slots); if leaves_out { plan.ports.workers() as usize } else { 0 }],
+            watch: Watch::new(layout.slots.len(), plan.progress_timeout),
             armed: None,
             spare_snapshot,
             slots: layout.slots,

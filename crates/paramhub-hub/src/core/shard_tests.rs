@@ -51,6 +51,7 @@ pub(in crate::core) fn shard_with(
         dead_after: Duration::from_secs(30),
         continues: false,
         stragglers,
+        progress_timeout: None,
         weight: 1,
         aggregator: registry.aggregator(&settings.aggregator).unwrap(),
         settings: Arc::new(settings),

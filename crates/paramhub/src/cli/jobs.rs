@@ -13,7 +13,9 @@ use super::{ManagerUrl, client, schemes};
 use crate::Stragglers;
 use crate::cli::ExitCode;
 use crate::config::Config;
-use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
+use crate::service::{
+    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated,
+};
 
 /// Where sentences in a table are broken.
 const SENTENCE_COLUMNS: u16 = 100;
@@ -100,6 +102,9 @@ struct CreateFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW")]
     stragglers: Option<Stragglers>,
+    /// End it, naming the rank, when others have waited so long for one of them [default: never]
+    #[arg(long, value_name = "SECONDS")]
+    progress_timeout: Option<f64>,
     /// How often its hubs, which must be started with --checkpoints, write a checkpoint: a number of steps, as in 1000, or of
     /// seconds, as in 30s [default: never]
     #[arg(long, value_name = "N|Ns")]
@@ -122,6 +127,7 @@ impl CreateFlags {
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),
+            progress_timeout_s: self.progress_timeout,
             checkpoint_every: self.checkpoint_every,
             resume: self.resume,
         };
@@ -229,6 +235,7 @@ fn show(job: &JobStatus) -> String {
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
         ("left out", or_dash(&left_out(job).join("\n"))),
+        ("awaited", job.awaited.as_ref().map_or("-".to_owned(), awaited)),
         ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
@@ -250,6 +257,12 @@ pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
         format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
     };
     late.map(line).collect()
+}
+
+fn awaited(late: &AwaitedRanks) -> String {
+    let ranks: Vec<String> = late.ranks.iter().map(ToString::to_string).collect();
+    let rank = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{rank} {} for {:.0} s: {} of key {}", ranks.join(", "), late.seconds, late.what, late.key)
 }
 
 fn checkpoints(status: &CheckpointStatus) -> String {

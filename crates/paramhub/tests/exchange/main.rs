@@ -21,6 +21,7 @@ mod sites;
 mod state;
 mod stragglers;
 mod streams;
+mod stuck;
 mod syncers;
 mod tenants;
 

@@ -112,6 +112,9 @@ pub(crate) struct TrainFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
+    /// End the job, naming the rank, when others have waited so long for one of them [default: never]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_TRAIN_PROGRESS_TIMEOUT")]
+    progress_timeout: Option<f64>,
     /// How fully connected layers are exchanged: hub; by factors between the workers; factors-to-hub, where one hub makes a
     /// layer's gradient of them; or auto, whichever of the first two moves less [default: hub]
     #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
@@ -155,6 +158,8 @@ pub(crate) struct TrainFlags {
 impl TrainFlags {
     pub(crate) fn apply(self, config: &mut Config) {
         self.url.apply(config);
+        let section = &mut config.train;
+        section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;

@@ -175,13 +175,14 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
 }
 
 /// What a job at hubs is created with, and whether it was asked for.
-pub(super) fn of_the_job(section: &TrainSection) -> [(&'static str, bool); 8] {
+pub(super) fn of_the_job(section: &TrainSection) -> [(&'static str, bool); 9] {
     let defaults = TrainSection::default();
     [
         ("--checkpoints", section.checkpoints.is_some()),
         ("--checkpoint-every", section.checkpoint_every.is_some()),
         ("--resume", section.resume.is_some()),
         ("--stragglers", section.stragglers != defaults.stragglers),
+        ("--progress-timeout", section.progress_timeout_s.is_some()),
         ("--reduction", section.reduction != defaults.reduction),
         ("--on-interface-down", section.on_interface_down != defaults.on_interface_down),
         ("--deployment", section.deployment.is_some()),
