@@ -306,7 +306,7 @@ fn start_core(
         _ => None,
     });
     let (handle, mailbox) = mailbox(tell).map_err(system)?;
-    let core = Core::new(mailbox, spin).map_err(system)?;
+    let core = Core::new(index, mailbox, spin).map_err(system)?;
     let thread = spawn(&format!("hub-core-{index}"), move || {
         if let Some(processor) = processor {
             pin_to_processor(index, processor);

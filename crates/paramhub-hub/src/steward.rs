@@ -6,6 +6,7 @@ mod limits;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
@@ -22,7 +23,7 @@ use tracing::{info, warn};
 use crate::above::{Above, Climb};
 use crate::checkpoint::{Board, CheckpointConfig};
 use crate::config::JobLimits;
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan};
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan, panic_text};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
 use crate::probe::Prober;
@@ -154,7 +155,16 @@ impl Steward {
         let checkpoints = Checkpoints::of(&plan, self.checkpoints.as_ref())?;
         let resume =
             checkpoints.as_ref().and_then(|checkpoints| Some((checkpoints.clone(), checkpoints.resume?)));
-        let (job, shards) = Job::plan(&plan, &self.shape, &self.registry, checkpoints)?;
+        // It asks optimizers that were registered with the hub, whose own code may panic.
+        let planned = AssertUnwindSafe(|| Job::plan(&plan, &self.shape, &self.registry, checkpoints));
+        let (job, shards) = catch_unwind(planned).unwrap_or_else(|panic| {
+            Err(format!(
+                "job `{}` made its hub panic ({}): this is a fault of the hub, or of an optimizer or aggregator registered with \
+                 it; report it with the hub's log",
+                plan.name,
+                panic_text(&*panic)
+            ))
+        })?;
         self.job_limits.admit(&job, self.jobs.values())?;
         let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
         let free = self.memory_bytes.saturating_sub(taken);
@@ -242,12 +252,11 @@ impl Steward {
                 match &mut job.state {
                     State::Opening { routes } => {
                         *routes -= 1;
-                        let all = *routes == 0;
-                        job.missing_bytes = job.missing_bytes.or(missing_bytes);
-                        match job.missing_bytes {
-                            None if all => self.opened(namespace),
-                            Some(_) if all => self.refuse_opened(namespace),
-                            _ => {}
+                        match missing_bytes {
+                            // The others need not open what nobody will use.
+                            Some(missing) => self.refuse_opened(namespace, missing),
+                            None if *routes == 0 => self.opened(namespace),
+                            None => {}
                         }
                     }
                     // It was stopped before it was open, and here there is nothing to close.
@@ -258,6 +267,7 @@ impl Steward {
             CoreEvent::Faulted { namespace, culprit, message } => {
                 self.fail(namespace, rank_of(culprit), message);
             }
+            CoreEvent::Panicked { namespace, reason } => self.fail(namespace, None, reason),
             CoreEvent::Left { namespace, route, port } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.left.insert((route, port));
@@ -314,12 +324,12 @@ impl Steward {
     }
 
     /// Some core could not allocate: free what the others did.
-    fn refuse_opened(&mut self, namespace: Namespace) {
+    fn refuse_opened(&mut self, namespace: Namespace, missing_bytes: u64) {
         let job = self.jobs.remove(&namespace).expect("an opening job is here");
         for core in job.cores() {
             self.cores[usize::from(core)].send(CoreCommand::End { namespace, failure: None });
         }
-        let (missing, needed) = (mebibytes(job.missing_bytes.unwrap_or(0)), mebibytes(job.memory_bytes));
+        let (missing, needed) = (mebibytes(missing_bytes), mebibytes(job.memory_bytes));
         let reason = format!(
             "job `{}` needs {needed} MiB at this hub, but the operating system had no {missing} MiB left for one part",
             job.name

@@ -24,7 +24,7 @@ const MAILBOX_COMMANDS: usize = 1024;
 /// Asked of a core.
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
-    /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
+    /// Allocate a route's chunks; answered by [`CoreEvent::Opened`], unless the job ends before.
     Open(Box<ShardPlan>),
     /// Serve a stream whose handshake is done. One that was `resumed_by` an interface takes the place of the port's stream.
     Adopt {
@@ -56,6 +56,8 @@ pub(crate) enum CoreEvent {
     Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
     /// A job cannot go on, through the fault of `culprit`.
     Faulted { namespace: Namespace, culprit: Neighbour, message: String },
+    /// The core panicked and has nothing of a job any more; [`CoreEvent::Closed`] follows for each of its routes.
+    Panicked { namespace: Namespace, reason: String },
     /// Nothing more will come by a port of a route, or, to a site above, go out.
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// Somebody has not been heard for a while on some stream, or is heard again.

@@ -54,8 +54,6 @@ pub(crate) struct Job {
     /// Of a core's time, against other jobs' weights.
     pub(super) weight: u32,
     pub(super) state: State,
-    /// Set where a core found no memory.
-    pub(super) missing_bytes: Option<u64>,
     /// The streams to the sites above have been asked for.
     pub(super) is_linked: bool,
     pub(super) left: HashSet<(RouteId, u32)>,
@@ -209,7 +207,6 @@ impl Job {
             ports,
             state_slots,
             routes,
-            missing_bytes: None,
             is_linked: false,
             left: HashSet::new(),
             silent: HashSet::new(),

@@ -14,6 +14,7 @@ mod in_place;
 mod kvstore;
 mod numerics;
 mod offences;
+mod panics;
 mod quantised;
 mod raw;
 mod reproducible;
