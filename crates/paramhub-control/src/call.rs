@@ -4,17 +4,20 @@ use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use paramhub_core::limits::REQUEST_BYTES_MAX;
-use paramhub_core::service::ServiceError;
+use paramhub_core::service::{ErrorCode, ServiceError};
 use serde::de::DeserializeOwned;
-use ureq::http::{Request, Response};
+use ureq::http::{Request, Response, StatusCode};
 use ureq::{Agent, Body};
 
 use crate::error::ControlError;
 
-/// Further attempts of a call that may be repeated and whose connection broke.
-const RETRIES: u32 = 2;
-/// Pause before another attempt.
+/// Further attempts of a call whose connection broke, or for which the manager has no place: a manager under many callers breaks
+/// connections before it does anything.
+const RETRIES: u32 = 6;
+/// Pause before another attempt; before each further one, twice as long.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// Longest such pause.
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Bytes of an answer: a hub's plan is a key table with a little around it.
 const ANSWER_BYTES_MAX: u64 = REQUEST_BYTES_MAX as u64 + (64 << 20);
 
@@ -41,20 +44,34 @@ impl Call<'_> {
             return Err(ControlError::Request { url: url.to_string(), cause });
         }
         let begun = Instant::now();
-        let mut retries = if self.repeatable { RETRIES } else { 0 };
+        let mut attempts = Attempts { left: RETRIES, pause: RETRY_PAUSE };
+        let mut first_break = None;
         loop {
-            let failure = match self.attempt(agent, url) {
-                Ok(answer) => return read_answer(answer, url),
-                Err(failure) => failure,
+            let answer = match self.attempt(agent, url) {
+                // Whom a manager has no place for just now, it tells before it does anything.
+                Ok(answer) if answer.status() == StatusCode::SERVICE_UNAVAILABLE && attempts.again() => {
+                    continue;
+                }
+                Ok(answer) => read_answer(answer, url),
+                Err(failure) if is_refused(&failure) && begun.elapsed() < patience => {
+                    std::thread::sleep(RETRY_PAUSE);
+                    continue;
+                }
+                Err(failure) if is_broken(&failure) && attempts.again() => {
+                    first_break.get_or_insert(failure);
+                    continue;
+                }
+                Err(failure) => Err(self.explain(failure, url)),
             };
-            if is_refused(&failure) && begun.elapsed() < patience {
-                std::thread::sleep(RETRY_PAUSE);
-            } else if is_broken(&failure) && retries > 0 {
-                retries -= 1;
-                std::thread::sleep(RETRY_PAUSE);
-            } else {
-                return Err(self.explain(failure, url));
-            }
+            return match (answer, first_break) {
+                // Perhaps it was this very call, before its connection broke, that took the name.
+                (Err(refused), Some(broken))
+                    if !self.repeatable && refused.code() == Some(ErrorCode::NameTaken) =>
+                {
+                    Err(self.explain(broken, url))
+                }
+                (answer, _) => answer,
+            };
         }
     }
 
@@ -95,6 +112,25 @@ impl Call<'_> {
             ureq::Error::Http(cause) => ControlError::Request { url, cause: cause.to_string() },
             other => ControlError::Protocol { url, cause: other.to_string() },
         }
+    }
+}
+
+/// The attempts that a call still has.
+struct Attempts {
+    left: u32,
+    pause: Duration,
+}
+
+impl Attempts {
+    /// Pauses before another attempt; false where there is none left.
+    fn again(&mut self) -> bool {
+        if self.left == 0 {
+            return false;
+        }
+        self.left -= 1;
+        std::thread::sleep(self.pause);
+        self.pause = (self.pause * 2).min(RETRY_PAUSE_MAX);
+        true
     }
 }
 

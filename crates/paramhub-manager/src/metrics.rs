@@ -17,6 +17,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
 use crate::clock::Now;
+use crate::places::Taken;
 use crate::registry::Registry;
 use crate::world::World;
 
@@ -33,6 +34,11 @@ pub(crate) struct RequestLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabels {
     state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabels {
+    kind: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -80,6 +86,7 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
 pub(crate) fn render(registry: &Registry) -> String {
     let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
     metrics.register("manager_requests", "Requests answered", registry.requests.clone());
+    collect_connections(registry.places.taken(), &mut metrics);
     registry.with(|world| {
         collect_jobs(world, &mut metrics);
         collect_hubs(world, &mut metrics);
@@ -88,6 +95,24 @@ pub(crate) fn render(registry: &Registry) -> String {
     let mut text = String::new();
     encode(&mut text, &metrics).expect("a String takes all");
     text
+}
+
+fn collect_connections(taken: Taken, metrics: &mut prometheus_client::registry::Registry) {
+    let connections = Family::<KindLabels, Gauge>::default();
+    let kinds = [
+        ("stranger", taken.strangers),
+        ("hub", taken.hubs),
+        ("rank", taken.ranks),
+        ("operator", taken.operators),
+    ];
+    for (kind, count) in kinds {
+        connections.get_or_create(&KindLabels { kind }).set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+    metrics.register("manager_connections", "Connections, by what their callers have proved", connections);
+    let made_room = Counter::<u64>::default();
+    made_room.inc_by(taken.made_room);
+    let help = "Callers who had proved nothing and were turned away to make room for newer ones";
+    metrics.register("manager_strangers_turned_away", help, made_room);
 }
 
 fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {

@@ -429,9 +429,9 @@ impl Job {
     }
 }
 
-/// Namespace and incarnation of a caller whose proof was checked.
+/// A rank that calls, as its proof says.
 #[derive(Clone, Copy)]
-pub(crate) struct Caller {
+pub(crate) struct Rank {
     pub(crate) namespace: Namespace,
     pub(crate) rank: u32,
     pub(crate) incarnation: Incarnation,
