@@ -3,7 +3,7 @@
     pip install accelerate
     torchrun --nproc-per-node 4 examples/pytorch/accelerate_digits.py
 
-Without a hub at PARAMHUB_URL rank 0 runs one.
+Without a hub at PARAMHUB_URL rank 0 runs one, and of several hosts each has one.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,12 +57,9 @@ def main() -> None:
 
 
 def accelerate() -> Accelerator:
-    """Accelerate on paramhub's backend."""
-    process_group = InitProcessGroupKwargs(backend="paramhub")
-    if torch.cuda.is_available():
-        return Accelerator(kwargs_handlers=[process_group])
-    # Without a GPU Accelerate knows gloo and MPI only, but it takes the process group that it finds.
-    dist.init_process_group(process_group.backend, timeout=process_group.timeout)
+    """Accelerate on paramhub's backend, which takes tensors of the host."""
+    # Accelerate takes the process group that it finds; the backends that it makes itself on the CPU are gloo and MPI.
+    dist.init_process_group("paramhub")
     return Accelerator(cpu=True)
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/pytorch/digits.py --way optimizer
 
 `hook` and `optimizer` differ from an ordinary script by the two lines that say so. Without a hub at PARAMHUB_URL rank 0
-runs one.
+runs one, and of several hosts each has one.
 """
 
 import argparse

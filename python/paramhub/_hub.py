@@ -33,6 +33,7 @@ def create_job(
     optimize_at: str = "every_site",
     on_interface_down: str = "fail",
     stragglers: str = "wait",
+    progress_timeout: float | None = None,
     checkpoint_every: str | None = None,
     resume: str | None = None,
 ) -> JobTicket:
@@ -55,6 +56,9 @@ def create_job(
     without it when so much longer has gone by as this fraction of the time that the median worker took; or ``backup:N``, end
     it without the last N. A late contribution is dropped, and its sender goes on with the newest parameters. The latter two ask
     for synchronous consistency, an optimizer at the hub, no ``reproducible`` and no ``clip_norm``.
+
+    A rank that keeps the others waiting for longer than the job's recent steps explain is named in every rank's log. With
+    ``progress_timeout`` the job ends, with that rank's name, when they have waited so long.
     ``checkpoint_every`` is how often the hubs, which must be started with a folder for them, write a checkpoint: ``"1000"``
     steps, or ``"30s"``. ``resume`` has the job begin with the one that a job of the same name has left, ``"latest"`` or that of a
     step.
@@ -70,7 +74,11 @@ def create_job(
         "hubs": hubs,
     }
     # Left out where nothing is asked for, so that older managers understand it.
-    wishes = {"checkpoint_every": checkpoint_every, "resume": resume}
+    wishes = {
+        "checkpoint_every": checkpoint_every,
+        "resume": resume,
+        "progress_timeout_s": progress_timeout,
+    }
     options |= {option: wish for option, wish in wishes.items() if wish is not None}
     namespace, secret = _native.create_job(
         url, name, workers, admin_token=admin_token, options=json.dumps(options), patience=patience

@@ -1,7 +1,7 @@
 """Fixtures of all tests.
 
-Tests that need torch are in ``torch/``, and import it at the top of their files. The helpers are in ``support/``, from which
-tests import by name: ``from team import Rank``.
+Tests that need torch are in ``torch/``, and in ``frameworks/`` those of frameworks on torch; they import it at the top of their
+files. The helpers are in ``support/``, from which tests import by name: ``from team import Rank``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import paramhub
 WITHOUT_TORCH = "PARAMHUB_TEST_WITHOUT_TORCH"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 # Where torch is missing by mistake its tests must fail; they fail to be imported, then.
-collect_ignore = ["torch"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
+collect_ignore = ["torch", "frameworks"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
 
 # A shell that runs this in the background lets it ignore Ctrl-C, and every process it starts: those that are to answer it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -4,17 +4,20 @@ use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use paramhub_core::limits::REQUEST_BYTES_MAX;
-use paramhub_core::service::ServiceError;
+use paramhub_core::service::{ErrorCode, ServiceError};
 use serde::de::DeserializeOwned;
-use ureq::http::{Request, Response};
+use ureq::http::{Request, Response, StatusCode};
 use ureq::{Agent, Body};
 
 use crate::error::ControlError;
 
-/// Further attempts of a call that may be repeated and whose connection broke.
-const RETRIES: u32 = 2;
-/// Pause before another attempt.
+/// Further attempts of a call whose connection broke, or for which the manager has no place: a manager under many callers breaks
+/// connections before it does anything.
+const RETRIES: u32 = 6;
+/// Pause before another attempt; before each further one, twice as long.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// Longest such pause.
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Bytes of an answer: a hub's plan is a key table with a little around it.
 const ANSWER_BYTES_MAX: u64 = REQUEST_BYTES_MAX as u64 + (64 << 20);
 
@@ -26,7 +29,7 @@ pub(crate) struct Call<'a> {
     pub(crate) token: Option<&'a str>,
     /// JSON, where the call carries any.
     pub(crate) body: Option<Vec<u8>>,
-    /// From dialling to the last byte of the answer, for each attempt.
+    /// From dialling to the last byte of the answer; attempts after a connection that broke share it.
     pub(crate) timeout: Duration,
     /// Whether asking twice does no more than asking once.
     pub(crate) repeatable: bool,
@@ -41,24 +44,44 @@ impl Call<'_> {
             return Err(ControlError::Request { url: url.to_string(), cause });
         }
         let begun = Instant::now();
-        let mut retries = if self.repeatable { RETRIES } else { 0 };
+        let mut attempts = Attempts { left: RETRIES, pause: RETRY_PAUSE };
+        let (mut first_sent, mut first_break) = (None, None);
         loop {
-            let failure = match self.attempt(agent, url) {
-                Ok(answer) => return read_answer(answer, url),
-                Err(failure) => failure,
+            let sent = *first_sent.get_or_insert_with(Instant::now);
+            let left = self.timeout.saturating_sub(sent.elapsed());
+            let has_time = left > RETRY_PAUSE;
+            let answer = match self.attempt(agent, url, left) {
+                // A manager that has no place for a caller just now says so before it does anything.
+                Ok(answer)
+                    if answer.status() == StatusCode::SERVICE_UNAVAILABLE && has_time && attempts.again() =>
+                {
+                    continue;
+                }
+                Ok(answer) => read_answer(answer, url),
+                Err(failure) if is_refused(&failure) && begun.elapsed() < patience => {
+                    first_sent = None;
+                    std::thread::sleep(RETRY_PAUSE);
+                    continue;
+                }
+                Err(failure) if is_broken(&failure) && has_time && attempts.again() => {
+                    first_break.get_or_insert(failure);
+                    continue;
+                }
+                Err(failure) => Err(self.explain(failure, url)),
             };
-            if is_refused(&failure) && begun.elapsed() < patience {
-                std::thread::sleep(RETRY_PAUSE);
-            } else if is_broken(&failure) && retries > 0 {
-                retries -= 1;
-                std::thread::sleep(RETRY_PAUSE);
-            } else {
-                return Err(self.explain(failure, url));
-            }
+            return match (answer, first_break) {
+                // Perhaps it was this very call, before its connection broke, that took the name.
+                (Err(refused), Some(broken))
+                    if !self.repeatable && refused.code() == Some(ErrorCode::NameTaken) =>
+                {
+                    Err(self.explain(broken, url))
+                }
+                (answer, _) => answer,
+            };
         }
     }
 
-    fn attempt(&self, agent: &Agent, url: &str) -> Result<Response<Body>, ureq::Error> {
+    fn attempt(&self, agent: &Agent, url: &str, left: Duration) -> Result<Response<Body>, ureq::Error> {
         let mut request = Request::builder().method(self.method).uri(format!("{url}{}", self.path));
         if let Some(token) = self.token {
             request = request.header("authorization", format!("Bearer {token}"));
@@ -66,11 +89,11 @@ impl Call<'_> {
         match &self.body {
             Some(body) => {
                 let request = request.header("content-type", "application/json").body(body.as_slice())?;
-                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+                agent.run(agent.configure_request(request).timeout_global(Some(left)).build())
             }
             None => {
                 let request = request.body(())?;
-                agent.run(agent.configure_request(request).timeout_global(Some(self.timeout)).build())
+                agent.run(agent.configure_request(request).timeout_global(Some(left)).build())
             }
         }
     }
@@ -95,6 +118,25 @@ impl Call<'_> {
             ureq::Error::Http(cause) => ControlError::Request { url, cause: cause.to_string() },
             other => ControlError::Protocol { url, cause: other.to_string() },
         }
+    }
+}
+
+/// The attempts that a call still has.
+struct Attempts {
+    left: u32,
+    pause: Duration,
+}
+
+impl Attempts {
+    /// Pauses before another attempt; false where there is none left.
+    fn again(&mut self) -> bool {
+        if self.left == 0 {
+            return false;
+        }
+        self.left -= 1;
+        std::thread::sleep(self.pause);
+        self.pause = (self.pause * 2).min(RETRY_PAUSE_MAX);
+        true
     }
 }
 

@@ -18,8 +18,8 @@ pub enum ControlError {
     },
     /// The manager takes longer than the caller waits.
     #[error(
-        "the connection manager at {url} has not answered {path} within {seconds} s: it may be waiting for other ranks, \
-         or be overloaded or cut off"
+        "the connection manager at {url} has not answered {path} within {seconds} s: {}",
+        why_silent(path)
     )]
     Silent {
         /// Whose answer was waited for.
@@ -61,6 +61,15 @@ pub enum ControlError {
         /// What is wrong with it.
         cause: String,
     },
+}
+
+/// Only workers' calls wait for other ranks.
+fn why_silent(path: &str) -> &'static str {
+    if path.ends_with("/connect") || path.ends_with("/init") {
+        "it may be waiting for other ranks, or be overloaded or cut off"
+    } else {
+        "it may be stopped, overloaded or cut off"
+    }
 }
 
 impl ControlError {

@@ -212,6 +212,27 @@ impl Composition {
         (0..).zip(&self.sites).find(|(_, site)| site.workers.binary_search(&rank).is_ok()).map(|(id, _)| id)
     }
 
+    /// The ranks whose sums come from a site: those that exchange there or at sites below it, ascending.
+    pub fn ranks_below(&self, site: SiteId) -> Vec<u32> {
+        let is_below = |mut from: SiteId| {
+            // There are no more levels than sites.
+            for _ in 0..self.sites.len() {
+                if from == site {
+                    return true;
+                }
+                match self.sites[usize::from(from)].parent {
+                    Some(parent) => from = parent,
+                    None => return false,
+                }
+            }
+            false
+        };
+        let below = (0..).zip(&self.sites).filter(|(id, _)| is_below(*id));
+        let mut ranks: Vec<u32> = below.flat_map(|(_, site)| site.workers.iter().copied()).collect();
+        ranks.sort_unstable();
+        ranks
+    }
+
     /// Whether it can be: everybody has a way to everybody else.
     ///
     /// # Errors

@@ -22,6 +22,7 @@ pub mod exchange;
 pub mod factors;
 pub mod hyperparameters;
 pub mod key;
+pub mod lateness;
 pub mod limits;
 pub mod norms;
 pub mod pairs;

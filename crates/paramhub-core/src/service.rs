@@ -75,6 +75,9 @@ pub struct JobOptions {
     #[serde(skip_serializing_if = "is_default")]
     #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
     pub stragglers: Stragglers,
+    /// Ends the job when its ranks have waited so long for one of them, with that rank's name; `None` only says so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub progress_timeout_s: Option<f64>,
     /// How often the job's hubs write a checkpoint; `None` writes none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
@@ -160,6 +163,7 @@ impl Default for JobOptions {
             hubs: None,
             on_interface_down: OnInterfaceDown::default(),
             stragglers: Stragglers::default(),
+            progress_timeout_s: None,
             checkpoint_every: None,
             resume: None,
             weight: 1,
@@ -331,6 +335,9 @@ pub struct JobStatus {
     /// were. Of as many as `counters.updates`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<u64>,
+    /// Who keeps the others waiting, for longer than the job's recent steps explain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub awaited: Option<AwaitedRanks>,
     /// Its checkpoints, where it has any to come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoints: Option<CheckpointStatus>,
@@ -338,6 +345,20 @@ pub struct JobStatus {
     pub created_at: u64,
     /// Seconds since the Unix epoch; none while the job lives.
     pub ended_at: Option<u64>,
+}
+
+/// Ranks for which others wait.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct AwaitedRanks {
+    /// Ascending; of a site that is awaited all that exchange there or below.
+    pub ranks: Vec<u32>,
+    /// The key that has waited longest.
+    pub key: String,
+    /// What is awaited of it, such as `its contribution to step 7`.
+    pub what: String,
+    /// How long others have waited.
+    pub seconds: f64,
 }
 
 /// What hubs count for a job, summed over its cores.
@@ -415,6 +436,9 @@ pub struct RegisterHub {
     /// only whether workers are on the same machine.
     #[serde(default)]
     pub machine: String,
+    /// Whether it has a folder for checkpoints; `None` where nobody knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeps_checkpoints: Option<bool>,
 }
 
 /// Answer to [`RegisterHub`].
@@ -475,6 +499,15 @@ pub enum HubCommand {
         namespace: Namespace,
         /// Told to its workers.
         reason: String,
+    },
+    /// Tell the ranks that exchange there something that another hub has noticed.
+    Tell {
+        /// The job.
+        namespace: Namespace,
+        /// The rank it is about, if it is about one.
+        rank: Option<u32>,
+        /// Who and what.
+        message: String,
     },
     /// Find out with another hub what the network between the two carries; answered by [`HubEvent::Probed`].
     Probe(ProbeOrder),
@@ -584,6 +617,15 @@ pub enum HubEvent {
         namespace: Namespace,
         /// Who and what.
         message: String,
+    },
+    /// Ranks keep the others waiting for longer than recent steps explain, or, `None`, do no more.
+    Awaited {
+        /// The job.
+        namespace: Namespace,
+        /// Who and what, for people.
+        message: String,
+        /// Which.
+        awaited: Option<AwaitedRanks>,
     },
     /// The job is over here and its memory freed.
     Ended {

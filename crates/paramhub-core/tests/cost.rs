@@ -205,12 +205,12 @@ fn computation_that_hides_the_exchange_saves_the_hubs_machine() {
     let network =
         Network { hub_interfaces: 8, hubs: 8, ..Network::new(100_000_000, 8, rates("1gbit", "1gbit", None)) };
     let model = model(network);
-    let fastest = model.recommend(None);
+    let fastest = model.recommend(None, None);
     assert_eq!(fastest.exchange.arrangement, Arrangement::DedicatedHub, "{}", fastest.reason);
     // CS takes 1.4 s, CC 5.6 s, the hub 0.8 s.
-    assert_eq!(model.recommend(Some(1.5)).exchange.arrangement, Arrangement::HubBesideEveryWorker);
-    assert_eq!(model.recommend(Some(6.0)).exchange.arrangement, Arrangement::HubBesideOneWorker);
-    let short = model.recommend(Some(0.1));
+    assert_eq!(model.recommend(Some(1.5), None).exchange.arrangement, Arrangement::HubBesideEveryWorker);
+    assert_eq!(model.recommend(Some(6.0), None).exchange.arrangement, Arrangement::HubBesideOneWorker);
+    let short = model.recommend(Some(0.1), None);
     assert_eq!(short.exchange.arrangement, Arrangement::DedicatedHub);
     assert!(short.reason.contains("100.0 ms of computation cannot hide"), "{}", short.reason);
 }
@@ -349,11 +349,28 @@ proptest! {
     }
 
     #[test]
-    fn the_recommendation_is_the_least_bound_or_hides(network in network(), compute_s in 0.0001_f64..100.0) {
+    fn the_recommendation_is_the_least_bound_of_all_rows_or_hides(network in network(), compute_s in 0.0001_f64..100.0) {
         let model = model(network);
-        let least = Arrangement::FLAT.iter().map(|&it| model.exchange(it).seconds).fold(f64::INFINITY, f64::min);
-        prop_assert!(model.recommend(None).exchange.seconds <= least * 1.01 * ROUNDING);
-        let recommended = model.recommend(Some(compute_s)).exchange;
+        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
+        let least = Arrangement::FLAT.iter().chain(between_racks).map(|&it| model.exchange(it).seconds).fold(f64::INFINITY, f64::min);
+        prop_assert!(model.recommend(None, None).exchange.seconds <= least * 1.01 * ROUNDING);
+        let recommended = model.recommend(Some(compute_s), None).exchange;
         prop_assert!(recommended.seconds <= (least * 1.01 * ROUNDING).max(compute_s));
+    }
+
+    #[test]
+    fn with_prices_the_recommendation_makes_the_most_steps_for_its_price(
+        network in network(), compute_s in 0.0001_f64..100.0, hub in 0.0_f64..1e6
+    ) {
+        let model = model(network);
+        let prices = Prices {
+            worker: 5000.0, worker_port: 200.0, hub, hub_port: 200.0, switch_port: 100.0, cable: 30.0, oversubscription: 1.0,
+        };
+        let worth = |exchange: &Exchange| model.value(exchange, compute_s, &prices).steps_per_second_per_thousand;
+        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
+        let most = Arrangement::FLAT.iter().chain(between_racks)
+            .map(|&it| worth(&model.exchange(it))).fold(0.0, f64::max);
+        let recommended = model.recommend(Some(compute_s), Some(&prices)).exchange;
+        prop_assert!(worth(&recommended) * 1.01 * ROUNDING >= most);
     }
 }

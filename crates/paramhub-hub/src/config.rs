@@ -1,4 +1,5 @@
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use paramhub_control::ControlError;
@@ -94,6 +95,17 @@ pub enum HubError {
     /// An address cannot be listened on.
     #[error("{0}")]
     Listen(std::io::Error),
+    /// The folder of checkpoints cannot be used.
+    #[error(
+        "no checkpoint can be written to {}: {cause}. Give --checkpoints a directory that this user may write to, on a disk with room",
+        folder.display()
+    )]
+    Checkpoints {
+        /// As given.
+        folder: PathBuf,
+        /// What the operating system says.
+        cause: std::io::Error,
+    },
     /// The operating system refuses threads, descriptors or the like.
     #[error("the hub cannot {what}: {cause}")]
     System {

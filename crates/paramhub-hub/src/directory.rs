@@ -51,7 +51,8 @@ pub(crate) struct Entry {
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
-    /// Ports that have their stream, and the interface that it came by, unless it is one over shared memory.
+    /// Ports that have their stream, and the interface that it came by, unless it is one over shared memory. Which of the two it
+    /// is stays so for as long as the job lives: the shard keeps a port's tensors in an arena or sends them, never both.
     pub(crate) taken: HashMap<(RouteId, u32), Option<u16>>,
     /// Streams may be resumed.
     pub(crate) continues: bool,
@@ -202,6 +203,14 @@ impl Directory {
         if is_other || (entry.taken.contains_key(&(route, port)) && !resumes) {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
+        }
+        // Its tensors lie where no interface carries them, and its way cannot be cut.
+        if resumes && entry.taken.get(&(route, port)) == Some(&None) {
+            let why = format!(
+                "{who} of job `{name}` resumes a stream over shared memory, which goes by no interface: only a stream over TCP \
+                 can be resumed, by another one"
+            );
+            return refused(Refusal::Route, why);
         }
         let by = match &origin {
             Origin::Interfaces(interfaces) if resumes => Some(interfaces.start),

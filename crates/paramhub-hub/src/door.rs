@@ -3,7 +3,6 @@
 
 mod guest;
 
-use std::collections::HashMap;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -12,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, Handshakes};
 use paramhub_transport::{Events, Interest, Poller, Waker};
 use tracing::{debug, warn};
 
@@ -21,8 +21,14 @@ use guest::{CameBy, Guest, Next};
 
 /// How long a connection may take to prove itself.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Connections that may be proving themselves at once; the oldest makes room for the newest.
+/// Connections that may be proving themselves at once.
 const GUESTS_MAX: usize = 4096;
+/// The share of the process's descriptors that they may hold: streams of running jobs and checkpoints need the others.
+const DESCRIPTORS_SHARE: u64 = 4;
+/// Pause before connections are accepted again where the system had no descriptor left for one.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// How often connections that take too long are looked for.
+const LATE_EVERY: Duration = Duration::from_millis(100);
 const WAKER: u64 = u64::MAX;
 
 /// The thread that accepts.
@@ -35,8 +41,9 @@ pub(crate) struct Door {
     local: Option<UnixListener>,
     /// How often each of them is listed among the hub's interfaces, side by side.
     copies: u16,
-    guests: HashMap<u64, Guest>,
+    guests: Handshakes<Guest>,
     next_token: u64,
+    warnings: Warnings,
     directory: Arc<Directory>,
     cores: Vec<CoreHandle>,
 }
@@ -62,6 +69,7 @@ impl Door {
         local: Option<UnixListener>,
         directory: Arc<Directory>,
         cores: Vec<CoreHandle>,
+        descriptors_max: u64,
     ) -> io::Result<(Door, DoorStop)> {
         let (poller, waker) = (Poller::new()?, Waker::new()?);
         poller.add(&waker, WAKER, Interest::READABLE)?;
@@ -76,15 +84,27 @@ impl Door {
         }
         let stop = Arc::new(AtomicBool::new(false));
         let handle = DoorStop { waker: waker.clone(), stop: stop.clone() };
-        let (next_token, guests) = (local_token + 1, HashMap::new());
-        let door =
-            Door { poller, waker, stop, listeners, local, copies, guests, next_token, directory, cores };
+        let places = (descriptors_max / DESCRIPTORS_SHARE).min(GUESTS_MAX as u64);
+        let door = Door {
+            poller,
+            waker,
+            stop,
+            listeners,
+            local,
+            copies,
+            guests: Handshakes::new(places as usize),
+            next_token: local_token + 1,
+            warnings: Warnings::default(),
+            directory,
+            cores,
+        };
         Ok((door, handle))
     }
 
     /// Accepts until stopped.
     pub(crate) fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(256);
+        let mut next_look = Instant::now() + LATE_EVERY;
         while !self.stop.load(Ordering::Acquire) {
             self.poller.wait(&mut events, Some(Duration::from_millis(500)))?;
             for event in events.iter() {
@@ -94,13 +114,18 @@ impl Door {
                     token => self.attend(token),
                 }
             }
-            self.show_out_the_late();
+            let now = Instant::now();
+            if now >= next_look {
+                next_look = now + LATE_EVERY;
+                self.dismiss_late(now);
+            }
         }
         Ok(())
     }
 
     fn accept(&mut self, token: usize) {
-        loop {
+        // The poller reports the listener again if more connections wait.
+        for _ in 0..ACCEPTS_PER_TURN {
             let accepted = match (self.listeners.get(token), &self.local) {
                 (Some(listener), _) => listener.accept().map(|(socket, from)| {
                     let first = token as u16 * self.copies;
@@ -115,11 +140,16 @@ impl Door {
                 Ok((socket, by)) => self.welcome(socket, by),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors, for example: the connection stays queued, and a moment's rest keeps the
-                    // level-triggered poller from spinning on it. Strangers must not hold the last descriptors.
-                    warn!("cannot accept a connection: {error}");
-                    self.dismiss_oldest();
-                    std::thread::sleep(Duration::from_millis(20));
+                    // Out of descriptors, for example: the connection stays queued, and a pause keeps the level-triggered
+                    // poller from spinning on it. Strangers must not hold the last descriptors.
+                    self.warnings.tell(Instant::now(), || {
+                        format!(
+                            "cannot accept a connection: {error}; if this process has no descriptors left, raise its limit \
+                             (ulimit -n, or LimitNOFILE= of its systemd unit)"
+                        )
+                    });
+                    self.dismiss_one();
+                    std::thread::sleep(ACCEPT_PAUSE);
                     return;
                 }
             }
@@ -127,22 +157,22 @@ impl Door {
     }
 
     fn welcome(&mut self, socket: OwnedFd, by: CameBy) {
-        if self.guests.len() >= GUESTS_MAX {
-            self.dismiss_oldest();
-        }
         let token = self.next_token;
         self.next_token += 1;
         let ready = rustix::io::ioctl_fionbio(&socket, true)
             .map_err(io::Error::from)
             .and_then(|()| self.poller.add(&socket, token, Interest::READABLE));
         if ready.is_ok() {
-            self.guests.insert(token, Guest::new(socket, by, Instant::now() + HANDSHAKE));
+            let peer = by.peer();
+            let guest = Guest::new(socket, by, Instant::now() + HANDSHAKE);
+            let displaced = self.guests.insert(token, peer, guest);
+            self.close(displaced);
         }
     }
 
     fn attend(&mut self, token: u64) {
-        let Some(guest) = self.guests.get_mut(&token) else { return };
-        match guest.attend(&self.directory) {
+        let Some(guest) = self.guests.get_mut(token) else { return };
+        match guest.attend(&self.directory, &mut self.warnings) {
             Ok(Next::Wait) => {
                 let interest = if guest.has_said_all() { Interest::READABLE } else { Interest::BOTH };
                 if self.poller.modify(&guest.socket, token, interest).is_err() {
@@ -174,26 +204,80 @@ impl Door {
     }
 
     fn dismiss(&mut self, token: u64) -> Option<Guest> {
-        let guest = self.guests.remove(&token)?;
+        let guest = self.guests.remove(token)?;
         // Fails only if the descriptor is not in the set, and then there is nothing to take out.
         let _ = self.poller.remove(&guest.socket);
         Some(guest)
     }
 
-    fn dismiss_oldest(&mut self) {
-        if let Some(&oldest) = self.guests.keys().min() {
-            self.dismiss(oldest);
+    fn dismiss_one(&mut self) {
+        let displaced = self.guests.remove_one();
+        self.close(displaced);
+    }
+
+    fn close(&self, guest: Option<Guest>) {
+        if let Some(guest) = guest {
+            debug!(
+                "{} lost its place during its handshake: too many connections have proved nothing",
+                guest.by
+            );
+            let _ = self.poller.remove(&guest.socket);
         }
     }
 
-    fn show_out_the_late(&mut self) {
-        let now = Instant::now();
-        let late: Vec<u64> =
-            self.guests.iter().filter(|(_, guest)| now >= guest.deadline).map(|(&token, _)| token).collect();
-        for token in late {
-            if let Some(guest) = self.dismiss(token) {
-                debug!("{} did not finish its handshake within {HANDSHAKE:?}", guest.by);
-            }
+    fn dismiss_late(&mut self, now: Instant) {
+        for guest in self.guests.remove_late(|guest| now >= guest.deadline) {
+            debug!("{} did not finish its handshake within {HANDSHAKE:?}", guest.by);
+            let _ = self.poller.remove(&guest.socket);
         }
+    }
+}
+
+/// Warnings that strangers can cause: only so many lines a second reach the log, and the next line counts the rest.
+#[derive(Debug, Default)]
+struct Warnings {
+    second: Option<Instant>,
+    told: u32,
+    left_out: u64,
+}
+
+impl Warnings {
+    const PER_SECOND: u32 = 3;
+
+    fn tell(&mut self, now: Instant, message: impl FnOnce() -> String) {
+        if let Some(message) = self.admit(now, message) {
+            warn!("{message}");
+        }
+    }
+
+    fn admit(&mut self, now: Instant, message: impl FnOnce() -> String) -> Option<String> {
+        if self.second.is_none_or(|begun| now.duration_since(begun) >= Duration::from_secs(1)) {
+            (self.second, self.told) = (Some(now), 0);
+        }
+        if self.told == Self::PER_SECOND {
+            self.left_out += 1;
+            return None;
+        }
+        self.told += 1;
+        Some(match std::mem::take(&mut self.left_out) {
+            0 => message(),
+            left_out => format!("{} ({left_out} more warnings of this kind were left out)", message()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strangers_cause_a_bounded_number_of_warnings_and_the_rest_is_counted() {
+        let (mut warnings, begun) = (Warnings::default(), Instant::now());
+        let mut told =
+            |after_ms| warnings.admit(begun + Duration::from_millis(after_ms), || "refused".into());
+        let first: Vec<Option<String>> = (0..50).map(&mut told).collect();
+        assert_eq!(first.iter().flatten().count(), Warnings::PER_SECOND as usize);
+        assert_eq!(told(1001).unwrap(), "refused (47 more warnings of this kind were left out)");
+        assert_eq!(told(1002).unwrap(), "refused");
     }
 }

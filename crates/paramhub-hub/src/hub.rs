@@ -13,8 +13,9 @@ use paramhub_core::composition::Place;
 use paramhub_core::limits::{CORES_MAX, INTERFACES_MAX};
 use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
+use paramhub_transport::handshakes::raise_descriptor_limit;
 use paramhub_transport::host_identity;
-use paramhub_transport::interface::{self, Sysfs};
+use paramhub_transport::interface::{self, Interface, LeftOut, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
 
@@ -23,7 +24,7 @@ use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
 use crate::door::{Door, DoorStop};
-use crate::interfaces::{self, Listening, addresses_of, describe, plan, shape};
+use crate::interfaces::{self, Assignment, Listening, addresses_of, describe, plan, shape};
 use crate::link::Link;
 use crate::probe::Prober;
 use crate::steward::{Letter, Steward};
@@ -32,6 +33,8 @@ use crate::steward::{Letter, Steward};
 const LETTERS: usize = 4096;
 /// Events the manager may not have been told yet.
 const NEWS: usize = 4096;
+/// Core threads for each processor there is: some more than one are of use in tests, and none in earnest.
+const CORES_PER_PROCESSOR_MAX: usize = 8;
 /// How long a stopping hub waits for its manager to hear the last of them.
 const LAST_REPORT: Duration = Duration::from_millis(300);
 
@@ -52,10 +55,27 @@ pub struct RunningHub {
     all_told: Mutex<Receiver<()>>,
 }
 
-impl RunningHub {
-    /// Listens, joins the manager and serves. Returns when workers can be served.
-    pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
+/// A hub that listens and has not joined a manager yet: what is wrong with its configuration, or with its addresses, has shown.
+pub struct ListeningHub {
+    config: HubConfig,
+    found: Vec<Interface>,
+    left_out: Vec<LeftOut>,
+    listeners: Vec<TcpListener>,
+    addresses: Vec<SocketAddr>,
+    local: Option<UnixListener>,
+    listening: Vec<Listening>,
+    assignment: Assignment,
+    shape: HubShape,
+}
+
+impl ListeningHub {
+    /// Checks the configuration and listens.
+    pub fn open(config: HubConfig) -> Result<ListeningHub, HubError> {
         check(&config)?;
+        if let Some(checkpoints) = &config.checkpoints {
+            let folder = checkpoints.folder.clone();
+            checkpoints.try_out().map_err(|cause| HubError::Checkpoints { folder, cause })?;
+        }
         let sysfs = Sysfs::default();
         let found = interface::interfaces().unwrap_or_else(|error| {
             warn!("this host's interfaces cannot be listed, so that nothing is known of them: {error}");
@@ -81,6 +101,32 @@ impl RunningHub {
         let listening = Listening::all(&addresses, &config, &found, &sysfs)?;
         let assignment = plan(&listening, config.cores, &sysfs)?;
         let shape = HubShape { local: local_name, ..shape(&config, &listening, &assignment)? };
+        Ok(ListeningHub {
+            config,
+            found,
+            left_out,
+            listeners,
+            addresses,
+            local,
+            listening,
+            assignment,
+            shape,
+        })
+    }
+
+    /// Joins the manager and serves. Returns when workers can be served.
+    pub fn join(self, manager: ManagerClient) -> Result<RunningHub, HubError> {
+        let ListeningHub {
+            config,
+            found,
+            left_out,
+            listeners,
+            addresses,
+            local,
+            listening,
+            assignment,
+            shape,
+        } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
         // Before any thread starts, so that a manager that refuses leaves none behind.
@@ -89,7 +135,8 @@ impl RunningHub {
             host: config.host.clone().unwrap_or_default(),
         };
         let machine = config.host.clone().unwrap_or_else(host_identity);
-        let offer = RegisterHub { shape: shape.clone(), place, machine };
+        let keeps_checkpoints = Some(config.checkpoints.is_some());
+        let offer = RegisterHub { shape: shape.clone(), place, machine, keeps_checkpoints };
         let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
         for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {
@@ -109,8 +156,10 @@ impl RunningHub {
         }
         let directory = Arc::new(Directory::default());
         let board = Board::default();
+        let descriptors_max = raise_descriptor_limit();
+        let copies = config.streams as u16;
         let (door, door_stop) =
-            Door::new(listeners, config.streams as u16, local, directory.clone(), cores.clone())
+            Door::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let prober = Prober {
             addresses: addresses.clone(),
@@ -171,6 +220,13 @@ impl RunningHub {
             threads,
             all_told: Mutex::new(all_told),
         })
+    }
+}
+
+impl RunningHub {
+    /// Listens, joins the manager and serves. Returns when workers can be served.
+    pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
+        ListeningHub::open(config)?.join(manager)
     }
 
     /// The addresses listened on, one per interface, with the ports that were found free.
@@ -245,6 +301,15 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
     if config.cores == 0 || config.cores > CORES_MAX {
         return refused(format!("a hub has 1 to {CORES_MAX} cores, not {}", config.cores));
     }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let most = processors * CORES_PER_PROCESSOR_MAX;
+    if config.cores > most {
+        return refused(format!(
+            "{} cores are threads that would take turns on the {processors} processors this process may run on: ask for \
+             {processors}, and for {most} at most",
+            config.cores
+        ));
+    }
     if config.listen.is_empty() || config.listen.len() > INTERFACES_MAX {
         return refused(format!(
             "a hub listens on 1 to {INTERFACES_MAX} addresses, not {}",
@@ -306,7 +371,7 @@ fn start_core(
         _ => None,
     });
     let (handle, mailbox) = mailbox(tell).map_err(system)?;
-    let core = Core::new(mailbox, spin).map_err(system)?;
+    let core = Core::new(index, mailbox, spin).map_err(system)?;
     let thread = spawn(&format!("hub-core-{index}"), move || {
         if let Some(processor) = processor {
             pin_to_processor(index, processor);

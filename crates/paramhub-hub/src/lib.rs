@@ -34,6 +34,16 @@ pub use checkpoint::{
     CheckpointConfig, FileEntry, Flaw, Found, Holds, Manifest, TensorEntry, list_checkpoints,
 };
 pub use config::{HubConfig, HubError, JobLimits};
-pub use hub::RunningHub;
+pub use hub::{ListeningHub, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};
+
+/// For fuzz targets.
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing {
+    /// Drives a core as the bytes say, and returns how many frames it has accepted.
+    pub fn hub_core(data: &[u8]) -> u64 {
+        let mut bytes = data.iter().copied();
+        crate::core::exercise::exercise(|| bytes.next())
+    }
+}

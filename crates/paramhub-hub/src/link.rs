@@ -25,6 +25,8 @@ const REPORT: Duration = Duration::from_secs(1);
 const UNDELIVERED_MAX: usize = 1024;
 /// Pause after the manager could not be reached, and before the first attempt to join it again.
 const RETRY: Duration = Duration::from_millis(500);
+/// Longest pause of one that does not answer: it counts a hub as lost after ten seconds of silence, and may be back any moment.
+const AWAY_MAX: Duration = Duration::from_secs(2);
 /// Longest pause between attempts to join again, each twice the one before.
 const RETRY_MAX: Duration = Duration::from_secs(8);
 /// A manager that forgets a hub sooner than this after it had joined is not one that was just restarted.
@@ -41,6 +43,7 @@ pub(crate) struct Link {
     registered: Arc<Mutex<Arc<HubRegistered>>>,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<String>>>,
+    absence: Arc<Absence>,
 }
 
 impl Link {
@@ -53,7 +56,8 @@ impl Link {
     ) -> Result<Link, ControlError> {
         let registered = client.register_hub(&offer)?;
         info!("joined {} as hub {}", client.url(), registered.hub);
-        Ok(Link { client, offer, registered: Arc::new(Mutex::new(Arc::new(registered))), stop, failure })
+        let registered = Arc::new(Mutex::new(Arc::new(registered)));
+        Ok(Link { client, offer, registered, stop, failure, absence: Arc::default() })
     }
 
     /// Takes commands to the steward until stopped, and joins a manager again that has forgotten this hub.
@@ -64,6 +68,7 @@ impl Link {
             let registered = self.registered();
             match self.client.poll_commands(&registered, &PollCommands { acknowledged, wait_s: POLL_S }) {
                 Ok(answer) => {
+                    self.absence.end(Conversation::Commands, self.client.url());
                     for numbered in answer.commands {
                         if numbered.sequence > acknowledged {
                             acknowledged = numbered.sequence;
@@ -80,7 +85,7 @@ impl Link {
                     // Another count of commands has begun.
                     acknowledged = 0;
                 }
-                Err(error) => self.bear(&error),
+                Err(error) => self.bear(Conversation::Commands, &error),
             }
         }
     }
@@ -112,8 +117,11 @@ impl Link {
             match self.client.report(&self.registered(), &report) {
                 // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
                 // does not know go there, too: it answers with commands to end them.
-                Err(error) if !gone => self.bear(&error),
-                _ => {
+                Err(error) if !gone => self.bear(Conversation::Reports, &error),
+                answer => {
+                    if answer.is_ok() {
+                        self.absence.end(Conversation::Reports, self.client.url());
+                    }
                     report.events.clear();
                     ended.clear();
                 }
@@ -150,6 +158,7 @@ impl Link {
             }
             match self.client.register_hub(&self.offer) {
                 Ok(registered) => {
+                    self.absence.end(Conversation::Commands, self.client.url());
                     info!("joined {} again, as hub {}", self.client.url(), registered.hub);
                     *self.registered.lock().expect("no panic while holding it") = Arc::new(registered);
                     *stay = Stay { began: Instant::now(), ..*stay };
@@ -163,7 +172,9 @@ impl Link {
                     ));
                     return false;
                 }
-                Err(error) => warn!("{error}"),
+                Err(error) => {
+                    self.absence.note(Conversation::Commands, &error);
+                }
             }
             pause = (pause * 2).min(RETRY_MAX);
         }
@@ -178,14 +189,65 @@ impl Link {
     }
 
     /// The manager cannot be reached for now, or the other conversation is about to join it again.
-    fn bear(&self, error: &ControlError) {
+    fn bear(&self, conversation: Conversation, error: &ControlError) {
         if self.stop.load(Ordering::Acquire) {
             return;
         }
-        if !has_forgotten(error) {
-            warn!("{error}");
+        let pause = if has_forgotten(error) { RETRY } else { self.absence.note(conversation, error) };
+        std::thread::sleep(pause);
+    }
+}
+
+/// One of the two threads that speak with the manager.
+#[derive(Clone, Copy)]
+enum Conversation {
+    Commands,
+    Reports,
+}
+
+/// A time during which the manager does not answer. Both conversations notice it: the log hears once that it began, and once, when
+/// both are answered, that it is over, however long it lasts.
+#[derive(Default)]
+struct Absence {
+    current: Mutex<Option<Away>>,
+}
+
+struct Away {
+    since: Instant,
+    /// By conversation: whether its last call failed.
+    is_failing: [bool; 2],
+    /// Before the next attempt.
+    pause: Duration,
+}
+
+impl Absence {
+    /// Notes that the manager has not answered, and says how long to wait before it is asked again.
+    fn note(&self, conversation: Conversation, error: &ControlError) -> Duration {
+        let mut current = self.current.lock().expect("no panic while holding it");
+        let is_news = current.is_none();
+        let away = current.get_or_insert_with(|| Away {
+            since: Instant::now(),
+            is_failing: [false; 2],
+            pause: RETRY / 2,
+        });
+        away.is_failing[conversation as usize] = true;
+        away.pause = (away.pause * 2).min(AWAY_MAX);
+        if is_news {
+            warn!("{error} Jobs that run go on; this hub asks again until it is answered");
         }
-        std::thread::sleep(RETRY);
+        away.pause
+    }
+
+    /// It has answered.
+    fn end(&self, conversation: Conversation, url: &str) {
+        let mut current = self.current.lock().expect("no panic while holding it");
+        let Some(away) = &mut *current else { return };
+        away.is_failing[conversation as usize] = false;
+        if !away.is_failing.contains(&true) {
+            let seconds = away.since.elapsed().as_secs_f64();
+            *current = None;
+            warn!("the connection manager at {url} answers again, after {seconds:.1} s");
+        }
     }
 }
 

@@ -1,11 +1,13 @@
 //! Opens jobs on the cores and ends them everywhere at once: the one thread that decides.
 
+mod awaited;
 mod checkpoints;
 mod job;
 mod limits;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
@@ -22,7 +24,7 @@ use tracing::{info, warn};
 use crate::above::{Above, Climb};
 use crate::checkpoint::{Board, CheckpointConfig};
 use crate::config::JobLimits;
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan};
+use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan, panic_text};
 use crate::directory::{Directory, Entry};
 use crate::local::JobMemory;
 use crate::probe::Prober;
@@ -137,6 +139,7 @@ impl Steward {
                 }
             }
             HubCommand::Link { namespace } => self.link(namespace),
+            HubCommand::Tell { namespace, rank, message } => self.tell_all(namespace, rank, &message),
             HubCommand::Probe(order) => {
                 // It would take from a job what it measures. The manager asks only where it knows of none.
                 let job = self.jobs.values().next();
@@ -154,7 +157,16 @@ impl Steward {
         let checkpoints = Checkpoints::of(&plan, self.checkpoints.as_ref())?;
         let resume =
             checkpoints.as_ref().and_then(|checkpoints| Some((checkpoints.clone(), checkpoints.resume?)));
-        let (job, shards) = Job::plan(&plan, &self.shape, &self.registry, checkpoints)?;
+        // It asks optimizers that were registered with the hub, whose own code may panic.
+        let planned = AssertUnwindSafe(|| Job::plan(&plan, &self.shape, &self.registry, checkpoints));
+        let (job, shards) = catch_unwind(planned).unwrap_or_else(|panic| {
+            Err(format!(
+                "job `{}` made its hub panic ({}): this is a fault of the hub, or of an optimizer or aggregator registered with \
+                 it; report it with the hub's log",
+                plan.name,
+                panic_text(&*panic)
+            ))
+        })?;
         self.job_limits.admit(&job, self.jobs.values())?;
         let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
         let free = self.memory_bytes.saturating_sub(taken);
@@ -242,12 +254,11 @@ impl Steward {
                 match &mut job.state {
                     State::Opening { routes } => {
                         *routes -= 1;
-                        let all = *routes == 0;
-                        job.missing_bytes = job.missing_bytes.or(missing_bytes);
-                        match job.missing_bytes {
-                            None if all => self.opened(namespace),
-                            Some(_) if all => self.refuse_opened(namespace),
-                            _ => {}
+                        match missing_bytes {
+                            // The others need not open what nobody will use.
+                            Some(missing) => self.refuse_opened(namespace, missing),
+                            None if *routes == 0 => self.opened(namespace),
+                            None => {}
                         }
                     }
                     // It was stopped before it was open, and here there is nothing to close.
@@ -258,6 +269,7 @@ impl Steward {
             CoreEvent::Faulted { namespace, culprit, message } => {
                 self.fail(namespace, rank_of(culprit), message);
             }
+            CoreEvent::Panicked { namespace, reason } => self.fail(namespace, None, reason),
             CoreEvent::Left { namespace, route, port } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.left.insert((route, port));
@@ -269,6 +281,7 @@ impl Steward {
             CoreEvent::Silence { namespace, who, seconds } => self.silence(namespace, who, seconds),
             CoreEvent::Moved { namespace, who, by } => self.moved(namespace, who, by),
             CoreEvent::Late { namespace, late } => self.late(namespace, late),
+            CoreEvent::Awaited { namespace, route, news } => self.awaited(namespace, route, news),
             CoreEvent::Closed { namespace, counters, left_out } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.counters += counters;
@@ -314,12 +327,12 @@ impl Steward {
     }
 
     /// Some core could not allocate: free what the others did.
-    fn refuse_opened(&mut self, namespace: Namespace) {
+    fn refuse_opened(&mut self, namespace: Namespace, missing_bytes: u64) {
         let job = self.jobs.remove(&namespace).expect("an opening job is here");
         for core in job.cores() {
             self.cores[usize::from(core)].send(CoreCommand::End { namespace, failure: None });
         }
-        let (missing, needed) = (mebibytes(job.missing_bytes.unwrap_or(0)), mebibytes(job.memory_bytes));
+        let (missing, needed) = (mebibytes(missing_bytes), mebibytes(job.memory_bytes));
         let reason = format!(
             "job `{}` needs {needed} MiB at this hub, but the operating system had no {missing} MiB left for one part",
             job.name

@@ -77,6 +77,15 @@ fn check_schemes(schemes: &Plan, options: &JobOptions) -> Result<(), String> {
              which hubs write: use the scheme hub, or do without"
         ));
     }
+    if let Some(planned) = first(|scheme| scheme == Scheme::Factors)
+        && options.continues()
+    {
+        let (layer, scheme) = (&planned.layer.name, planned.scheme);
+        return Err(format!(
+            "its layer `{layer}` goes by {scheme} over connections between its workers, which cannot be resumed, but it is to go on \
+             when an interface goes down: use the scheme hub, or on_interface_down = fail"
+        ));
+    }
     if let Some(planned) = first(|scheme| scheme != Scheme::Hub)
         && options.stragglers.leaves_out()
     {

@@ -25,9 +25,12 @@ pub struct ManagerConfig {
     /// A hub not heard for this long is lost, and its jobs with it. At least 100 ms; hubs speak about three times as
     /// often. Default: 10 s.
     pub hub_timeout: Duration,
-    /// Connections served at a time; further ones wait in the system's queue. Each waiting worker holds one. Default:
-    /// 8,192.
-    pub connections_max: usize,
+    /// Connections of callers who have proved nothing; where there are more, the oldest of the address with most of them make
+    /// room. An eighth of the descriptors that the process may open if that is less. Default: 1,024.
+    pub strangers_max: usize,
+    /// Ranks whose jobs wait to be complete, each of which holds a connection; further jobs' ranks are told to come back. Half of
+    /// the descriptors that the process may open if that is less. Default: 16,384.
+    pub ranks_max: usize,
     /// Jobs that may live at a time. Default: 10,000.
     pub living_jobs_max: usize,
     /// Ended jobs that are remembered, the newest. Default: 1,000.
@@ -42,7 +45,8 @@ impl Default for ManagerConfig {
             admin_token: None,
             core_rate: None,
             hub_timeout: Duration::from_secs(10),
-            connections_max: 8192,
+            strangers_max: 1024,
+            ranks_max: 16_384,
             living_jobs_max: 10_000,
             ended_jobs_max: 1000,
         }
@@ -66,14 +70,12 @@ impl ManagerConfig {
             |setting, value, expected| Err(ManagerError::Setting { setting, value, expected });
         if !(Duration::from_millis(100)..=Duration::from_secs(86_400)).contains(&self.hub_timeout) {
             let value = format!("{:?}", self.hub_timeout);
-            return out_of_bounds("hub_timeout", value, "between 100 ms and a day");
+            return out_of_bounds("the silence after which a hub is lost", value, "between 100 ms and a day");
         }
-        if !(8..=1 << 20).contains(&self.connections_max) {
-            return out_of_bounds(
-                "connections_max",
-                self.connections_max.to_string(),
-                "between 8 and 1,048,576",
-            );
+        for (setting, value) in [("strangers_max", self.strangers_max), ("ranks_max", self.ranks_max)] {
+            if !(8..=1 << 20).contains(&value) {
+                return out_of_bounds(setting, value.to_string(), "between 8 and 1,048,576");
+            }
         }
         Ok(())
     }
@@ -86,7 +88,8 @@ impl std::fmt::Debug for ManagerConfig {
             .field("state", &self.state)
             .field("admin_token", &self.admin_token.as_ref().map(|_| ".."))
             .field("hub_timeout", &self.hub_timeout)
-            .field("connections_max", &self.connections_max)
+            .field("strangers_max", &self.strangers_max)
+            .field("ranks_max", &self.ranks_max)
             .field("living_jobs_max", &self.living_jobs_max)
             .field("ended_jobs_max", &self.ended_jobs_max)
             .finish()

@@ -38,6 +38,8 @@ pub(crate) struct Hub {
     place: Place,
     /// The machine it runs on; empty where nobody knows.
     machine: String,
+    /// None where nobody knows.
+    keeps_checkpoints: Option<bool>,
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
@@ -55,7 +57,7 @@ impl Hubs {
         token: String,
         now: Now,
     ) -> Result<u32, ServiceError> {
-        let RegisterHub { shape, place, machine } = offer;
+        let RegisterHub { shape, place, machine, keeps_checkpoints } = offer;
         let hub = self.next;
         check_shape(hub, &shape)?;
         check_place(&place)?;
@@ -70,6 +72,7 @@ impl Hubs {
             shape,
             place,
             machine,
+            keeps_checkpoints,
             token,
             cores: Vec::new(),
             heard: now,
@@ -130,6 +133,14 @@ impl Hubs {
         if !self.hubs.get(&hub).is_some_and(waits) {
             self.command(hub, command);
         }
+    }
+
+    /// Whether no hub that could serve a job keeps checkpoints: as many have joined as it waits for, one of them for everybody, and
+    /// all say that they keep none.
+    pub(crate) fn keep_no_checkpoints(&self, awaited: u32) -> bool {
+        self.hubs.len() >= awaited.max(1) as usize
+            && self.hubs.values().any(|hub| hub.place == Place::default())
+            && self.hubs.values().all(|hub| hub.keeps_checkpoints == Some(false))
     }
 
     /// Forgets a hub; its polls are answered at once.
@@ -261,7 +272,7 @@ mod tests {
     }
 
     fn offer(shape: HubShape) -> RegisterHub {
-        RegisterHub { shape, place: Place::default(), machine: String::new() }
+        RegisterHub { shape, place: Place::default(), machine: String::new(), keeps_checkpoints: None }
     }
 
     fn stop() -> Bytes {

@@ -508,6 +508,7 @@ impl Job {
             reduction: self.reduction.clone(),
             counters: self.counters(),
             left_out: self.left_out(),
+            awaited: self.awaited(Now::read()),
             checkpoints: self.checkpoints(),
             created_at: self.created_at,
             ended_at: self.ended_at,

@@ -17,7 +17,7 @@
 //! # Ok::<(), paramhub_manager::ManagerError>(())
 //! ```
 //!
-//! From the outside inwards: `server` bounds connections, `routes` says who may call what, `rendezvous` lets ranks wait,
+//! From the outside inwards: `server` takes connections, for which there are `places`, `routes` says who may call what, `rendezvous` lets ranks wait,
 //! `registry` guards the `world` of jobs and hubs and saves it to the `store`, and `job` is one job's state machine.
 #![forbid(unsafe_code)]
 
@@ -30,9 +30,11 @@ mod error;
 mod host;
 mod hubs;
 mod job;
+mod line;
 mod manager;
 mod metrics;
 mod openapi;
+mod places;
 mod probes;
 mod registry;
 mod rendezvous;

@@ -5,8 +5,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use socket2::{Domain, Protocol, Socket, Type};
+
 use crate::config::ManagerConfig;
 use crate::error::ManagerError;
+use crate::line::STRANGER_BUFFER;
 use crate::registry::Registry;
 use crate::server::serve;
 
@@ -14,6 +17,8 @@ use crate::server::serve;
 const EXECUTOR_THREADS: usize = 2;
 /// Threads for the store, large bodies and placements.
 const BLOCKING_THREADS: usize = 4;
+/// Connections that may wait to be accepted; the system allows no more, as a rule.
+const BACKLOG: i32 = 4096;
 /// How long work on those may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(200);
 
@@ -51,7 +56,7 @@ impl Manager {
             runtime.block_on(async {
                 let saving = tokio::spawn(serving.clone().save_changes());
                 tokio::spawn(serving.clone().watch_time());
-                serve(listener, serving, config.connections_max).await;
+                serve(listener, serving).await;
                 // The last states are worth a moment, but a disk that hangs is no reason to hang too.
                 let _ = tokio::time::timeout(STOP_GRACE, saving).await;
             });
@@ -108,9 +113,15 @@ impl std::fmt::Debug for RunningManager {
 
 fn listen(address: SocketAddr) -> Result<TcpListener, ManagerError> {
     let bind = || {
-        let listener = TcpListener::bind(address)?;
-        listener.set_nonblocking(true)?;
-        Ok(listener)
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_reuse_address(true)?;
+        // Connections have these from their beginning: what a stranger sends before it is accepted counts, too.
+        socket.set_recv_buffer_size(STRANGER_BUFFER)?;
+        socket.set_send_buffer_size(STRANGER_BUFFER)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        socket.set_nonblocking(true)?;
+        Ok(TcpListener::from(socket))
     };
     bind().map_err(|cause: std::io::Error| {
         let advice = match cause.kind() {

@@ -17,6 +17,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
 use crate::clock::Now;
+use crate::places::Taken;
 use crate::registry::Registry;
 use crate::world::World;
 
@@ -36,6 +37,11 @@ struct StateLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabels {
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct JobLabels {
     job: String,
     namespace: String,
@@ -46,6 +52,14 @@ struct RankLabels {
     job: String,
     namespace: String,
     rank: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AwaitedLabels {
+    job: String,
+    namespace: String,
+    rank: u32,
+    key: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -76,21 +90,52 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
     response
 }
 
+/// How much of the numbers a caller gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Detail {
+    /// What tells no names: of jobs and hubs together.
+    Totals,
+    /// The numbers of each job and each pair of racks, too, by their names.
+    Everything,
+}
+
 /// The numbers as they stand, as OpenMetrics text.
-pub(crate) fn render(registry: &Registry) -> String {
+pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
     let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
     metrics.register("manager_requests", "Requests answered", registry.requests.clone());
+    collect_connections(registry.places.taken(), &mut metrics);
     registry.with(|world| {
-        collect_jobs(world, &mut metrics);
+        collect_totals(world, &mut metrics);
         collect_hubs(world, &mut metrics);
-        collect_links(world, &mut metrics);
+        if detail == Detail::Everything {
+            collect_jobs(world, &mut metrics);
+            collect_links(world, &mut metrics);
+        }
     });
     let mut text = String::new();
     encode(&mut text, &metrics).expect("a String takes all");
     text
 }
 
-fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_connections(taken: Taken, metrics: &mut prometheus_client::registry::Registry) {
+    let connections = Family::<KindLabels, Gauge>::default();
+    let kinds = [
+        ("stranger", taken.strangers),
+        ("hub", taken.hubs),
+        ("rank", taken.ranks),
+        ("operator", taken.operators),
+    ];
+    for (kind, count) in kinds {
+        connections.get_or_create(&KindLabels { kind }).set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+    metrics.register("manager_connections", "Connections, by what their callers have proved", connections);
+    let made_room = Counter::<u64>::default();
+    made_room.inc_by(taken.made_room);
+    let help = "Callers who had proved nothing and were turned away to make room for newer ones";
+    metrics.register("manager_strangers_turned_away", help, made_room);
+}
+
+fn collect_totals(world: &World, metrics: &mut prometheus_client::registry::Registry) {
     let states = Family::<StateLabels, Gauge>::default();
     let names = [
         (JobState::Connecting, "connecting"),
@@ -109,6 +154,15 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     waiting.set(world.jobs().map(|job| i64::from(job.waiting)).sum());
     metrics.register("rendezvous_waiting", "ConnectService and InitService calls that wait", waiting);
 
+    let memory = Gauge::<i64>::default();
+    let living = world.jobs().filter(|job| !job.state().has_ended());
+    let bytes: u64 = living.map(|job| job.counters().memory_bytes).fold(0, u64::saturating_add);
+    memory.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    metrics.register("jobs_memory_bytes", "Bytes of the hubs' buffers of all living jobs", memory);
+}
+
+/// The numbers of each living job.
+fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
     type Count = fn(&JobCounters) -> u64;
     let counts: [(&str, &str, Count); 5] = [
         ("job_received_bytes", "Bytes the hubs received for a living job", |counters| {
@@ -123,6 +177,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     ];
     let busy = Family::<JobLabels, Counter<f64, AtomicU64>>::default();
     let left_out = Family::<RankLabels, Counter>::default();
+    let awaited = Family::<AwaitedLabels, Gauge<f64, AtomicU64>>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());
     let memory = Family::<JobLabels, Gauge>::default();
     for job in world.jobs().filter(|job| !job.state().has_ended()) {
@@ -136,6 +191,13 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
             let labels = RankLabels { job: labels.job.clone(), namespace: labels.namespace.clone(), rank };
             left_out.get_or_create(&labels).inc_by(updates);
         }
+        if let Some(late) = job.awaited(Now::read()) {
+            for &rank in &late.ranks {
+                let JobLabels { job, namespace } = labels.clone();
+                let labels = AwaitedLabels { job, namespace, rank, key: late.key.clone() };
+                awaited.get_or_create(&labels).set(late.seconds);
+            }
+        }
         memory.get_or_create(&labels).set(i64::try_from(counters.memory_bytes).unwrap_or(i64::MAX));
     }
     for (family, (name, help, _)) in families.into_iter().zip(counts) {
@@ -143,6 +205,9 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     }
     let help = "Updates of chunks that a living job's hubs made without a rank because it was late";
     metrics.register("job_left_out", help, left_out);
+    let help =
+        "How long ranks have waited for one that is late beyond what recent steps explain, and at which key";
+    metrics.register("job_awaited_seconds", help, awaited);
     collect_checkpoints(world, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);

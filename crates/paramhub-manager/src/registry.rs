@@ -4,23 +4,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
-use paramhub_core::limits::REQUEST_BYTES_MAX;
 use paramhub_core::service::{
-    CreateService, ErrorCode, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
+    CreateService, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
 };
+use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, timeout};
 
+use crate::body::Tables;
 use crate::clock::Now;
 use crate::config::ManagerConfig;
-use crate::error::{ManagerError, refusal};
+use crate::error::{ManagerError, Refusal, refusal};
 use crate::job::{Job, Stage};
 use crate::metrics::Requests;
+use crate::places::{Guest, Places};
 use crate::store::Store;
-use crate::world::{Caller, World, check_reason, check_request};
+use crate::world::{Rank, World, check_reason, check_request};
 
-/// KiB of InitService bodies that are read and compared at a time, two of the largest; further ones wait.
-pub(crate) const BODY_BUDGET_KIB: usize = 2 * REQUEST_BYTES_MAX / 1024;
 /// How long an operator's stop waits for the hubs to say that they freed the job.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two looks at the clock.
@@ -35,7 +35,8 @@ pub(crate) struct Registry {
     pub(crate) admin_token: Option<String>,
     pub(crate) hub_timeout: Duration,
     pub(crate) requests: Requests,
-    pub(crate) body_budget: Arc<Semaphore>,
+    pub(crate) places: Arc<Places>,
+    pub(crate) tables: Tables,
     /// One placement at a time: a large one takes gigabytes.
     pub(crate) placing: Semaphore,
     changed: Notify,
@@ -62,7 +63,8 @@ impl Registry {
             admin_token: config.admin_token.clone(),
             hub_timeout: config.hub_timeout,
             requests: Requests::default(),
-            body_budget: Arc::new(Semaphore::new(BODY_BUDGET_KIB)),
+            places: places(config),
+            tables: Tables::default(),
             placing: Semaphore::new(1),
             changed: Notify::new(),
             stopping: watch::channel(false).0,
@@ -86,7 +88,10 @@ impl Registry {
     ) -> Result<ServiceCreated, ServiceError> {
         check_request(&request)?;
         let (namespace, nonce) = (Namespace(random()?), Nonce(random()?));
-        let order = self.with(|world| world.reserve(&request.name, namespace))?;
+        let order = self.with(|world| {
+            world.check_checkpoints(&request)?;
+            world.reserve(&request.name, namespace)
+        })?;
         let registry = self.clone();
         // On its own, so that a caller who hangs up leaves no name reserved for ever.
         let writing = tokio::spawn(async move {
@@ -160,7 +165,7 @@ impl Registry {
     /// Whether the caller knows the job's nonce. A wrong namespace and a wrong proof look the same from outside.
     pub(crate) fn check_proof(
         &self,
-        caller: Caller,
+        caller: Rank,
         purpose: Purpose,
         proof: &Proof,
     ) -> Result<(), ServiceError> {
@@ -173,6 +178,16 @@ impl Registry {
             caller.incarnation,
         );
         if expected.matches(proof) & known { Ok(()) } else { Err(wrong_nonce()) }
+    }
+
+    /// Gives a rank whose proof was checked a place among those of its job.
+    pub(crate) fn seat(&self, guest: &Guest, namespace: Namespace) -> Result<(), Refusal> {
+        let known = self.with(|world| {
+            let job = world.job(namespace)?;
+            Ok::<_, ServiceError>((job.workers, job.state() == JobState::Connecting))
+        });
+        let (workers, gathers) = known?;
+        guest.prove_rank(namespace, workers, gathers)
     }
 
     /// Begins to stop: everyone who waits is answered at once.
@@ -280,6 +295,12 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], ServiceError> {
         refusal(ErrorCode::Internal, format!("the operating system gives no random numbers: {cause}"))
     })?;
     Ok(bytes)
+}
+
+/// As many places as the configuration says and the descriptors of the process allow.
+fn places(config: &ManagerConfig) -> Arc<Places> {
+    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |limit| limit as usize);
+    Places::new(config.strangers_max.min(descriptors / 8), config.ranks_max.min(descriptors / 2))
 }
 
 fn broken() -> ServiceError {

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use paramhub_core::auth::{Namespace, Purpose};
 use paramhub_core::service::{
     ConnectService, ErrorCode, InitService, ServiceConnected, ServiceError, ServiceInitialised,
 };
@@ -12,21 +11,20 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::allocation::allocate;
-use crate::body::HeavyBody;
+use crate::body::TableBody;
 use crate::clock::Now;
 use crate::error::refusal;
 use crate::job::{Stage, Submission, Transition};
 use crate::registry::{Registry, blocking, shutting_down};
-use crate::world::{Caller, Ticket};
+use crate::world::{Rank, Ticket};
 
 /// Joins a rank to its job; returns when every rank has joined and there are as many hubs as it waits for.
 pub(crate) async fn connect(
     registry: &Arc<Registry>,
-    namespace: Namespace,
+    caller: Rank,
     call: ConnectService,
 ) -> Result<ServiceConnected, ServiceError> {
-    let caller = Caller { namespace, rank: call.rank, incarnation: call.incarnation };
-    registry.check_proof(caller, Purpose::Connect, &call.proof)?;
+    let namespace = caller.namespace;
     let now = Now::read();
     let (ticket, deadline) = registry.with(|world| {
         let seated = world.change(namespace, |job| {
@@ -64,11 +62,12 @@ pub(crate) async fn connect(
 /// Hands in a rank's settings; returns when every rank has and the hubs have allocated.
 pub(crate) async fn init(
     registry: &Arc<Registry>,
-    namespace: Namespace,
-    body: HeavyBody,
+    body: TableBody,
 ) -> Result<ServiceInitialised, ServiceError> {
     let arrived = Instant::now();
-    let (caller, settings, body) = parse(registry, namespace, body).await?;
+    let caller = body.caller;
+    let namespace = caller.namespace;
+    let (settings, body) = parse(body).await?;
     let now = Now::read();
     let submission = registry.with(|world| {
         world.change(namespace, |job| {
@@ -114,24 +113,21 @@ pub(crate) async fn init(
     })
 }
 
-/// Parses and checks a call to InitService. The body comes back, spent, because it holds its place in the budget.
-async fn parse(
-    registry: &Arc<Registry>,
-    namespace: Namespace,
-    mut body: HeavyBody,
-) -> Result<(Caller, Arc<Settings>, HeavyBody), ServiceError> {
-    let registry = registry.clone();
+/// Parses and checks the settings in a call to InitService. The body comes back, spent, because it holds its place in the budget.
+async fn parse(mut body: TableBody) -> Result<(Arc<Settings>, TableBody), ServiceError> {
     blocking(move || {
         let call: InitService = body.parse()?;
-        let caller = Caller { namespace, rank: call.rank, incarnation: call.incarnation };
-        registry.check_proof(caller, Purpose::Init, &call.proof)?;
+        // What was proved came first in the body, and nothing can come twice.
+        if (call.rank, call.incarnation) != (body.caller.rank, body.caller.incarnation) {
+            return Err(refusal(ErrorCode::BadRequest, "the body names two ranks"));
+        }
         call.settings.check().map_err(|wrong| {
             refusal(
                 ErrorCode::BadRequest,
                 format!("the settings of rank {} cannot be used: {wrong}", call.rank),
             )
         })?;
-        Ok((caller, Arc::new(call.settings), body))
+        Ok((Arc::new(call.settings), body))
     })
     .await?
 }
@@ -139,7 +135,7 @@ async fn parse(
 /// Compares a rank's settings with the first rank's; where they differ the job is over for everyone.
 async fn compare(
     registry: &Arc<Registry>,
-    caller: Caller,
+    caller: Rank,
     mine: Arc<Settings>,
     first: u32,
     theirs: Arc<Settings>,
@@ -194,7 +190,7 @@ enum Wait {
 /// A call that waits. When its connection breaks the call is dropped in the middle of its wait, and this tells the job.
 struct Waiting<'a> {
     registry: &'a Registry,
-    caller: Caller,
+    caller: Rank,
     ticket: u64,
     wait: Wait,
     /// Whether the wait came to an end of its own.
@@ -202,7 +198,7 @@ struct Waiting<'a> {
 }
 
 impl<'a> Waiting<'a> {
-    fn new(registry: &'a Registry, caller: Caller, ticket: u64, wait: Wait) -> Self {
+    fn new(registry: &'a Registry, caller: Rank, ticket: u64, wait: Wait) -> Self {
         Waiting { registry, caller, ticket, wait, over: false }
     }
 }

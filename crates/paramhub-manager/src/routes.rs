@@ -55,6 +55,6 @@ pub(crate) async fn unknown_method(method: axum::http::Method, uri: axum::http::
 }
 
 /// The namespace in a worker's path.
-fn namespace(text: &str) -> Result<Namespace, Refusal> {
+pub(crate) fn namespace(text: &str) -> Result<Namespace, Refusal> {
     text.parse().map_err(|wrong: String| refusal(ErrorCode::BadRequest, wrong).into())
 }

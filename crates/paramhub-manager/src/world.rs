@@ -15,8 +15,9 @@ use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::scheme::{Book, Roster};
 use paramhub_core::service::{
-    CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus, JobOptions, JobState,
-    JobStatus, LeaveService, OnInterfaceDown, RegisterHub, STOP_REASON_CHARS_MAX, ServiceError,
+    AwaitedRanks, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus,
+    JobOptions, JobState, JobStatus, LeaveService, OnInterfaceDown, RegisterHub, STOP_REASON_CHARS_MAX,
+    ServiceError,
 };
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
@@ -85,6 +86,24 @@ impl World {
         }
         world.prune();
         world
+    }
+
+    /// Refuses a job with checkpoints where no hub that could serve it keeps any. Its hubs would refuse it as well, but only when all
+    /// of its workers are there.
+    pub(crate) fn check_checkpoints(&self, request: &CreateService) -> Result<(), ServiceError> {
+        let CreateService { name, options, .. } = request;
+        let what = match (options.checkpoint_every, options.resume) {
+            (Some(_), _) => "is to have checkpoints",
+            (None, Some(_)) => "is to go on from a checkpoint",
+            (None, None) => return Ok(()),
+        };
+        if !self.hubs.keep_no_checkpoints(options.hubs.unwrap_or(1)) {
+            return Ok(());
+        }
+        let message = format!(
+            "job `{name}` {what}, but no hub that has joined keeps any: start it with --checkpoints DIR"
+        );
+        Err(refusal(ErrorCode::BadRequest, message))
     }
 
     /// Keeps a name for a job that is about to be written to the store; its place in the order comes back.
@@ -258,7 +277,11 @@ impl World {
     /// Ends what has been silent for too long: hubs, and jobs that wait for ranks that will not come.
     pub(crate) fn check_time(&mut self, hub_timeout_s: f64, now: Now) {
         for hub in self.hubs.silent(hub_timeout_s, now) {
-            self.lose_hub(hub, "was lost", now);
+            let what = format!(
+                "was lost: it has not been heard for {hub_timeout_s} s. Look at its machine, its log and the network between; \
+                 where such pauses are normal, start the connection manager with a longer --hub-dead-after"
+            );
+            self.lose_hub(hub, &what, now);
         }
         self.go_on_probing(now);
         let living: Vec<Namespace> = self.living.values().copied().collect();
@@ -328,8 +351,17 @@ impl World {
             }
             HubEvent::Noticed { namespace, message } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                tracing::warn!(job = job.name, hub, "{}", bounded(&message));
+                // The hub has warned of it, too.
+                tracing::info!(job = job.name, hub, "{}", bounded(&message));
                 (namespace, job.hub_noticed(hub, bounded(&message).to_string()))
+            }
+            HubEvent::Awaited { namespace, message, awaited } => {
+                let message = bounded(&message).to_string();
+                self.pass_on(hub, namespace, &message, awaited.as_ref());
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                tracing::warn!(job = job.name, hub, "{message}");
+                job.hub_awaits(hub, awaited, now);
+                (namespace, job.hub_noticed(hub, message))
             }
             HubEvent::Ended { namespace, finished, reason } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
@@ -337,6 +369,23 @@ impl World {
             }
         };
         self.follow_with(namespace, transition, !was_logged);
+    }
+
+    /// Has the hubs of a job's other sites tell their ranks what this one has told its own: who keeps them waiting.
+    fn pass_on(&mut self, from: u32, namespace: Namespace, message: &str, awaited: Option<&AwaitedRanks>) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        if !job.has_several_sites() || !job.is_served_by(from) || job.state().has_ended() {
+            return;
+        }
+        let rank = awaited.and_then(|awaited| match awaited.ranks[..] {
+            [rank] => Some(rank),
+            _ => None,
+        });
+        let tell = HubCommand::Tell { namespace, rank, message: message.to_owned() };
+        let tell = Bytes::from(serde_json::to_vec(&tell).expect("commands are plain data"));
+        for hub in job.hubs().filter(|&hub| hub != from) {
+            self.hubs.command_once(hub, tell.clone());
+        }
     }
 
     /// A hub serves a job that is none of its business, since this manager lost it or the job: it should stop.
@@ -429,9 +478,9 @@ impl Job {
     }
 }
 
-/// Namespace and incarnation of a caller whose proof was checked.
+/// A rank that calls, as its proof says.
 #[derive(Clone, Copy)]
-pub(crate) struct Caller {
+pub(crate) struct Rank {
     pub(crate) namespace: Namespace,
     pub(crate) rank: u32,
     pub(crate) incarnation: Incarnation,
@@ -498,7 +547,8 @@ pub(crate) fn check_request(request: &CreateService) -> Result<(), ServiceError>
         ("lease_s", options.lease_s, 0.1, 604_800.0),
         ("dead_after_s", options.dead_after_s, 1.0, 86_400.0),
     ];
-    for (option, value, least, most) in bounds {
+    let progress_timeout = options.progress_timeout_s.map(|s| ("progress_timeout_s", s, 1.0, 604_800.0));
+    for (option, value, least, most) in bounds.into_iter().chain(progress_timeout) {
         // A NaN is in no range.
         if !(least..=most).contains(&value) {
             return refuse(format!(
@@ -515,6 +565,7 @@ fn needs_hub(options: &JobOptions) -> Option<&'static str> {
         ("checkpoint_every", options.checkpoint_every.is_some()),
         ("resume", options.resume.is_some()),
         ("stragglers", options.stragglers != Stragglers::default()),
+        ("progress_timeout_s", options.progress_timeout_s.is_some()),
         ("reduction", options.reduction != Reduction::default()),
         ("on_interface_down", options.on_interface_down != OnInterfaceDown::default()),
     ];

@@ -27,7 +27,8 @@ fn every_call_of_operators_and_hubs_needs_the_token_where_there_is_one() {
             code(&client.register_hub(&RegisterHub {
                 shape: shape(),
                 place: Default::default(),
-                machine: String::new()
+                machine: String::new(),
+                keeps_checkpoints: None,
             })),
             ErrorCode::Unauthorized
         );
@@ -117,4 +118,28 @@ fn a_manager_with_a_token_answers_under_any_name() {
     };
     assert!(asked("s3cret").starts_with("HTTP/1.1 200 "));
     assert!(asked("guess").starts_with("HTTP/1.1 401 "));
+}
+
+#[test]
+fn metrics_tell_job_names_to_none_but_operators() {
+    let (manager, client) = start(ManagerConfig { admin_token: Some("s3cret".into()), ..config() });
+    let client = ManagerClient::new(client.url(), Some("s3cret".into())).unwrap();
+    let job = Job::create(&client, "team/unannounced", 1);
+    let scraped = |authorization: &str| {
+        let head = format!("GET /metrics HTTP/1.1\r\nhost: node-7:7770\r\n{authorization}\r\n");
+        raw(manager.address(), head.as_bytes())
+    };
+    let strangers = scraped("");
+    assert!(strangers.starts_with("HTTP/1.1 200 "), "{strangers}");
+    for part in ["team/unannounced", &job.namespace.to_string()] {
+        assert!(!strangers.contains(part), "a stranger hears {part}: {strangers}");
+    }
+    for total in
+        ["paramhub_jobs{state=\"connecting\"} 1", "paramhub_hubs 0", "paramhub_jobs_memory_bytes 0", "# EOF"]
+    {
+        assert!(strangers.lines().any(|line| line == total), "no `{total}` in {strangers}");
+    }
+    let operators = scraped("authorization: Bearer s3cret\r\n");
+    assert!(operators.contains("paramhub_job_memory_bytes{job=\"team/unannounced\""), "{operators}");
+    assert!(scraped("authorization: Bearer guess\r\n").starts_with("HTTP/1.1 401 "));
 }

@@ -145,7 +145,7 @@ fn random_bytes_on_the_port_harm_no_job() {
 
 #[test]
 fn clients_that_send_nothing_cannot_keep_others_out() {
-    let (manager, client) = start(ManagerConfig { connections_max: 8, ..config() });
+    let (manager, client) = start(ManagerConfig { strangers_max: 8, ..config() });
     let stalled: Vec<TcpStream> = (0..16)
         .map(|index| {
             let mut stream = TcpStream::connect(manager.address()).unwrap();
@@ -155,7 +155,7 @@ fn clients_that_send_nothing_cannot_keep_others_out() {
             stream
         })
         .collect();
-    // Sixteen connections stand before this one, eight are served at a time, and each is given up after a while.
+    // Sixteen connections stand before this one, and there are places for eight: they make room.
     assert!(client.jobs().unwrap().is_empty());
     drop(stalled);
 }

@@ -142,7 +142,9 @@ fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
         SyncError::Misplaced { .. } => (Kind::Misuse, None),
         SyncError::Meeting { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
         SyncError::Rounding { peer, .. } => (Kind::Connect, Some(*peer)),
-        SyncError::Disagreement { peer, .. } => (Kind::JobFailed, Some(*peer)),
+        SyncError::Disagreement { peer, .. } | SyncError::NonFinite { peer, .. } => {
+            (Kind::JobFailed, Some(*peer))
+        }
         _ => (Kind::JobFailed, None),
     }
 }

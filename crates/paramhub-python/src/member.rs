@@ -51,6 +51,8 @@ impl Connected {
         let Connected { member, meeting } = self;
         let peers = Peers::of(&member);
         let job = member.init(settings).map_err(Failed::Worker)?;
+        // Not through Python: the interpreter may be held by the very code that a notice says is stuck.
+        job.on_notice(|notice| eprintln!("paramhub: {notice}"));
         let factors = match meeting {
             Some(meeting) => FactorLayers::open(&job, meeting, &peers).map_err(Failed::Factors)?,
             None => None,

@@ -55,6 +55,21 @@ pub enum SyncError {
         /// In what.
         reason: Arc<str>,
     },
+    /// A worker's factors hold a NaN or an infinity, and the job rejects such gradients.
+    #[error(
+        "rank {rank}, layer `{layer}`: rank {peer} sent factors of key `{key}` with a NaN or an infinity, and the job rejects such \
+         gradients"
+    )]
+    NonFinite {
+        /// Who noticed.
+        rank: u32,
+        /// At which layer.
+        layer: Arc<str>,
+        /// The key of its weight.
+        key: Arc<str>,
+        /// Whose they are.
+        peer: u32,
+    },
     /// The workers' processors round differently.
     #[error(
         "rank {rank}: rank {peer}'s processor rounds products otherwise than this one's, so that their parameters would drift \

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters, Schedule};
 use paramhub_kernels::factors::{Factors, fingerprint};
-use paramhub_kernels::{Optimizer, convert};
+use paramhub_kernels::{Optimizer, convert, finite};
 use paramhub_mesh::{Mesh, MeshError};
 use paramhub_transport::{Home, ReceiveRegion, lend};
+use paramhub_worker::Resignation;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::SyncError;
@@ -33,6 +34,10 @@ pub struct FactorConfig {
     /// Of each rank, which host it is on, by any numbers that all ranks agree on: factors cross to another host once and are
     /// passed on there. By default each is on one of its own.
     pub hosts: Vec<u32>,
+    /// Fail, naming rank and key, where factors hold a NaN or an infinity; by default they pass.
+    pub reject_non_finite: bool,
+    /// A handle of the job that the exchange belongs to, which ends with the reason where this worker's factors are to blame.
+    pub resignation: Option<Resignation>,
 }
 
 impl FactorConfig {
@@ -40,7 +45,9 @@ impl FactorConfig {
     pub fn new(mesh: Mesh, optimizer: Arc<dyn Optimizer>, hyperparameters: Hyperparameters) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = (0..mesh.size()).collect();
-        FactorConfig { mesh, optimizer, hyperparameters: vec![hyperparameters], threads, hosts }
+        let hyperparameters = vec![hyperparameters];
+        let (reject_non_finite, resignation) = (false, None);
+        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation }
     }
 }
 
@@ -69,6 +76,8 @@ struct Inner {
     workers: u32,
     mesh: Mesh,
     hosts: Vec<u32>,
+    reject_non_finite: bool,
+    resignation: Option<Resignation>,
     optimizer: Arc<dyn Optimizer>,
     /// Of each group. Rank 0's count.
     schedules: Mutex<Vec<Schedule>>,
@@ -104,7 +113,8 @@ impl FactorExchange {
     /// If a layer has no elements or too many, the optimizer cannot run on parts of a layer, threads cannot be started, or the
     /// ranks' processors round differently.
     pub fn new(config: FactorConfig, layers: Vec<FactorLayer>) -> Result<FactorExchange, SyncError> {
-        let FactorConfig { mesh, optimizer, hyperparameters, threads, hosts } = config;
+        let FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation } =
+            config;
         let (rank, workers) = (mesh.rank(), mesh.size());
         layers.iter().try_for_each(|layer| check_layer(rank, workers, layer, hyperparameters.len()))?;
         if let (true, Some(layer)) = (optimizer.needs_whole_chunks(), layers.first()) {
@@ -125,6 +135,8 @@ impl FactorExchange {
             workers,
             mesh,
             hosts,
+            reject_non_finite,
+            resignation,
             optimizer,
             schedules: Mutex::new(schedules),
             layers,
@@ -427,6 +439,9 @@ impl Inner {
             hyperparameters.get_or_insert(header.hyperparameters);
             let count = header.samples as usize;
             let factors = message::factors(spec, count, &message);
+            if self.reject_non_finite {
+                self.check_finite(spec, peer, factors)?;
+            }
             convert::decode(factors.inputs, &mut inputs[samples * columns..][..count * columns], spec.codec);
             let gradients = &mut output_gradients[samples * rows..][..count * rows];
             convert::decode(factors.output_gradients, gradients, spec.codec);
@@ -454,6 +469,28 @@ impl Inner {
         let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.rebuilding_ns.fetch_add(took, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Refuses factors that hold a NaN or an infinity. All ranks look at everybody's, so that each names the same rank, and the one
+    /// whose they are tells the job's hubs.
+    fn check_finite(
+        &self,
+        spec: &FactorLayer,
+        peer: u32,
+        factors: LayerFactors<'_>,
+    ) -> Result<(), SyncError> {
+        let both = [factors.inputs, factors.output_gradients];
+        if both.iter().all(|values| finite::first_non_finite(values, spec.codec).is_none()) {
+            return Ok(());
+        }
+        if let Some(resignation) = self.resignation.as_ref().filter(|_| peer == self.rank) {
+            resignation.give_up(&format!(
+                "it sent factors of key `{}` with a NaN or an infinity, and the job rejects such gradients",
+                spec.key
+            ));
+        }
+        let (layer, key) = (Arc::clone(&spec.name), Arc::clone(&spec.key));
+        Err(SyncError::NonFinite { rank: self.rank, layer, key, peer })
     }
 
     /// A message's header, if it makes sense.

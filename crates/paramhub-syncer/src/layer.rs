@@ -10,6 +10,8 @@ use paramhub_transport::ReceiveRegion;
 pub struct FactorLayer {
     /// For messages.
     pub name: Arc<str>,
+    /// The weight's key, for messages.
+    pub key: Arc<str>,
     /// Outputs, M, and inputs, N: rows and columns of the weight.
     pub shape: (usize, usize),
     /// K: the most samples that one worker has in a step.
@@ -25,10 +27,11 @@ pub struct FactorLayer {
 }
 
 impl FactorLayer {
-    /// An f32 layer without a bias, in the optimizer's first group.
+    /// An f32 layer without a bias, in the optimizer's first group, whose weight is called as the layer is.
     pub fn new(name: &str, shape: (usize, usize), samples: usize) -> Self {
         FactorLayer {
             name: name.into(),
+            key: name.into(),
             shape,
             samples,
             has_bias: false,

@@ -32,7 +32,9 @@ pub fn open_factors(
     let hyperparameters = settings.optimizer.of_groups(optimizer.defaults());
     let mesh = meeting.join(peers, "factors")?;
     let hosts = job.book().roster.workers.iter().map(|worker| worker.machine).collect();
-    let config = FactorConfig { mesh, optimizer, hyperparameters, threads, hosts };
+    let (reject_non_finite, resignation) = (settings.reject_non_finite, Some(job.resignation()));
+    let config =
+        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation };
     let layers = planned.iter().map(|planned| planned.layer.clone()).collect();
     Ok(Some((FactorExchange::new(config, layers)?, planned)))
 }

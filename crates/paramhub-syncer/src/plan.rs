@@ -29,6 +29,7 @@ pub fn planned_factors(settings: &Settings, plan: &Plan) -> Vec<PlannedFactors> 
         let length = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
         let layer = FactorLayer {
             name: planned.layer.name.as_str().into(),
+            key: of(weight).name.as_str().into(),
             shape: (length(outputs), length(inputs)),
             samples: length(samples),
             has_bias: bias.is_some(),
@@ -76,6 +77,7 @@ mod tests {
             codec: Codec::BF16,
             parameter_codec: Codec::BF16,
             groups: [0, 1],
+            key: "fc.weight".into(),
             ..FactorLayer::new("fc", (512, 256), 4).with_bias()
         };
         assert_eq!(planned.last(), Some(&PlannedFactors { layer: fc, weight: 1, bias: Some(2) }));

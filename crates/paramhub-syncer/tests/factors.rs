@@ -55,6 +55,8 @@ fn at_ranks_of<T: Send>(
                         hyperparameters: hyperparameters.to_vec(),
                         threads: rank + 1,
                         hosts: hosts.to_vec(),
+                        reject_non_finite: false,
+                        resignation: None,
                     };
                     work(rank, FactorExchange::new(config, layers.to_vec()).unwrap())
                 })

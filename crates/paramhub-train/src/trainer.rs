@@ -60,6 +60,8 @@ pub struct Progress {
     pub loss: f64,
     /// Examples of this process per second, since the beginning.
     pub examples_per_second: f64,
+    /// Share of the test set that is classified correctly after this step, if it was measured.
+    pub accuracy: Option<f64>,
 }
 
 /// What a run was, at its end. Times are of this process.
@@ -174,17 +176,9 @@ pub fn train(
         loss += step_loss.value();
         taken += 1;
         next = run.exchange.next_step(next + 1);
-        let examples = taken * ranks.len() * config.batch;
-        let examples_per_second = examples as f64 / started.elapsed().as_secs_f64();
-        on_progress(&Progress {
-            step: next.min(of),
-            of,
-            epoch: epoch + 1,
-            loss: step_loss.value(),
-            examples_per_second,
-        });
+        let mut accuracy = None;
         if next / steps_per_epoch > epoch {
-            let accuracy = match config.evaluate {
+            accuracy = match config.evaluate {
                 Evaluate::Every(every) if (epoch + 1) % every.max(1) == 0 => {
                     run.collect()?;
                     Some(timed(&mut evaluating, || run.network.accuracy(&data.test))?)
@@ -193,6 +187,16 @@ pub fn train(
             };
             epochs.push(Epoch { epoch: epoch + 1, step: next.min(of), loss: loss.value(), accuracy });
         }
+        let examples = taken * ranks.len() * config.batch;
+        let seconds = started.elapsed().saturating_sub(evaluating).as_secs_f64();
+        on_progress(&Progress {
+            step: next.min(of),
+            of,
+            epoch: epoch + 1,
+            loss: step_loss.value(),
+            examples_per_second: examples as f64 / seconds,
+            accuracy,
+        });
     }
     run.collect()?;
     let (elapsed, waited) = (started.elapsed().saturating_sub(evaluating), run.waited);

@@ -10,10 +10,11 @@
 //! [`FrameSink::placed`].
 //!
 //! [`SendRegion`] and [`ReceiveRegion`] are the user's tensors while an I/O thread owns them; [`socket`] makes the
-//! connections and carries their handshake; [`interface`] knows which of this host's network interfaces they can take.
+//! connections and carries their handshake; [`handshakes`] bounds those that have proved nothing; [`interface`] knows which of this host's network interfaces they can take.
 
 mod assembly;
 mod connection;
+pub mod handshakes;
 mod host;
 pub mod interface;
 mod memory;

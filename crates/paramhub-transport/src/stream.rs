@@ -47,6 +47,12 @@ pub trait FrameSink {
     fn placed(&mut self, header: &Header) -> Result<(), Self::Error> {
         unreachable!("{header:?} lies in an arena that this side does not have");
     }
+
+    /// Bytes that the frames since the last call made the sink copy beside their own payloads. They count for the budget of
+    /// [`Stream::receive`]: a header of 16 bytes may ask for a whole chunk.
+    fn moved(&mut self) -> usize {
+        0
+    }
 }
 
 /// One connection. Both directions are independent: one may fail while the other goes on.

@@ -122,9 +122,9 @@ impl TcpStream {
                 &mut scratch[..bytes]
             }
         };
-        let mut received = Received::default();
+        let (mut received, mut moved) = (Received::default(), 0);
         loop {
-            let left = budget.saturating_sub(received.bytes).max(HEADER_BYTES);
+            let left = budget.saturating_sub(received.bytes + moved).max(HEADER_BYTES);
             let filled = match self.read(sink, ahead, left) {
                 Ok(filled) => filled,
                 Err(ReadError::WouldBlock) => return Ok(received),
@@ -141,10 +141,11 @@ impl TcpStream {
             received.bytes += filled.bytes;
             self.bytes_received += filled.bytes as u64;
             self.assembly.absorb(sink, &filled, ahead)?;
+            moved += sink.moved();
             if filled.bytes < filled.wanted {
                 return Ok(received);
             }
-            if received.bytes >= budget {
+            if received.bytes + moved >= budget {
                 received.more = true;
                 return Ok(received);
             }

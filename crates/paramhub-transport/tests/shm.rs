@@ -10,8 +10,8 @@ use conformance::{Frame, Options, Peer, Transport};
 use paramhub_core::wire::{Direction, Header, Operation};
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings, receive_segments, send_segments};
 use paramhub_transport::{
-    Events, FrameSink, Interest, Landing, Outgoing, Poller, ReceiveError, Scratch, ShmStream, Stream,
-    StreamError,
+    Events, FrameSink, Interest, Landing, Outgoing, Poller, ReceiveError, ReceiveMode, Scratch, ShmStream,
+    Stream, StreamError,
 };
 
 struct Shm;
@@ -333,4 +333,55 @@ fn a_reader_of_a_sealed_segment_cannot_write_it() {
     let mut word = [0; 6];
     Segment::adopt_to_read(reader(), 4096).unwrap().read(0, &mut word);
     assert_eq!(&word, b"before");
+}
+
+/// Copies a chunk for every header that asks for one.
+struct Copying {
+    asked: usize,
+    copied: usize,
+}
+
+const COPIED: usize = 64 << 10;
+
+impl FrameSink for Copying {
+    type Error = ();
+
+    fn landing(&mut self, _: &Header) -> Result<Landing<'_>, ()> {
+        Ok(Landing::Staged)
+    }
+
+    fn frame(&mut self, header: &Header, _: Option<&[u8]>) -> Result<(), ()> {
+        assert_eq!(header.operation, Operation::Pull);
+        (self.asked, self.copied) = (self.asked + 1, self.copied + COPIED);
+        Ok(())
+    }
+
+    fn moved(&mut self) -> usize {
+        std::mem::take(&mut self.copied)
+    }
+}
+
+#[test]
+fn a_flood_of_pulls_is_charged_what_it_has_copied() {
+    const PULLS: usize = 256;
+    const BUDGET: usize = 4 * COPIED;
+    let tight = Options::with_mode(ReceiveMode::Staged);
+    let options = Options { direction: Direction::ToHub, tight: true, ..tight };
+    let (mut worker, hub) = Shm::pair(options);
+    let mut hub = hub.with_arena();
+    let pulls: Vec<Outgoing<'_>> = (0..PULLS as u32)
+        .map(|chunk| Outgoing { header: Header { chunk, ..Header::bare(Operation::Pull) }, payload: &[] })
+        .collect();
+    assert_eq!(worker.send(&pulls).unwrap().frames, PULLS);
+    let (mut sink, mut scratch, mut turns) = (Copying { asked: 0, copied: 0 }, Scratch::default(), 0);
+    while sink.asked < PULLS {
+        let before = sink.asked;
+        let received = hub.receive(&mut sink, &mut scratch, BUDGET).unwrap();
+        // What was read ahead when the budget was spent is worked on.
+        assert!((1..=4 + 8).contains(&(sink.asked - before)), "{} Pulls in one turn", sink.asked - before);
+        assert_eq!(received.bytes, (sink.asked - before) * 16, "what is charged is not counted as received");
+        assert!(received.more || sink.asked == PULLS);
+        turns += 1;
+    }
+    assert!(turns >= PULLS / 12, "{turns} turns");
 }

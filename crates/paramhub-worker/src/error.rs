@@ -200,6 +200,14 @@ pub enum WorkerError {
         /// The interface, its address, and what happened to it.
         what: Arc<str>,
     },
+    /// This worker has ended the job for all, through a [`Resignation`](crate::Resignation).
+    #[error("{who}: gave up: {reason}")]
+    GaveUp {
+        /// Who did.
+        who: Who,
+        /// Why.
+        reason: Arc<str>,
+    },
     /// A hub broke the protocol.
     #[error(
         "{who}: the hub at {hub} broke the protocol: {reason}. Do both ends run the same release of paramhub?"

@@ -6,7 +6,7 @@ mod tensors;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::Imbalance;
 use paramhub_core::scheme::Book;
 use paramhub_core::settings::Settings;
+use paramhub_core::wire::Failure;
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
 pub use self::factors::{FactorBuffers, FactorHandle, FactorRegions};
@@ -321,7 +322,8 @@ impl Job {
         self.shared.counters.read()
     }
 
-    /// The newest notices of the hubs, oldest first; a bounded number is kept. Rank 0 gets them.
+    /// The newest notices of the hubs, oldest first; a bounded number is kept. Rank 0 gets them, and all ranks those that say for
+    /// whom they wait.
     pub fn notices(&self) -> Vec<HubNotice> {
         self.shared.notices.kept()
     }
@@ -335,6 +337,11 @@ impl Job {
     /// Why the job takes no more requests, if it does not.
     pub fn failure(&self) -> Option<WorkerError> {
         self.shared.inbox.closed()
+    }
+
+    /// What lets code beside this job end it for all of its ranks, from any thread.
+    pub fn resignation(&self) -> Resignation {
+        Resignation(Arc::downgrade(&self.shared))
     }
 
     /// Waits for the requests under way, at most [`Options::leave_timeout`], and leaves the job: the hubs count on this
@@ -358,6 +365,29 @@ impl Job {
         thread.join().unwrap_or_else(|panic| {
             Err(WorkerError::Internal { who: self.shared.who.clone(), message: panic_message(&*panic) })
         })
+    }
+}
+
+/// From [`Job::resignation`]. It keeps nothing of the job alive.
+#[derive(Clone)]
+pub struct Resignation(Weak<Shared>);
+
+impl Resignation {
+    /// Says at every hub that this worker cannot go on, and why, which ends the job: the other ranks are told that this one
+    /// `gave up: REASON`. Does not wait. It does nothing where the job is over.
+    pub fn give_up(&self, reason: &str) {
+        let Some(shared) = self.0.upgrade() else { return };
+        let who = shared.who.clone();
+        let told = Failure { rank: Some(who.rank), message: reason.to_owned() };
+        let error = WorkerError::GaveUp { who, reason: reason.into() };
+        // Refused only by a job that is over.
+        let _ = shared.inbox.put(Command::GiveUp { error, told });
+    }
+}
+
+impl fmt::Debug for Resignation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Resignation").finish_non_exhaustive()
     }
 }
 

@@ -63,7 +63,7 @@ pub use attendance::Attendance;
 pub use errand::Errand;
 pub use error::{Who, WorkerError};
 pub use handle::{Finished, Handle};
-pub use job::{FactorBuffers, FactorHandle, FactorRegions, Job};
+pub use job::{FactorBuffers, FactorHandle, FactorRegions, Job, Resignation};
 pub use member::Member;
 pub use membership::Membership;
 pub use notices::HubNotice;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A hub's remark, such as a rank that has been silent, which rank 0 gets; and that this worker's own streams go on another way.
+/// A hub's remark, such as a rank that has been silent, which rank 0 gets; whom all wait for; and that this worker's own streams go on another way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubNotice {
     /// The hub's address.

@@ -20,7 +20,7 @@ use paramhub_train::data::DataSource;
 use paramhub_train::net::NetKind;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use file::load;
+pub(crate) use file::{distance, load};
 pub(crate) use values::{
     Bytes, Deployment, ExchangeKind, HubManager, InterfaceRate, Pin, Secret, TrainOptimizer, optional_text,
     text,
@@ -83,6 +83,8 @@ pub(crate) struct HubSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) core_rate: Option<Rate>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hub_dead_after_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) checkpoints: Option<PathBuf>,
@@ -96,6 +98,8 @@ pub(crate) struct ManagerSection {
     pub(crate) listen: SocketAddr,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) core_rate: Option<Rate>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hub_dead_after_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<PathBuf>,
 }
@@ -117,6 +121,8 @@ pub(crate) struct RunSection {
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) progress_timeout_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hubs: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -174,6 +180,8 @@ pub(crate) struct TrainSection {
     #[serde(with = "text")]
     pub(crate) on_interface_down: OnInterfaceDown,
     pub(crate) stragglers: Stragglers,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) progress_timeout_s: Option<f64>,
     #[serde(with = "text")]
     pub(crate) scheme: SchemeChoice,
     #[serde(with = "text")]
@@ -216,6 +224,7 @@ impl Default for HubSection {
             manager: HubManager::Own(SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT))),
             join: None,
             core_rate: None,
+            hub_dead_after_s: None,
             state: None,
             checkpoints: None,
             checkpoint_keep: CHECKPOINTS_KEPT,
@@ -262,6 +271,7 @@ impl Default for ManagerSection {
         ManagerSection {
             listen: SocketAddr::from(([127, 0, 0, 1], MANAGER_PORT)),
             core_rate: None,
+            hub_dead_after_s: None,
             state: None,
         }
     }
@@ -288,6 +298,7 @@ impl Default for RunSection {
             optimize_at,
             on_interface_down,
             stragglers,
+            progress_timeout_s: None,
             hubs: None,
             deployment: None,
             hosts: 1,
@@ -307,7 +318,7 @@ impl Default for TrainSection {
             net: NetKind::Lenet,
             data: DataSource::Digits,
             workers: None,
-            epochs: 500,
+            epochs: 40,
             batch: 16,
             lr: None,
             momentum: 0.9,
@@ -326,6 +337,7 @@ impl Default for TrainSection {
             deployment: None,
             hubs: None,
             stragglers: Stragglers::Wait,
+            progress_timeout_s: None,
             scheme: SchemeChoice::default(),
             codec: Codec::F32,
             chunk_bytes: Bytes(u64::from(CHUNK_BYTES_DEFAULT)),

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::CoreCounters;
-use paramhub_hub::{HubConfig, HubError, RunningHub};
+use paramhub_hub::{HubConfig, HubError, ListeningHub, RunningHub};
 use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 use thiserror::Error;
 
@@ -65,10 +65,12 @@ impl EmbeddedHub {
     /// # Errors
     /// A port in use, a state directory that cannot be written, no memory: whatever keeps either from starting.
     pub fn start(config: EmbeddedConfig) -> Result<EmbeddedHub, EmbeddedError> {
+        // First, so that a manager starts for a hub only that can run.
+        let hub = ListeningHub::open(config.hub)?;
         let admin_token = config.manager.admin_token.clone();
         let manager = Manager::start(config.manager)?;
         let client = ManagerClient::new(&manager.url(), admin_token)?;
-        let hub = RunningHub::start(client.clone(), config.hub)?;
+        let hub = hub.join(client.clone())?;
         Ok(EmbeddedHub { hub, manager, client })
     }
 

@@ -32,8 +32,7 @@ fn manager() -> (RunningManager, ManagerClient) {
 /// Parameters after one epoch with so many workers.
 fn trained(net: &str, workers: &str, exchange: &str, more: &[&str], isa: &str) -> Vec<f32> {
     let common = ["train", "--net", net, "--workers", workers, "--lr", "0.005", "--exchange", exchange];
-    let epochs = ["--epochs", "1"].into_iter().filter(|_| !more.contains(&"--epochs"));
-    let arguments = common.into_iter().chain(epochs).chain(SAVED).chain(more.iter().copied());
+    let arguments = common.into_iter().chain(["--epochs", "1"]).chain(SAVED).chain(more.iter().copied());
     let ended = paramhub(arguments).env("PARAMHUB_ISA", isa).finish().expect_code(0);
     if exchange != "local" {
         results(&ended, workers.parse().unwrap());
@@ -57,7 +56,7 @@ fn every_design_of_two_ranks_reaches_the_bits_of_one_process() {
 #[test]
 fn every_design_of_three_ranks_differs_from_one_process_by_rounding_alone() {
     for net in ["mlp", "inception"] {
-        let initial = trained(net, "3", "local", &["--epochs", "0"], "");
+        let initial = trained(net, "3", "local", &["--lr", "1e-20"], "");
         let local = trained(net, "3", "local", &[], "");
         let [funnel, concom, depcha] = DESIGNS.map(|design| trained(net, "3", design, &[], ""));
         assert!(depcha == funnel, "{net}: depcha ended at other bits than funnel");

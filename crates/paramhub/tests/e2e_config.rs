@@ -89,6 +89,52 @@ fn an_unknown_key_names_file_line_and_nearest_key() {
 }
 
 #[test]
+fn a_variable_that_nothing_reads_is_named_with_the_nearest_one() {
+    let shown = paramhub(["hub", "--print-config"])
+        .env("PARAMHUB_HUB_CORE", "3")
+        .env("PARAMHUB_SERVICE_HOST", "10.0.0.1")
+        .env("PARAMHUB_PORT_7770_TCP", "tcp://10.0.0.1:7770")
+        .env("PARAMHUB_TRACE", "trace.json")
+        .finish();
+    let said = shown.expect_code(0).stderr;
+    let expected = "paramhub: the environment sets PARAMHUB_HUB_CORE, which nothing reads: did you mean PARAMHUB_HUB_CORES?\n";
+    assert_eq!(said, expected);
+}
+
+#[test]
+fn what_a_manager_refuses_as_wrong_is_wrong_usage_too() {
+    let run = |more: &[&'static str]| paramhub(more.iter().copied()).finish().expect_code(2);
+    run(&["run", "--name", "no such name", "--", "true"]).expect_error(&["is no job name"]);
+    run(&["run", "--dead-after", "0", "--", "true"]).expect_error(&["dead_after_s", "1 to 86400 seconds"]);
+    let train = ["train", "--net", "mlp", "--epochs", "1", "--workers", "2", "--name", "no such name"];
+    let refused = paramhub(train).finish().expect_code(2);
+    assert!(refused.stderr.contains("is no job name"), "{}", refused.stderr);
+}
+
+#[test]
+fn a_hub_is_found_wrong_before_its_manager_starts() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    for (more, code, part) in [
+        (&["--cores", "0"][..], 2, "not 0"),
+        (&["--cores", "100000"], 2, "100000"),
+        (&["--job-share", "200"], 2, "1 to 100 percent"),
+        (&["--advertise", "a:1,b:2"], 2, "2 addresses are advertised for 1"),
+        (&["--listen", &taken], 1, "in use"),
+    ] {
+        let common = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--log", "info"];
+        let refused = paramhub(common.into_iter().chain(more.iter().copied())).finish().expect_code(code);
+        // With the log as it is by default a manager that starts says so.
+        refused.expect_error(&[part]);
+    }
+    let processors = std::thread::available_parallelism().unwrap().get();
+    let many = (processors * 8 + 1).to_string();
+    let arguments = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--cores", &many];
+    let refused = paramhub(arguments).finish().expect_code(2);
+    refused.expect_error(&["take turns", &format!("ask for {processors}, ")]);
+}
+
+#[test]
 fn wrong_values_say_what_would_do() {
     for (arguments, part) in [
         (&["train", "--optimizer", "mean"][..], "updates no parameters"),
@@ -102,6 +148,8 @@ fn wrong_values_say_what_would_do() {
         (&["train", "--transport", "ipc"], "expected auto, tcp or shm"),
         (&["train", "--exchange", "local", "--transport", "tcp"], "locally nothing travels"),
         (&["train", "--exchange", "depcha", "--transport", "shm"], "--transport shm is for hubs"),
+        (&["train", "--exchange", "funnel", "--reproducible"], "--reproducible is about sums that hubs make"),
+        (&["train", "--exchange", "concom", "--chunk-bytes", "64K"], "--chunk-bytes is about sums that hubs"),
         (&["train", "--exchange", "funnel", "--stragglers", "backup:1"], "--stragglers is a hub's"),
         (&["train", "--exchange", "concom", "--resume"], "needs --exchange hub, not concom"),
         (&["train", "--compute-threads", "2"], "needs --exchange funnel, concom or depcha"),
@@ -112,6 +160,15 @@ fn wrong_values_say_what_would_do() {
         (&["train", "--json", "no/such/folder/out.json"], "there is no folder"),
         (&["run", "-n", "0", "--", "true"], "0 is not in 1..="),
         (&["jobs", "--hub", "https://somewhere"], "plain http"),
+        (&["hub", "--cores", "many"], "expected a whole number"),
+        (&["run", "--dead-after", "soon", "--", "true"], "expected a number"),
+        (&["train", "--resume"], "--checkpoints DIR"),
+        (&["train", "--checkpoint-every", "10"], "--checkpoints DIR"),
+        (&["run", "--name", "a", "--resume", "--", "true"], "--checkpoints DIR"),
+        (&["manager", "--listen", "127.0.0.1:0", "--hub-dead-after", "0.01"], "between 100 ms and a day"),
+        (&["hub", "--join", "http://127.0.0.1:1", "--hub-dead-after", "5"], "give it to the manager"),
+        (&["manager", "--listen", "0.0.0.0:0"], "without an admin token"),
+        (&["jobs", "list", "--state", "sleeping"], "possible values: living"),
     ] {
         let refused = paramhub(arguments.iter().copied()).finish().expect_code(2);
         assert!(refused.stderr.contains(part), "{arguments:?}: {}", refused.stderr);

@@ -78,7 +78,7 @@ fn a_hub_joins_a_manager_that_stands_alone() {
     let manager = paramhub(["manager", "--listen", "127.0.0.1:0"].into_iter().chain(token)).start();
     let url = manager.wait_for("manager ready: ").split_whitespace().last().unwrap().to_owned();
 
-    let stranger = paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url]).finish().expect_code(1);
+    let stranger = paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url]).finish().expect_code(2);
     assert!(stranger.stderr.contains("token"), "{}", stranger.stderr);
     let joined =
         paramhub(["hub", "--listen", "127.0.0.1:0", "--join", &url].into_iter().chain(token)).start();
@@ -135,7 +135,9 @@ fn jobs_are_listed_shown_and_stopped() {
     assert_eq!((jobs.len(), jobs[0].workers), (1, 3));
 
     let stopped = paramhub(["jobs", "stop", "team/digits", "--hub", &url]).finish().expect_code(0);
-    assert!(stopped.stdout.contains("team/digits"), "{}", stopped.stdout);
+    assert_eq!(stopped.stdout, "job team/digits is stopped, and its memory is free\n");
+    let again = paramhub(["jobs", "stop", "team/digits", "--hub", &url]).finish().expect_code(0);
+    assert!(again.stdout.starts_with("job team/digits is stopped"), "{}", again.stdout);
     wait_until("the job has ended", || client.job("team/digits").unwrap().state.has_ended());
     let unknown = paramhub(["jobs", "show", "nobody", "--hub", &url]).finish().expect_code(1);
     unknown.expect_error(&["nobody"]);
@@ -156,7 +158,7 @@ fn a_job_is_created_for_workers_that_another_launcher_starts() {
     let json = create(&["as-json", "--json"]).finish().expect_code(0).stdout;
     let created: ServiceCreated = serde_json::from_str(&json).unwrap();
     assert_eq!(ManagerClient::new(&url, None).unwrap().job("as-json").unwrap().namespace, created.namespace);
-    create(&["too-many", "--hubs", "1025"]).finish().expect_code(1).expect_error(&["1025 hubs"]);
+    create(&["too-many", "--hubs", "1025"]).finish().expect_code(2).expect_error(&["1025 hubs"]);
     create(&["as-json"]).finish().expect_code(1).expect_error(&["as-json", "jobs stop"]);
     let lonely = paramhub(["run", "-n", "1", "--hubs", "2", "--", "true"]).finish().expect_code(2);
     lonely.expect_error(&["--hub URL"]);
@@ -187,4 +189,120 @@ fn the_doctor_measures_and_judges() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let without = paramhub(["doctor", "--hub", &port]).finish().expect_code(1);
     assert!(without.stdout.lines().any(|line| line.starts_with("fail") && line.contains(&port)));
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_no_command_in_a_panic() {
+    let (_hub, url) = hub([]);
+    for stream in ["stdout", "stderr"] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_paramhub"));
+        // To stderr goes what is wrong with the command.
+        let arguments = if stream == "stdout" { ["jobs", "list"] } else { ["jobs", "misspelt"] };
+        command.args(arguments).args(["--hub", &url]).stdin(std::process::Stdio::null());
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        match stream {
+            "stdout" => command.stdout(writer).stderr(std::process::Stdio::piped()),
+            _ => command.stdout(std::process::Stdio::piped()).stderr(writer),
+        };
+        let ended = command.output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(if stream == "stdout" { 0 } else { 2 }), "{said}");
+        assert!(!said.contains("panicked"), "{said}");
+    }
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_paramhub"));
+    let ended = command.args(["jobs", "list", "--hub", &url]).stdout(full).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.code() == Some(1) && said.contains("cannot write to standard output"), "{said}");
+}
+
+#[test]
+fn a_log_without_a_reader_ends_no_hub() {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_paramhub"));
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    command.args(["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--log", "debug"]);
+    let mut hub = command.stderr(writer).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut ready = String::new();
+    let mut stdout = std::io::BufReader::new(hub.stdout.take().unwrap());
+    std::io::BufRead::read_line(&mut stdout, &mut ready).unwrap();
+    let url = ready.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL").to_owned();
+    let client = ManagerClient::new(&url, None).unwrap();
+    let request = CreateService { name: "unread".into(), workers: 1, options: Default::default() };
+    // Each of these writes to the log.
+    let created = client.create_service(&request).and_then(|_| client.stop_job("unread"));
+    let hubs = client.hubs();
+    let is_running = hub.try_wait().unwrap().is_none();
+    hub.kill().unwrap();
+    hub.wait().unwrap();
+    assert!(is_running && created.is_ok() && hubs.is_ok_and(|hubs| hubs.len() == 1));
+}
+
+#[test]
+fn a_data_port_says_at_once_that_it_is_no_manager() {
+    let hub = paramhub(["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0"]).start();
+    let ready = hub.wait_for("hub ready: ");
+    let data = ready.split_whitespace().skip_while(|word| *word != "data").nth(1).expect("an address");
+    for arguments in [&["hubs"][..], &["jobs", "list"], &["jobs", "create", "x", "-n", "1"]] {
+        let refused = paramhub(arguments.iter().copied().chain(["--hub", data])).finish().expect_code(2);
+        refused.expect_error(&["this is a hub's data port", "connection manager"]);
+    }
+    let doctor = paramhub(["doctor", "--hub", data]).finish().expect_code(1);
+    let told = doctor
+        .stdout
+        .lines()
+        .any(|line| line.starts_with("fail") && line.contains("data port: give the URL"));
+    assert!(told, "{}", doctor.stdout);
+    // Another protocol altogether hears the verdict that a Hello would, without having sent as much as one.
+    let mut stream = std::net::TcpStream::connect(data).unwrap();
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.6\r\n").unwrap();
+    let mut verdict = Vec::new();
+    std::io::Read::read_to_end(&mut stream, &mut verdict).unwrap();
+    assert!(
+        String::from_utf8_lossy(&verdict).contains("paramhub"),
+        "{:?}",
+        String::from_utf8_lossy(&verdict)
+    );
+}
+
+#[test]
+fn jobs_are_listed_by_state_the_newest_ones_and_within_the_terminal() {
+    let (_hub, url) = hub([]);
+    let client = ManagerClient::new(&url, None).unwrap();
+    for number in 0..5 {
+        let name = format!("team/a-job-with-a-rather-long-name-{number}");
+        let request = CreateService { name, workers: 3, options: Default::default() };
+        client.create_service(&request).unwrap();
+    }
+    let why = "a sentence that goes on and on, to say at length ".repeat(5);
+    client.stop_job_because("team/a-job-with-a-rather-long-name-1", why.trim_end()).unwrap();
+    let listed = |more: &[&str], columns: &str| {
+        let listed = paramhub(["jobs", "list", "--hub", &url].into_iter().chain(more.iter().copied()));
+        listed.env("COLUMNS", columns).finish().expect_code(0).stdout
+    };
+    let named = |more: &[&str]| {
+        let json: Vec<JobStatus> = serde_json::from_str(&listed(&[more, &["--json"]].concat(), "")).unwrap();
+        json.iter().map(|job| job.name.chars().next_back().unwrap()).collect::<String>()
+    };
+    assert_eq!(named(&[]), "01234");
+    assert_eq!(named(&["--limit", "2"]), "34");
+    assert_eq!(named(&["--state", "failed"]), "1");
+    assert_eq!(named(&["--state", "living", "--limit", "3"]), "234");
+    assert_eq!(named(&["--state", "running,failed"]), "1");
+    assert_eq!(listed(&["--state", "running"], ""), "no jobs\n");
+    for columns in ["", "120", "200"] {
+        let width = columns.parse().unwrap_or(200);
+        let text = listed(&[], columns);
+        for line in text.lines() {
+            assert!(line.chars().count() <= width, "{} columns of {width}: {line}", line.chars().count());
+        }
+    }
+    assert!(
+        listed(&["--state", "failed"], "").contains("a sentence that goes on"),
+        "the message's beginning is there"
+    );
+    let shown = paramhub(["jobs", "show", "team/a-job-with-a-rather-long-name-1", "--hub", &url]).finish();
+    assert!(shown.expect_code(0).stdout.contains("at length"), "and all of it is shown");
 }

@@ -61,9 +61,18 @@ fn a_hub_joins_again_when_its_manager_was_killed_and_restarted() {
     first.signal(Signal::KILL);
     first.finish();
     wait_until("the hub has noticed", || hub.stderr().contains("no connection manager answers"));
-    // Nobody needs the manager to exchange.
+    // An exchange needs no manager. The pause is long enough for the hub to ask several times.
+    std::thread::sleep(Duration::from_secs(3));
     let second = manager(&address);
     wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
+    wait_until("the hub says that it is over", || hub.stderr().contains("answers again, after "));
+    let said = hub.stderr();
+    assert_eq!(
+        said.matches("no connection manager answers").count(),
+        1,
+        "it is said once, however long it lasts: {said}"
+    );
+    assert_eq!(said.matches("answers again, after ").count(), 1, "{said}");
     assert!(hub.stderr().contains(&format!("joined {url} again, as hub 0")), "{}", hub.stderr());
 
     for worker in workers {
@@ -117,7 +126,9 @@ fn a_hub_that_was_cut_off_for_too_long_joins_again() {
         let ended = worker.finish().expect_code(1);
         assert!(ended.stderr.contains("or had lost this hub"), "{}", ended.stderr);
     }
-    assert!(client.job("cut-off").unwrap().message.contains("was lost"));
+    let message = client.job("cut-off").unwrap().message;
+    assert!(message.contains("was lost: it has not been heard for 0.5 s. Look at"), "{message}");
+    assert!(message.contains("--hub-dead-after"), "{message}");
     for worker in start_job(&client, "after", &["--steps", "20"]) {
         worker.finish().expect_code(0);
     }
@@ -143,6 +154,7 @@ fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
                     shape: shape.clone(),
                     place: Default::default(),
                     machine: String::new(),
+                    keeps_checkpoints: None,
                 })
                 .unwrap()
                 .hub
@@ -190,4 +202,26 @@ fn what_a_hub_joins_is_said_once() {
         "{}",
         shown.stdout
     );
+}
+
+#[test]
+fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_is_told_to_wait() {
+    let address = free_address();
+    let arguments = ["manager", "--listen", &address, "--hub-dead-after", "60"];
+    let manager = paramhub(arguments).start();
+    manager.wait_for("manager ready: ");
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    hub.signal(Signal::STOP);
+    // By default it would be lost after ten.
+    std::thread::sleep(Duration::from_secs(12));
+    let during = client.hubs().unwrap().len();
+    hub.signal(Signal::CONT);
+    assert_eq!(during, 1);
+    for worker in start_job(&client, "after", &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    drop(hub);
+    drop(manager);
 }

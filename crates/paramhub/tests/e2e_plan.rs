@@ -83,6 +83,37 @@ fn prices_tell_what_a_step_costs() {
 }
 
 #[test]
+fn no_row_of_the_table_is_better_than_the_recommended_one() {
+    // Links to the core so wide that the condition for summing within each rack does not hold, though its bound is lower.
+    let wide = ["--bytes", "80M", "--workers", "8", "--racks", "2", "--interfaces", "4"];
+    for core in ["3200mbit", "1600mbit", "800mbit", "100mbit"] {
+        let rates = format!("worker=800mbit,core={core}");
+        let report = json(plan(wide.into_iter().chain(["--rates", &rates, "--json"])));
+        let rows = report["exchanges"].as_array().unwrap();
+        let least = rows.iter().map(|row| row["seconds"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
+        let recommended = report["recommendation"]["exchange"]["seconds"].as_f64().unwrap();
+        assert!(recommended <= least * 1.01, "{core}: {recommended} s, and the table has {least} s");
+    }
+}
+
+#[test]
+fn prices_decide_what_is_recommended() {
+    let recommended = |hub: &str| {
+        let prices = format!("worker=7000,worker-port=260,hub={hub},switch-port=165,cable=31.25");
+        let priced = ["--compute-ms", "400", "--prices", &prices, "--json"];
+        let report = json(plan(RACK.into_iter().chain(priced)));
+        let rows = report["exchanges"].as_array().unwrap();
+        let worth = |row: &Value| row["value"]["steps_per_second_per_thousand"].as_f64().unwrap();
+        let most = rows.iter().map(worth).fold(0.0, f64::max);
+        let arrangement = report["recommendation"]["exchange"]["arrangement"].as_str().unwrap().to_owned();
+        assert!(worth(of(&report, &arrangement)) * 1.01 >= most, "{report}");
+        arrangement
+    };
+    assert_eq!(recommended("8000"), "NCC", "one hub makes the steps nearly twice as fast");
+    assert_eq!(recommended("80000"), "CS", "but not at any price");
+}
+
+#[test]
 fn bytes_a_file_and_halves_are_sizes_too() {
     let network = ["--workers", "4", "--rates", "worker=1gbit,hub=4gbit", "--json"];
     let bytes = |program| json(program)["network"]["model_bytes"].as_u64().unwrap();

@@ -50,6 +50,14 @@ fn the_others_go_on_at_their_own_pace_and_hear_who_is_late() {
             assert!(late.stdout.contains(&told), "{how}: {}", late.stdout);
         }
         assert!(late.stderr.contains("left out because it was late: rank 3, of "), "{how}: {}", late.stderr);
+        // Hub and manager are one process here, with one log.
+        let warned = late.stderr.lines().filter(|line| line.contains(" WARN "));
+        let mut warned: Vec<&str> =
+            warned.filter_map(|line| line.find("rank 3 of job `").map(|at| &line[at..])).collect();
+        let all = warned.len();
+        warned.sort();
+        warned.dedup();
+        assert!(all > 0 && warned.len() == all, "{how}: a warning comes twice: {}", late.stderr);
     }
 }
 
@@ -100,7 +108,7 @@ fn training_goes_on_without_the_last_and_ends_at_the_job_s_last_step() {
     let trained = paramhub(["train", "--workers", "3", "--epochs", "4", "--stragglers", "backup:1"]).finish();
     let trained = trained.expect_code(0);
     assert!(trained.stdout.contains("accuracy"), "{}", trained.stdout);
-    let refused = paramhub(["train", "--workers", "2", "--stragglers", "backup:2"]).finish().expect_code(1);
+    let refused = paramhub(["train", "--workers", "2", "--stragglers", "backup:2"]).finish().expect_code(2);
     expect_said(refused, &["cannot have stragglers = backup:2", "use backup:1 or less"]);
     let odd = paramhub(["run", "-n", "2", "--stragglers", "drop:0", "--", "true"]).finish().expect_code(2);
     expect_said(odd, &["the fraction must be a number above 0"]);

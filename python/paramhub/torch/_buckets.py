@@ -29,6 +29,10 @@ REORDERINGS_MAX = 2
 """How often the job is opened again for the buckets' sake. DDP cuts them anew once."""
 
 
+class UnknownParameter(MisuseError):
+    """A bucket has the gradient of a parameter that the job does not have."""
+
+
 class _Layout(NamedTuple):
     """Where the gradients of a bucket lie, and where their means come to if not there."""
 
@@ -167,7 +171,7 @@ class Buckets:
                 continue
             name = self._names.get(id(parameter))
             if name is None:
-                raise MisuseError(
+                raise UnknownParameter(
                     f"hub_hook: DDP hands over the gradient of a parameter of shape {list(parameter.shape)} that did "
                     "not require one at the first backward pass: freeze and unfreeze before DDP is constructed"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,11 +36,14 @@ made = threading.local()
 class C10dWork(dist.Work):
     """torch's view of an operation under way."""
 
-    def __init__(self, group: Group, work: Work, outputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, group: Group, work: Work, outputs: list[torch.Tensor], is_collective: bool = True
+    ) -> None:
         super().__init__()
         self._group = group
         self._work = work
         self._outputs = outputs
+        self._is_collective = is_collective
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -82,20 +86,46 @@ class C10dWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Completed with the output tensors, on a thread of the library's."""
+        """Completed with the output tensors, on a thread of the library's; or failed with the message of what the operation
+        failed with.
+
+        DDP asks for it in its backward pass, and waits for it at the end of the pass in C++, where no wait answers Ctrl-C and an
+        exception loses its type. A callback that comes before DDP's waits in its stead.
+        """
         if self._future is None:
-            self._future = future = torch.futures.Future()
-            outputs = self._outputs
-
-            def complete(work: Work) -> None:
-                failure = work.exception()
-                if failure is None:
-                    future.set_result(outputs)
-                else:
-                    future.set_exception(failure)
-
-            self._work.add_done_callback(complete)
+            self._future = _Promise(self._work, self._outputs).future
+            if self._is_collective:
+                with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
+                    torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+                    self._group.spans.is_in_backward()
         return self._future
+
+    def _backward_ended(self) -> None:
+        self._group.spans.backward_ended()
+        self._work.wait()
+
+
+class _Promise:
+    """A future of torch's that ends as a work does."""
+
+    def __init__(self, work: Work, outputs: list[torch.Tensor]) -> None:
+        self._outputs = outputs
+        self._failure: BaseException | None = None
+        ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._ended = ended
+        # Not set_exception: it sets the exception as the result, which C++ takes for tensors and fails on, or crashes. What a
+        # callback raises is an error for C++, too.
+        self.future = ended.then(self._outcome)
+        work.add_done_callback(self._complete)
+
+    def _complete(self, work: Work) -> None:
+        self._failure = work.exception()
+        self._ended.set_result(self._outputs)
+
+    def _outcome(self, ended: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+        if self._failure is not None:
+            raise self._failure
+        return ended.value()
 
 
 class Collectives:
@@ -237,15 +267,15 @@ class Collectives:
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> C10dWork:
         (tensor,) = _listed(tensors)
-        return self._made([self._group.send(tensor, to, tag)], [tensor])
+        return self._made([self._group.send(tensor, to, tag)], [tensor], is_collective=False)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> C10dWork:
         (tensor,) = _listed(tensors)
-        return self._made([self._group.receive(tensor, source, tag)], [tensor])
+        return self._made([self._group.receive(tensor, source, tag)], [tensor], is_collective=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> C10dWork:
         (tensor,) = _listed(tensors)
-        return self._made([self._group.receive(tensor, None, tag)], [tensor])
+        return self._made([self._group.receive(tensor, None, tag)], [tensor], is_collective=False)
 
     # Order
 
@@ -303,18 +333,20 @@ class Collectives:
     def _set_sequence_number_for_group(self) -> None:
         """Numbers start from 0 on every rank."""
 
-    def _made(self, works: list[Work], outputs: list[torch.Tensor]) -> C10dWork:
+    def _made(self, works: list[Work], outputs: list[torch.Tensor], is_collective: bool = True) -> C10dWork:
         work = works[0] if len(works) == 1 else _joined(works)
         if self._coalescing is not None:
             self._coalescing.append(work)
-        made.work = result = C10dWork(self._group, work, outputs)
+        made.work = result = C10dWork(self._group, work, outputs, is_collective)
         return result
 
 
 def _joined(works: list[Work]) -> Work:
     handles = tuple(handle for work in works for handle in work.handles)
     # Each finishes its own tensors before the whole is over.
-    return Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
+    joined = Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
+    joined.name = ", ".join(work.name for work in works[:2]) + (", ..." if len(works) > 2 else "")
+    return joined
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

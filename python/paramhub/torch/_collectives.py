@@ -19,7 +19,9 @@ from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
+from paramhub.torch._leaving import HASTE
 from paramhub.torch._meeting import exchange_text
+from paramhub.torch._spans import Spans
 from paramhub.torch._tensors import memory_range
 from paramhub.torch._watch import INTERVAL, Watch
 from paramhub.torch._work import Work
@@ -80,6 +82,7 @@ class Group:
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
         self._watch = Watch(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
+        self.spans = Spans(self.members)
         world.add_group(self)
 
     def _connect(self, store: dist.Store) -> _native.Mesh:
@@ -106,10 +109,11 @@ class Group:
             # The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. The mesh compares them, and
             # knows of ranks that are gone.
             self._connected().note_allreduce(host.nbytes, _element(host, "allreduce"), op)
-            handle = self._sums.exchange(host, op)
+            work = Work((self._sums.exchange(host, op),), finish, self._explained)
         else:
             handle = self._connected().allreduce(memory_range(host), _element(host, "allreduce"), op, host)
-        return self._issued("allreduce", host, Work((handle,), finish), timeout)
+            work = Work((handle,), finish)
+        return self._issued("allreduce", host, work, timeout)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Op = "sum", *, timeout: float | None = None
@@ -261,8 +265,7 @@ class Group:
         """Sends to a rank, which receives as many bytes with the same tag. Ends when the tensor may change."""
         host, _ = staged(tensor, writes=False)
         work = Work((self._connected().send(to, tag, memory_range(host), host),))
-        self._watch.add_message(f"send to rank {to} with tag {tag}", work, self._limit(timeout))
-        return work
+        return self._passed(f"send to rank {to} with tag {tag}", work, timeout)
 
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int = 0, *, timeout: float | None = None
@@ -271,8 +274,7 @@ class Group:
         host, finish = staged(tensor, reads=False)
         work = Work((self._connected().receive(source, tag, memory_range(host), host),), finish)
         name = f"receive from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
-        self._watch.add_message(name, work, self._limit(timeout))
-        return work
+        return self._passed(name, work, timeout)
 
     # Ends
 
@@ -290,16 +292,20 @@ class Group:
 
     def leave(self, *, abandon: bool = False) -> None:
         """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        haste = self._world.haste
+        timeout = HASTE if haste.is_needed() else LEAVE_TIMEOUT
+        deadline = time.monotonic() + timeout
         self._world.remove_group(self)
         failure = self.failure()
+        if not abandon and failure is None and not self._watch.wait(timeout):
+            # What is under way waits for a rank that hangs, or for one that has an exception to end with as this one has.
+            failure = self.failure()
+            abandon = failure is None and haste.is_needed()
         if abandon:
             self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
-        elif failure is None:
-            self._watch.wait(LEAVE_TIMEOUT)
-        else:
+        elif failure is not None:
             # The others are to hear why from the mesh, before the hub tells them only that this rank has left.
-            time.sleep(2 * INTERVAL)
+            haste.wait(2 * INTERVAL)
         self._watch.close()
         self._sums.close(abandon=abandon or failure is not None)
         if not abandon and failure is None:
@@ -313,14 +319,32 @@ class Group:
         self._sums.fail(message, culprit)
         self._mesh.abort(message)
 
+    def _explained(self, failure: JobFailedError, patience: float) -> JobFailedError:
+        """A hub in rank 0 ends with rank 0, whichever rank that has failed for: then the mesh knows it."""
+        deadline = time.monotonic() + patience
+        while failure.culprit is None:
+            known = self.failure()
+            if isinstance(known, JobFailedError):
+                return known
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.01)
+        return failure
+
     def _connected(self) -> _native.Mesh:
         if self._failure is not None:
             raise self._failure
         return self._mesh
 
+    def _passed(self, name: str, work: Work, timeout: float | None) -> Work:
+        self._watch.add_message(name, work, self._limit(timeout))
+        self.spans.issued(name, work)
+        return work
+
     def _issued(self, name: str, tensor: torch.Tensor | None, work: Work, timeout: float | None) -> Work:
         nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
         self._watch.add_collective(name, nbytes, work, self._limit(timeout))
+        self.spans.issued(name if nbytes is None else f"{name} of {nbytes} bytes", work)
         return work
 
     def _limit(self, timeout: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from paramhub import _native
 from paramhub.errors import MisuseError
-from paramhub.torch import _memory, _tensors, trace
+from paramhub.torch import _ddp_around, _memory, _tensors, trace
 
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
@@ -18,12 +19,18 @@ if TYPE_CHECKING:
     from paramhub.torch._staging import Stage, StagedHandle
 
 
+NO_BACKWARD = -1
+"""What autograd says outside of a backward pass."""
+
+
 class StepUnderWay:
     """What the parameters of one optimizer share about the step they are in."""
 
     __slots__ = (
+        "backward",
         "begin",
         "has_begun",
+        "is_cut",
         "is_paused",
         "is_staged",
         "is_traced",
@@ -53,12 +60,40 @@ class StepUnderWay:
         """Whether a gradient has left in this step."""
         self.begin: Callable[[], None] = lambda: None
         """Called before the first gradient of a step leaves."""
+        self.backward = NO_BACKWARD
+        """The backward pass that gradients are leaving from, by autograd's number, until it has ended well."""
+        self.is_cut = False
+        """Whether `step` has raised before all gradients had left."""
         self.left = 0
         """Gradients that have left in this step."""
         self.total = 0
         """Parameters that are exchanged."""
         self.needs_all = False
         """Whether no answer may come before all gradients have left, here and elsewhere."""
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether an exception has ended a backward pass, or `step`, when a part of the gradients had left."""
+        is_in_it = torch._C._current_graph_task_id() != NO_BACKWARD
+        return self.left > 0 and not is_in_it and (self.is_cut or self.backward != NO_BACKWARD)
+
+    def enter_backward(self, number: int) -> None:
+        """A gradient leaves from another backward pass than the one before."""
+        self.backward = number
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(self._leave_backward, number)
+        )
+
+    def _leave_backward(self, number: int) -> None:
+        # Autograd does not call this after an exception.
+        if self.backward == number:
+            self.backward = NO_BACKWARD
+
+    def begin_next(self) -> None:
+        """Nothing of a step has left any more."""
+        self.left = 0
+        self.has_begun = self.is_cut = self.is_traced = False
+        self.backward = NO_BACKWARD
 
     def trace_backward(self) -> None:
         """A backward pass has made its first gradient."""
@@ -161,6 +196,9 @@ class Exchange:
                 f"{self.name!r} was used while its new value was on its way, for it was not read through its module: "
                 "call optimizer.synchronize() before the forward pass, or give HubOptimizer overlap_forward=False"
             )
+        backward = torch._C._current_graph_task_id()
+        if backward != step.backward:
+            step.enter_backward(backward)
         self.leave(parameter.grad)
 
     def leave(self, gradient: torch.Tensor | None) -> None:
@@ -179,26 +217,41 @@ class Exchange:
                 "on: use the module's option for dense gradients (sparse=False), and convert the model before HubOptimizer "
                 "is made"
             )
-        # Whatever autograd has kept of the parameter is out of date from here on, and it will say so.
-        increment_version(parameter)
-        self.version = parameter._version
+        self.renew_version()
         self.gradient, self.gradient_version = gradient, gradient._version
         if self.layer is not None:
-            self.has_left = True
-            step.left += 1
+            self.count()
             self.layer.leave(self)
             return
+        self._send(gradient)
+
+    def leave_zeros(self) -> None:
+        """Zeros leave in the gradient's place, whatever has become of the parameter meanwhile."""
+        self.renew_version()
+        self._send(torch.zeros_like(self.parameter))
+
+    def renew_version(self) -> None:
+        """Whatever autograd has kept of the parameter is out of date from here on, and it will say so."""
+        increment_version(self.parameter)
+        self.version = self.parameter._version
+
+    def count(self) -> None:
+        """The gradient has left."""
+        self.has_left = True
+        self.step.left += 1
+
+    def _send(self, gradient: torch.Tensor) -> None:
+        step = self.step
         sent = gradient
         if gradient.stride() != self.strides:
-            sent = _memory.in_memory_order_of(parameter, gradient)
+            sent = _memory.in_memory_order_of(self.parameter, gradient)
         if step.stage is None:
             self.handle = step.job.push_pull(
                 self.keys, [(sent.data_ptr(), self.nbytes)], self.receives, (sent, self.memory)
             )
         else:
             self.handle = step.stage.push_pull(self.keys, [_memory.flat_view(sent)], [self.flat])
-        self.has_left = True
-        step.left += 1
+        self.count()
         if trace.active:
             trace.request(self.name, self.handle)
 
@@ -220,16 +273,18 @@ class Exchange:
             handle.wait()
         self.handle = None
 
-    def finish_step(self) -> None:
-        """Checks that the gradient that left is the one the user sees, and gets ready for the next step."""
+    @property
+    def what_became_of_gradient(self) -> str | None:
+        """What somebody has done to the gradient after it had left, if it is not what the user sees any more."""
         gradient = self.gradient
         if self.parameter.grad is not gradient:
-            raise MisuseError(f"the gradient of {self.name!r} was replaced {AFTER_IT_LEFT}")
+            return "replaced"
         if gradient is not None and gradient._version != self.gradient_version:
-            raise MisuseError(f"the gradient of {self.name!r} was modified {AFTER_IT_LEFT}")
-        self.forget_step()
+            return "modified"
+        return None
 
     def forget_step(self) -> None:
+        """Gets ready for the next step."""
         self.passes = 0
         self.has_left = False
         self.gradient = None
@@ -241,14 +296,10 @@ class Exchange:
                 f"{self.name!r} was moved to another memory after HubOptimizer was made: call model.to(), .half() and the "
                 "like before"
             )
+        if _ddp_around.is_around(self.parameter):
+            return _ddp_around.refusal(self.name)
         return MisuseError(
             f"{self.name!r} was modified by this process, but the parameters are the hub's: call "
             "optimizer.broadcast_parameters() on every rank after such changes (load_state_dict(), an initialisation), and "
             "leave out what changes parameters in every step (max_norm of an embedding, clamping)"
         )
-
-
-AFTER_IT_LEFT = (
-    "between backward and step(), when it had left: give HubOptimizer max_grad_norm instead of clipping, scale the loss "
-    "instead of gradients, use bf16, which needs no GradScaler, and call zero_grad() after step()"
-)

@@ -36,6 +36,13 @@ class Line:
             if self.layers[self._next - 1].has_begun:
                 self.layers[self._next - 1].push()
 
+    def complete(self, used: Sequence[bool]) -> None:
+        """A step was cut short: layers that have not been sent take part without samples, unless no rank has used them (``used``,
+        by parameter)."""
+        for layer in self.layers:
+            if not layer.is_sent and any(used[exchange.number] for exchange in layer.parts):
+                layer.push_none()
+
     def finish_step(self) -> None:
         self._next = 0
         for layer in self.layers:
@@ -49,13 +56,15 @@ class FactorLayer:
         self.number = number
         self.capture = capture
         self.is_ready = False
+        self.is_sent = False
+        """Whether the other ranks get this step's factors from this one."""
         self._samples = samples
         self._line = line
-        self._parts = [capture.weight, *([capture.bias] if capture.bias is not None else [])]
+        self.parts = [capture.weight, *([capture.bias] if capture.bias is not None else [])]
         self._left = 0
         self._steps = 0
         self._host: _HostCopies | None = None
-        for exchange in self._parts:
+        for exchange in self.parts:
             exchange.layer = self
 
     @property
@@ -68,13 +77,13 @@ class FactorLayer:
         if exchange is self.capture.weight and not self.capture.is_whole:
             raise self._wrong()
         self._left += 1
-        if self._left == len(self._parts):
+        if self._left == len(self.parts):
             self.is_ready = True
             self._line.advance()
 
     def push(self) -> None:
         """Sends its factors, and has its parameters received."""
-        if self._left < len(self._parts):
+        if self._left < len(self.parts):
             raise MisuseError(
                 f"of weight and bias of layer {self.capture.name!r} one has a gradient and one has none, but both go by their "
                 "factors: freeze parameters before HubOptimizer is made, or give it scheme='hub'"
@@ -93,26 +102,43 @@ class FactorLayer:
                 "that a rank had in the first step: begin with a step that is as large as any, or give HubOptimizer samples= "
                 "with the most there may be, or scheme='hub'"
             )
-        handle = self._send(factors)
+        of_weight, *of_bias = [exchange.parameter.grad for exchange in self.parts]
+        row = self._row()
+        # A rank without a gradient has no factors either.
+        self._receive(self._send(factors, row, [of_weight[row], *of_bias] if of_weight is not None else []))
+
+    def push_none(self) -> None:
+        """Takes part without samples, whatever gradients there are."""
+        for exchange in self.parts:
+            exchange.wait()
+        self.capture.forget()
+        self._receive(self._send(self.capture.take(), self._row(), []))
+        for exchange in self.parts:
+            if not exchange.has_left:
+                exchange.renew_version()
+                exchange.count()
+
+    def _receive(self, handle: _native.Handle | StagedHandle) -> None:
+        """The factors are on their way."""
+        self.is_sent = True
         self._steps += 1
-        for exchange in self._parts:
+        for exchange in self.parts:
             exchange.handle = handle
         if trace.active:
             trace.request(self.capture.weight.name, handle)
 
     def finish_step(self) -> None:
-        self.is_ready = False
+        self.is_ready = self.is_sent = False
         self._left = 0
         self.capture.forget()
 
-    def _send(self, factors: Factors) -> _native.Handle | StagedHandle:
-        row = self._row()
-        of_weight, *of_bias = [exchange.parameter.grad for exchange in self._parts]
-        # A rank without a gradient has no factors either.
-        compared = [of_weight[row], *of_bias] if of_weight is not None else []
+    def _send(
+        self, factors: Factors, row: slice, compared: Sequence[torch.Tensor]
+    ) -> _native.Handle | StagedHandle:
+        """``compared`` are what the factors are to make: this row of the weight's gradient, and all of the bias's."""
         stage = self.capture.weight.step.stage
         if stage is None:
-            return self._hand_in(factors, row, compared, [exchange.memory for exchange in self._parts])
+            return self._hand_in(factors, row, compared, [exchange.memory for exchange in self.parts])
         if self._host is None:
             self._host = _HostCopies(stage, self.capture, self._samples)
         on_host, gradients = self._host.of(factors, len(compared))
@@ -121,8 +147,8 @@ class FactorLayer:
             (on_host.output_gradients, factors.output_gradients),
             *zip(gradients, compared, strict=True),
         ]
-        received = [stage.parameters[exchange.number] for exchange in self._parts]
-        landings = [(exchange.flat, memory) for exchange, memory in zip(self._parts, received, strict=True)]
+        received = [stage.parameters[exchange.number] for exchange in self.parts]
+        landings = [(exchange.flat, memory) for exchange, memory in zip(self.parts, received, strict=True)]
         return stage.exchange(copies, lambda: self._hand_in(on_host, row, gradients, received), landings)
 
     def _hand_in(

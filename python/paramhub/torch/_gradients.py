@@ -43,7 +43,7 @@ class GradientExchange:
         self._is_in_backward = False
         self._backward_ns = 0
         self._stage: Stage | None = None
-        here = world()
+        self._world = here = world()
         self._frozen = [pair for pair in parameters if not pair[1].requires_grad]
         trained = [pair for pair in parameters if pair[1].requires_grad and pair[1].numel() > 0]
         for name, parameter in trained:
@@ -103,6 +103,7 @@ class GradientExchange:
     def synchronize(self) -> None:
         """Waits until every gradient is there. What has not left yet leaves now, as zeros where there is none: the other
         ranks may have one."""
+        self._world.check_process_group()
         missing = [gradient for gradient in self._gradients if gradient.handle is None]
         if missing:
             self._send(missing)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 
+from paramhub.torch import _ddp_around
 from paramhub.torch._exchange import Exchange
 
 
@@ -118,6 +120,8 @@ class _BeforeForward:
                 for number in self.numbers:
                     _note(self.guards, number)
             return
+        if DistributedDataParallel._active_ddp_module is not None:
+            _ddp_around.refuse_in_forward(self.exchanges)
         for exchange in self.exchanges:
             if exchange.handle is not None:
                 exchange.wait()

@@ -5,16 +5,44 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import replace
+
+import torch.distributed as dist
 
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch._launched import Launched
+from paramhub.torch._meeting import address_of, exchange_text
+
+
+def located(place: Launched, store: dist.Store, timeout: float) -> tuple[Launched, list[int]]:
+    """The place with what it lacks about this rank's host, and by rank the first rank of each one's host.
+
+    Unless the launcher says that all ranks are on one host they tell one another where they are: not every launcher knows, and
+    of two that were started on one host each knows of its own ranks alone.
+    """
+    place = replace(place, master=place.master or address_of(store))
+    if place.is_on_one_host:
+        return place, [0] * place.size
+    hosts = exchange_text(
+        store,
+        "hosts",
+        host_name(),
+        place.rank,
+        place.size,
+        timeout,
+        "can they all reach where the ranks meet?",
+    )
+    return place.among(hosts), [hosts.index(host) for host in hosts]
 
 
 def reachable_address(place: Launched) -> str:
     """An address of this host that the other hosts reach: the one they meet at, or the one that leads there."""
     if place.master is None:
-        raise MisuseError("a hub for other hosts needs MASTER_ADDR, or set PARAMHUB_URL to a running hub")
+        raise MisuseError(
+            "a hub for other hosts needs to know how these reach this one: set MASTER_ADDR and MASTER_PORT to an address and a "
+            "port of rank 0's host, or PARAMHUB_URL to a running hub"
+        )
     host, port = place.master
     own = own_address_toward(host, port)
     if own is not None:
@@ -26,13 +54,15 @@ def reachable_address(place: Launched) -> str:
 
 
 def host_name() -> str:
-    """What tells this host from the others of the run."""
-    return os.environ.get("PARAMHUB_HOST", "").strip() or _native.host_identity()
+    """What tells this host from the others of the run, and whose processes share a loopback interface."""
+    named = os.environ.get("PARAMHUB_HOST", "").strip()
+    return named or _native.host_identity() or socket.gethostname()
 
 
-def deployment_of(given: str | None) -> str:
-    """Which hosts have hubs: as given, or as ``PARAMHUB_DEPLOYMENT`` says."""
-    deployment = given or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() or "cc"
+def deployment_of(given: str | None, hosts: int) -> str:
+    """Which of so many hosts have hubs: as given, or as ``PARAMHUB_DEPLOYMENT`` says, or all of them, so that no link carries
+    more than the others."""
+    deployment = given or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() or ("cs" if hosts > 1 else "cc")
     if deployment not in ("cc", "cs"):
         raise MisuseError(
             f"the deployment is cc (a hub on rank 0's host) or cs (one on every host), not {deployment}: hubs on hosts of "

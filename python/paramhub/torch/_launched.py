@@ -1,13 +1,33 @@
-"""Who this process is among those a launcher has started: torchrun, Slurm, or ``paramhub run``."""
+"""Who this process is among all ranks: by arguments, by a launcher's variables, or by torch.distributed's process group."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from paramhub.errors import MisuseError
+
+_MPI = (
+    # Open MPI, MVAPICH, and those started by Hydra: MPICH and Intel MPI.
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Where MPI's launchers tell rank and size, and those among the ranks of the host."""
+_BY_TORCH = "torch.distributed"
+_AGREEMENT = (
+    "If torch.distributed is right, call paramhub.torch.init(rank=torch.distributed.get_rank(), "
+    "size=torch.distributed.get_world_size()) first, or unset the variables; if they are right, give init_process_group the "
+    "same rank and world_size"
+)
 
 
 @dataclass(frozen=True)
@@ -16,16 +36,26 @@ class Launched:
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
+    local_rank: int | None
+    """None, as is ``local_size``, where nothing tells: then the ranks have to tell one another which host they are on."""
+    local_size: int | None
     launcher: str
-    """What told: ``arguments``, ``torchrun``, ``slurm``, ``environment``, or ``nobody`` for a process of its own."""
+    """What told: ``arguments``, ``torchrun``, ``slurm``, ``mpi``, ``environment``, ``torch.distributed``, or ``nobody`` for a
+    process of its own."""
     master: tuple[str, int] | None = None
     """Where rank 0 can be met, as far as the launcher tells."""
 
     @property
     def is_on_one_host(self) -> bool:
         return self.local_size == self.size
+
+    def among(self, hosts: Sequence[str]) -> Launched:
+        """With its place among the ranks of its host, where ``hosts`` are the hosts of all ranks. Their order on the host is
+        the launcher's if that counts the same ranks, and else that of the ranks."""
+        local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        if self.local_size == len(local):
+            return self
+        return replace(self, local_rank=local.index(self.rank), local_size=len(local))
 
 
 def launched(
@@ -34,57 +64,116 @@ def launched(
     local_rank: int | None = None,
     local_size: int | None = None,
     environment: Mapping[str, str] = os.environ,
+    group: tuple[int, int] | None = None,
 ) -> Launched:
-    """Reads the launcher's variables; arguments overrule them."""
+    """Reads the launcher's variables; arguments overrule them. ``group`` is rank and size of torch.distributed's process group,
+    if there is one: it counts where nothing else tells, and what tells otherwise is refused."""
     if rank is not None or size is not None:
         if rank is None or size is None:
             raise MisuseError("give both rank and size, or neither")
-        found = Launched(
-            rank,
-            size,
-            local_rank if local_rank is not None else _read(environment, "LOCAL_RANK", rank),
-            local_size if local_size is not None else _read(environment, "LOCAL_WORLD_SIZE", size),
-            "arguments",
-            _master(environment),
-        )
-    elif "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, size = _read(environment, "RANK"), _read(environment, "WORLD_SIZE")
-        found = Launched(
-            rank,
-            size,
-            _read(environment, "LOCAL_RANK", rank),
-            _read(environment, "LOCAL_WORLD_SIZE", size),
-            "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
-            _master(environment),
-        )
-    elif "SLURM_PROCID" in environment and _read(environment, "SLURM_NTASKS", 1) > 1:
-        found = _slurm(environment)
+        found = _by_arguments(rank, size, local_rank, local_size, environment)
     else:
-        found = Launched(0, 1, 0, 1, "nobody")
+        found = _by_variables(environment, has_group=group is not None)
+    if group is not None and group != (found.rank, found.size):
+        if found.launcher != "nobody":
+            raise MisuseError(_disagreement(group, found))
+        found = Launched(*group, None, None, _BY_TORCH, _master(environment))
     if not 0 <= found.rank < found.size:
         raise MisuseError(f"rank {found.rank} is none of {found.size} ranks: ranks count from 0")
-    if not 0 <= found.local_rank < found.local_size <= found.size:
+    if (
+        found.local_rank is not None
+        and found.local_size is not None
+        and not 0 <= found.local_rank < found.local_size <= found.size
+    ):
         raise MisuseError(
             f"rank {found.rank}: local rank {found.local_rank} of {found.local_size} does not fit {found.size} ranks"
         )
     return found
 
 
+def of_member(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> Launched:
+    """The place of a member of a process group that torch.distributed is making: the launcher's if it has started these
+    ranks. Where it has not, the group is the user's own, and counts."""
+    with contextlib.suppress(MisuseError):
+        return launched(environment=environment, group=(rank, size))
+    return Launched(rank, size, None, None, _BY_TORCH, _master(environment))
+
+
+def _by_arguments(
+    rank: int, size: int, local_rank: int | None, local_size: int | None, environment: Mapping[str, str]
+) -> Launched:
+    # A launcher's local numbers count the ranks that it has started, which may be others than these.
+    if (environment.get("RANK"), environment.get("WORLD_SIZE")) == (str(rank), str(size)):
+        local_rank = local_rank if local_rank is not None else _read_if_set(environment, "LOCAL_RANK")
+        local_size = local_size if local_size is not None else _read_if_set(environment, "LOCAL_WORLD_SIZE")
+    if local_rank is None or local_size is None:
+        local_rank = local_size = None
+    return Launched(rank, size, local_rank, local_size, "arguments", _master(environment))
+
+
+def _by_variables(environment: Mapping[str, str], *, has_group: bool) -> Launched:
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment"
+        return _of(environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), launcher)
+    if not has_group and "RANK" not in environment and _read(environment, "WORLD_SIZE", 1) > 1:
+        raise MisuseError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']}, but nothing says which rank this process is: set RANK, or call "
+            "init_process_group(rank=..., world_size=...) or paramhub.torch.init(rank=..., size=...) first"
+        )
+    # Before Slurm's: mpirun in an allocation leaves its daemons' variables to the ranks they start.
+    for names in _MPI:
+        if names[0] in environment and names[1] in environment:
+            found = _of(environment, names, "mpi")
+            return replace(found, master=found.master or _slurm_master(environment))
+    if "SLURM_PROCID" in environment and _read(environment, "SLURM_NTASKS", 1) > 1:
+        return _slurm(environment)
+    return Launched(0, 1, 0, 1, "nobody")
+
+
+def _of(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> Launched:
+    rank, size = _read(environment, names[0]), _read(environment, names[1])
+    local_rank, local_size = _read_if_set(environment, names[2]), _read_if_set(environment, names[3])
+    if local_rank is None or local_size is None:
+        local_rank = local_size = None
+    return Launched(rank, size, local_rank, local_size, launcher, _master(environment))
+
+
+def _disagreement(group: tuple[int, int], found: Launched) -> str:
+    told = {
+        "arguments": "its arguments",
+        "slurm": "Slurm's variables (SLURM_PROCID, SLURM_NTASKS)",
+        "mpi": "MPI's variables",
+    }.get(found.launcher, "RANK and WORLD_SIZE")
+    mended = (
+        "Give both the same; or, for ranks of its own beside the process group, a store of their own, too (store=...)"
+        if found.launcher == "arguments"
+        else _AGREEMENT
+    )
+    return (
+        f"this process is rank {group[0]} of {group[1]} for torch.distributed, but rank {found.rank} of {found.size} for "
+        f"paramhub, by {told}. {mended}"
+    )
+
+
 def _slurm(environment: Mapping[str, str]) -> Launched:
     rank, size = _read(environment, "SLURM_PROCID"), _read(environment, "SLURM_NTASKS")
     local_rank = _read(environment, "SLURM_LOCALID", 0)
     node = _read(environment, "SLURM_NODEID", 0)
-    tasks = (
-        environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(size)
-    )
-    counts = tasks_per_node(tasks)
-    local_size = counts[node] if node < len(counts) else size
-    master = _master(environment)
-    if master is None:
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
-        # Any port would do; this one is the same on every rank and seldom another job's.
-        master = (first_node(nodes), 29400 + _read(environment, "SLURM_JOB_ID", 0) % 20000)
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    counts = tasks_per_node(tasks) if tasks else []
+    local_size = counts[node] if node < len(counts) else None
+    master = _master(environment) or _slurm_master(environment) or _slurm_meeting("localhost", environment)
     return Launched(rank, size, local_rank, local_size, "slurm", master)
+
+
+def _slurm_master(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    return _slurm_meeting(first_node(nodes), environment) if nodes else None
+
+
+def _slurm_meeting(host: str, environment: Mapping[str, str]) -> tuple[str, int]:
+    # Any port would do; this one is the same on every rank and seldom another job's.
+    return host, 29400 + _read(environment, "SLURM_JOB_ID", 0) % 20000
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -112,6 +201,10 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         return None
     return environment["MASTER_ADDR"], _read(environment, "MASTER_PORT")
+
+
+def _read_if_set(environment: Mapping[str, str], variable: str) -> int | None:
+    return _read(environment, variable) if variable in environment else None
 
 
 def _read(environment: Mapping[str, str], variable: str, default: int | None = None) -> int:

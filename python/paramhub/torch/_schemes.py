@@ -166,6 +166,10 @@ class Schemes:
         """All gradients of the step have left their hooks."""
         self._line.flush()
 
+    def complete(self, used: Sequence[bool]) -> None:
+        """A step was cut short; ``used`` says by parameter whether any rank has used it."""
+        self._line.complete(used)
+
     def finish_step(self) -> None:
         self._line.finish_step()
 

@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paramhub.errors import MisuseError
+from paramhub.optimizers import SGD, Adam, AdamW, Optimizer
 from paramhub.torch import _memory
 from paramhub.torch._attachment import is_exchanged
 from paramhub.torch._world import World
+
+
+def check_arguments(model: object, optimizer: object) -> None:
+    """Refuses what other optimizers take: parameters, or an optimizer of torch's."""
+    mine = optimizer if isinstance(optimizer, Optimizer) else None
+    call = "HubOptimizer(model, optimizer)" if mine is not None else None
+    for given in (optimizer, model):
+        if call is None and isinstance(given, torch.optim.Optimizer):
+            call = f"HubOptimizer(model, {_at_the_hub(given)})"
+    call = call or "HubOptimizer(model, paramhub.SGD(lr=0.1))"
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"HubOptimizer takes the model itself, not {_kind(model)}: {call}. Which of the model's parameters it trains, and in "
+            "which groups, is said with params="
+            + (KEEP_TORCHS if isinstance(model, torch.optim.Optimizer) else "")
+        )
+    if mine is None:
+        keep = KEEP_TORCHS if isinstance(optimizer, torch.optim.Optimizer) else ""
+        raise TypeError(
+            f"HubOptimizer takes an optimizer that the hub runs, not {_kind(optimizer)}: {call}{keep}"
+        )
+
+
+KEEP_TORCHS = (
+    ". To have torch's optimizer on each rank, with gradients averaged by the hub: "
+    "paramhub.torch.DistributedOptimizer(optimizer, model.named_parameters())"
+)
+
+
+def _kind(given: object) -> str:
+    if given is None:
+        return "nothing"
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    return f"a {type(given).__name__}"
+
+
+def _at_the_hub(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer of paramhub's that does what one of torch's does, as far as there is one, as it is written."""
+    name = type(optimizer).__name__
+    built_in = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}.get(name)
+    if built_in is None:
+        return "paramhub.SGD(lr=0.1)"
+    numbers = []
+    for argument, parameter in inspect.signature(built_in).parameters.items():
+        value = optimizer.defaults.get(argument, parameter.default)
+        if argument == "lr" or value != parameter.default:
+            numbers.append(f"{argument}={value!r}")
+    return f"paramhub.{name}({', '.join(numbers)})"
 
 
 def names(model: torch.nn.Module) -> dict[int, str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paramhub import _native
 from paramhub.torch._exchange import Exchange
 from paramhub.torch._world import World
 
@@ -19,16 +20,21 @@ class Agreement:
         self._world = world
         self.job = world.open_job(world.label("unused"), {"keys": [key], "optimizer": {"name": "sum"}})
         self._flags = torch.zeros(len(exchanges))
+        self._question: _native.Handle | None = None
         largest = max(exchange.nbytes for exchange in exchanges)
         self._zeros = torch.zeros(largest, dtype=torch.uint8, device=exchanges[0].parameter.device)
 
-    def used_somewhere(self) -> list[bool]:
-        """By parameter, whether any rank has a gradient for it in this step."""
-        flags = torch.tensor([float(exchange.parameter.grad is not None) for exchange in self._exchanges])
-        self._flags.copy_(flags)
-        place = (self._flags.data_ptr(), 4 * len(self._exchanges))
-        self.job.push_pull_in_place([0], [place], self._flags).wait()
+    def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
+        """By parameter, whether any rank has used it in this step. Asked once more within it, the answer stays."""
+        if self._question is None:
+            self._flags.copy_(torch.tensor(used, dtype=torch.float32))
+            place = (self._flags.data_ptr(), 4 * len(self._exchanges))
+            self._question = self.job.push_pull_in_place([0], [place], self._flags)
+        self._question.wait()
         return [count > 0 for count in self._flags.tolist()]
+
+    def finish_step(self) -> None:
+        self._question = None
 
     def zeros_for(self, exchange: Exchange) -> torch.Tensor:
         """What a rank contributes that has no gradient: to be read only, for all parameters share it."""

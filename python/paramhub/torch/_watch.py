@@ -71,13 +71,15 @@ class Watch:
     def add_message(self, name: str, work: Work, limit: float) -> None:
         self._pending.append(_Pending(None, name, None, time.monotonic(), limit, work.handles))
 
-    def wait(self, timeout: float) -> None:
-        """Waits for what is under way, however it ends."""
+    def wait(self, timeout: float) -> bool:
+        """Waits for what is under way, however it ends; whether all has."""
         deadline = time.monotonic() + timeout
-        for pending in list(self._pending):
+        waiting = list(self._pending)
+        for pending in waiting:
             for handle in pending.handles:
                 with contextlib.suppress(Exception):
                     handle.wait(max(0.0, deadline - time.monotonic()))
+        return all(pending.is_over() for pending in waiting)
 
     def fail(self, message: str, culprit: int | None) -> None:
         """Fails what is under way."""

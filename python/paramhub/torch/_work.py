@@ -7,17 +7,30 @@ import time
 from collections.abc import Callable
 
 from paramhub._native import Handle
+from paramhub.errors import JobFailedError
+from paramhub.torch import trace
 from paramhub.torch._host_memory import Finish
+
+REASON_TIMEOUT = 0.5
+"""Seconds for which a failed wait waits for the reason: that of the rank it began with may come after that of the hub."""
 
 
 class Work:
     """An operation under way. It goes on whether or not anyone waits."""
 
-    __slots__ = ("_concluded", "_finish", "_handles", "_lock", "_problem")
+    __slots__ = ("_concluded", "_explain", "_finish", "_handles", "_lock", "_problem", "name")
 
-    def __init__(self, handles: tuple[Handle, ...], finish: Finish | None = None) -> None:
+    def __init__(
+        self,
+        handles: tuple[Handle, ...],
+        finish: Finish | None = None,
+        explain: Callable[[JobFailedError, float], JobFailedError] | None = None,
+    ) -> None:
+        """``explain(failure, patience)`` gives the better-known reason of a failure, for which it may wait so many seconds."""
+        self.name = "an operation"
         self._handles = handles
         self._finish = finish
+        self._explain = explain
         if finish is not None:
             self._lock = threading.Lock()
             self._concluded = False
@@ -27,17 +40,29 @@ class Work:
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and what it failed with if it failed."""
-        if timeout is None:
-            for handle in self._handles:
-                handle.wait()
-        else:
-            deadline = time.monotonic() + timeout
-            for handle in self._handles:
-                handle.wait(max(0.0, deadline - time.monotonic()))
+        try:
+            if trace.active and not all(handle.done() for handle in self._handles):
+                with trace.wait(self.name):
+                    self._wait(timeout)
+            else:
+                self._wait(timeout)
+        except JobFailedError as failure:
+            if self._explain is None:
+                raise
+            raise self._explain(failure, REASON_TIMEOUT) from None
         if self._finish is not None:
             self.conclude()
             if self._problem is not None:
                 raise self._problem
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            for handle in self._handles:
+                handle.wait()
+            return
+        deadline = time.monotonic() + timeout
+        for handle in self._handles:
+            handle.wait(max(0.0, deadline - time.monotonic()))
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -52,6 +77,8 @@ class Work:
         for handle in self._handles:
             failure = handle.exception()
             if failure is not None:
+                if self._explain is not None and isinstance(failure, JobFailedError):
+                    return self._explain(failure, 0.0)
                 return failure
         return self._problem if self._finish is not None and self.done() else None
 

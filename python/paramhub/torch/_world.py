@@ -10,9 +10,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -25,14 +24,15 @@ from paramhub.torch import trace
 from paramhub.torch._clocks import offset_to_rank_0
 from paramhub.torch._hosts import (
     deployment_of,
-    host_name,
     is_own_address,
+    located,
     own_address_toward,
     reachable_address,
     with_port,
 )
 from paramhub.torch._launched import Launched, launched
-from paramhub.torch._meeting import await_keys
+from paramhub.torch._leaving import HASTE, Haste, within
+from paramhub.torch._meeting import await_keys, has_agent_store, meeting_place
 from paramhub.torch._trace_files import Origin
 
 if TYPE_CHECKING:
@@ -42,8 +42,11 @@ TIMEOUT_DEFAULT = 300.0
 """Seconds within which every rank must arrive: scheduling and importing torch take their time."""
 FAREWELL_TIMEOUT = 10.0
 """Seconds for which the rank with the hub waits for the others at the end."""
-FAREWELL_TIMEOUT_FAILED = 1.0
-"""The same once something has failed: then some rank may be gone, and the others have been told."""
+FAILURE = "failure"
+"""The key under which a rank that cannot join says why."""
+
+QUANTISED = ("one-bit", "two-bit")
+"""Codecs that hubs of several hosts cannot take to one another: every one would round again."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,16 @@ class HubAccess:
 class World:
     """One run's ranks. Made by `init`; everything in `paramhub.torch` takes part through it."""
 
-    def __init__(self, place: Launched, store: dist.Store, url: str | None, options: Options) -> None:
+    def __init__(
+        self, place: Launched, store: dist.Store, url: str | None, options: Options, *, is_apart: bool = False
+    ) -> None:
+        """``is_apart`` where these ranks were given as others than those of torch.distributed's process group."""
+        self._is_apart = is_apart
+        self._store = store
+        place, first_ranks = located(place, store, options.timeout)
+        self.hosts = len(set(first_ranks))
+        self._first_rank = first_ranks[place.rank]
+        assert place.local_rank is not None and place.local_size is not None
         self.rank = place.rank
         self.size = place.size
         self.local_rank = place.local_rank
@@ -72,7 +84,6 @@ class World:
         self.launcher = place.launcher
         self.process = os.getpid()
         self.options = options
-        self._store = store
         self.watch_store = store.clone() if hasattr(store, "clone") else store
         """The store over a connection of its own: while one thread waits in a store, others have to wait for it."""
         self._hub: Hub | None = None
@@ -85,11 +96,16 @@ class World:
         self._group: Group | None = None
         self._labels: dict[str, int] = {}
         self._inherited = _inherited_ticket()
-        self.hub, traced = self._meet_hub(url, place)
-        self.host = f"{self.hub.run}/{host_name()}"
-        self._start_host_hub()
-        if traced is not None:
-            self._trace(**traced)
+        self.haste = Haste()
+        try:
+            self.hub, traced = self._meet_hub(url, place)
+            self.host = _named(self.hub.run, self._first_rank)
+            self._start_host_hub()
+            if traced is not None:
+                self._trace(**traced)
+        except Exception as error:
+            self._tell_failure(FAILURE, json.dumps([self.rank, str(error)]))
+            raise
         if self.rank == 0:
             say(self.describe())
 
@@ -119,27 +135,30 @@ class World:
         trace._start(directory, Origin(run, self.rank, self.size, socket.gethostname(), start_ns, offset))
 
     def _start_hub(self, place: Launched) -> HubAccess:
-        deployment, run = deployment_of(self.options.deployment), secrets.token_hex(8)
+        deployment, run = deployment_of(self.options.deployment, self.hosts), secrets.token_hex(8)
         cores = self.options.hub_cores or min(4, len(os.sched_getaffinity(0)))
         if place.is_on_one_host:
+            deployment, token = "cc", None
+            where = "rank 0 runs the hub"
             self._hub = Hub(cores=cores)
-            token = None
         else:
             address = reachable_address(place)
             token = secrets.token_hex(32)
+            where = (
+                f"each of the {self.hosts} hosts has a hub (deployment cs)"
+                if deployment == "cs"
+                else f"rank 0 runs the hub for all {self.hosts} hosts (deployment cc)"
+            )
             self._hub = Hub(
                 listen=[with_port(address, 0)],
                 manager=with_port(address, 0),
-                rack=f"{run}/{host_name()}" if deployment == "cs" else None,
+                rack=_named(run, 0) if deployment == "cs" else None,
                 cores=cores,
                 admin_token=token,
             )
         say(
-            f"no PARAMHUB_URL is set, so rank 0 runs the hub: manager {self._hub.url} "
-            f"data {','.join(self._hub.addresses)} cores {cores}"
+            f"no PARAMHUB_URL is set, so {where}: manager {self._hub.url} data {','.join(self._hub.addresses)} cores {cores}"
         )
-        if place.is_on_one_host:
-            deployment = "cc"
         return HubAccess(self._hub.url, token, is_embedded=True, deployment=deployment, run=run)
 
     def _start_host_hub(self) -> None:
@@ -148,7 +167,7 @@ class World:
         is_peer = self.hub.deployment == "cs"
         if is_peer:
             # The manager knows of as many hubs as there are hosts before any job begins.
-            self.hub = replace(self.hub, hubs=self._count_hosts())
+            self.hub = replace(self.hub, hubs=self.hosts)
         wanted = is_peer or self.options.host_hub
         if wanted is None:
             toward = urlsplit(self.hub.url)
@@ -156,7 +175,7 @@ class World:
         self._sums_by_host = bool(wanted)
         if (
             not wanted
-            or self.local_rank != 0
+            or self.rank != self._first_rank
             or self._hub is not None
             or (self.local_size == 1 and not is_peer)
         ):
@@ -174,21 +193,25 @@ class World:
                 admin_token=self.hub.admin_token,
             )
         except ConnectError as error:
-            if self.options.host_hub or is_peer:
+            if is_peer:
+                raise ConnectError(
+                    f"rank {self.rank}: the hub of this host cannot join those of the others at {self.hub.url}: {error}. With "
+                    "PARAMHUB_DEPLOYMENT=cc on rank 0 its host has the only one"
+                ) from None
+            if self.options.host_hub:
                 raise
             say(f"rank {self.rank}: every rank of this host exchanges with {self.hub.url} by itself: {error}")
             return
         where = "beside those of other hosts" if is_peer else f"below {self.hub.url}"
         say(f"rank {self.rank} runs a hub for the ranks of its host, {where}")
 
-    def _count_hosts(self) -> int:
-        hosts = self.exchange_text("hosts", str(self.local_rank))
-        return hosts.count("0")
-
     def describe(self) -> str:
         """The effective configuration in one line."""
-        hosts = "1 host" if self.local_size == self.size else f"{self.local_size} to a host"
-        hub = f"{self.hub.url} ({'in rank 0' if self.hub.is_embedded else 'PARAMHUB_URL'})"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        where = "PARAMHUB_URL"
+        if self.hub.is_embedded:
+            where = "in rank 0, and one on each other host" if self.hub.deployment == "cs" else "in rank 0"
+        hub = f"{self.hub.url} ({where})"
         transport = self.options.transport or os.environ.get("PARAMHUB_TRANSPORT", "").strip() or "auto"
         trace = os.environ.get("PARAMHUB_TRACE", "").strip()
         return (
@@ -196,6 +219,19 @@ class World:
             f"transport {transport}; reproducible {'yes' if self.options.reproducible else 'no'}; "
             f"timeout {self.options.timeout:g} s" + (f"; trace {trace}" if trace else "")
         )
+
+    def check_process_group(self) -> None:
+        """Refuses to go on where torch.distributed, which may have been initialised since, has other ranks: what trains with
+        these would leave out some of them."""
+        if self._is_apart or not dist.is_initialized():
+            return
+        group = (dist.get_rank(), dist.get_world_size())
+        if group != (self.rank, self.size):
+            raise MisuseError(
+                f"paramhub.torch took this process for rank {self.rank} of {self.size} (by {self.launcher}), but "
+                f"torch.distributed's process group makes it rank {group[0]} of {group[1]}: call init_process_group before "
+                "paramhub.torch.init() and whatever else of paramhub.torch comes first"
+            )
 
     def own_address(self) -> str:
         """An IP address of this rank's host under which the other ranks reach it."""
@@ -216,6 +252,8 @@ class World:
 
     def remove_group(self, group: Group) -> None:
         """A group was left by itself."""
+        if group.failure() is not None:
+            self.haste.has_failed()
         if group in self._groups:
             self._groups.remove(group)
 
@@ -251,8 +289,7 @@ class World:
             "two_phase"
         )
         by_hosts = "sharded" if self.hub.deployment == "cs" else "auto"
-        by_factors = settings.get("scheme", "auto") == "factors"
-        reduction = by_hosts if is_simple and settings.get("clip_norm") is None and not by_factors else "flat"
+        reduction = by_hosts if is_simple and self._may_sum_by_host(settings) else "flat"
         url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
         member = _native.connect(
             url,
@@ -272,6 +309,16 @@ class World:
         self._jobs.append(job)
         return job
 
+    def _may_sum_by_host(self, settings: dict[str, Any]) -> bool:
+        """Whether hosts' sums can become those of all. What hubs cannot do so they do by serving all ranks each."""
+        if settings.get("clip_norm") is not None or settings.get("scheme", "auto") == "factors":
+            return False
+        codecs = [settings.get("codec"), *(key.get("codec") for key in settings["keys"])]
+        if any(codec in QUANTISED for codec in codecs):
+            return False
+        # With one rank on each host there is nothing to sum there, and layers can go from rank to rank.
+        return "layers" not in settings or self.hub.deployment != "cs" or self.hosts < self.size
+
     def _ticket(
         self, label: str, members: list[int], rank: int, inherits: bool, reduction: str
     ) -> tuple[str, str, str]:
@@ -285,6 +332,7 @@ class World:
             told = self._read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
             ticket = tuple(json.loads(told))
             if ticket[0] is None:
+                self._store.set(f"heard/{self.rank}", "")
                 raise ConnectError(f"rank {members[0]} could not create the job for {label}: {ticket[1]}")
             return ticket
         name = f"{_script_name()}-{secrets.token_hex(4)}/{label}"
@@ -300,8 +348,8 @@ class World:
                 patience=10.0,
                 reduction=reduction,
             )
-        except ConnectError as error:
-            self._store.set(f"job/{label}", json.dumps([None, str(error), ""]))
+        except Exception as error:
+            self._tell_failure(f"job/{label}", json.dumps([None, str(error), ""]))
             raise
         self._store.set(f"job/{label}", json.dumps(ticket))
         return ticket
@@ -312,16 +360,38 @@ class World:
             self._jobs.remove(job)
         if abandon:
             job.abandon()
-        else:
+            return
+        try:
             job.leave()
+        except JobFailedError:
+            self.haste.has_failed()
+            raise
 
     def forget_job(self, job: _native.Job) -> None:
         """Leaves a job as soon as nobody else has it."""
         if job in self._jobs:
             self._jobs.remove(job)
 
+    def _tell_failure(self, key: str, message: str) -> None:
+        """Lets the others hear at once why this rank cannot go on.
+
+        Where the store ends with this process, which is rank 0's, the process stays at its end until they have heard: a rank that
+        comes after it would dial the store for as long as ranks wait for one another.
+        """
+        with contextlib.suppress(Exception):
+            if not self._store.check([key]):
+                self._store.set(key, message)
+        if self.rank == 0 and not has_agent_store():
+            others = [f"heard/{rank}" for rank in range(1, self.size)]
+            atexit.register(_suppressed, await_keys, self._store, others, FAREWELL_TIMEOUT)
+
     def _read(self, key: str, problem: str) -> str:
-        if await_keys(self._store, [key], self.options.timeout):
+        is_missing = await_keys(self._store, [key], self.options.timeout, unless=FAILURE)
+        if is_missing and self._store.check([FAILURE]):
+            rank, message = json.loads(self._store.get(FAILURE))
+            self._store.set(f"heard/{self.rank}", "")
+            raise ConnectError(f"rank {self.rank}: rank {rank} has failed: {message}")
+        if is_missing:
             raise ConnectError(
                 f"rank {self.rank}: {problem} within {self.options.timeout:g} s: did it start, and can its host be reached?"
             )
@@ -339,7 +409,8 @@ class World:
         With ``abandon`` nothing is waited for: this rank has failed, and the others are to hear of it at once.
         """
         groups, jobs, self._jobs = list(self._groups), self._jobs, []
-        has_failed = any(each.failure() is not None for each in [*groups, *jobs])
+        if any(each.failure() is not None for each in [*groups, *jobs]):
+            self.haste.has_failed()
         for group in groups:
             group.leave(abandon=abandon)
         for job in reversed(jobs):
@@ -347,32 +418,34 @@ class World:
                 job.abandon()
                 continue
             try:
-                job.leave()
+                # Requests that wait for a rank that is gone or hangs end when this process does.
+                if not within(HASTE if self.haste.is_needed() else None, job.leave):
+                    self.haste.has_failed()
             except JobFailedError as error:
                 # Whoever used the job was told when it happened.
                 say(f"rank {self.rank}: {error}")
-                has_failed = True
+                self.haste.has_failed()
         trace._finish()
+        farewell = 0.0 if abandon else HASTE if self.haste.is_needed() else FAREWELL_TIMEOUT
         if self._host_hub is not None:
             # It has passed the last word on once it holds nothing of any job.
-            deadline = time.monotonic() + (
-                0.0 if abandon else FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT
-            )
+            deadline = time.monotonic() + farewell
             while self._host_hub.memory_bytes() > 0 and time.monotonic() < deadline:
                 time.sleep(0.01)
             self._host_hub.stop()
         if self._hub is None:
+            # No answer is waited for: the store is with rank 0, which may hang.
             with contextlib.suppress(Exception):
-                self._store.add("left", 1)
+                self._store.set(f"left/{self.rank}", "")
             return
-        if not abandon:
-            self._await_farewells(FAREWELL_TIMEOUT_FAILED if has_failed else FAREWELL_TIMEOUT)
+        self._await_farewells(farewell)
         self._hub.stop()
 
     def _await_farewells(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
+        others = [f"left/{rank}" for rank in range(1, self.size)]
         with contextlib.suppress(Exception):
-            while self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
+            while others and not self._store.check(others) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 
@@ -412,7 +485,9 @@ def init(
 ) -> None:
     """Joins the other ranks of this run. Called again it does nothing.
 
-    Who this rank is comes from the arguments, or from torchrun, Slurm or ``paramhub run``; without any of them it is alone.
+    Who this rank is comes from the arguments, or from the variables of torchrun, Slurm, MPI's launchers or ``paramhub run``, or
+    from torch.distributed's process group if it was initialised before; without any of them it is alone. Where two of them
+    disagree that is refused; but with ``store`` too, the arguments hold beside any process group.
     The hub is the one at ``url`` (a connection manager's URL) or at ``PARAMHUB_URL``. If neither is given, rank 0 runs one on
     threads of its own process, and says so. Ranks meet through ``store``, by default torch.distributed's own if it was
     initialised, else a TCPStore at ``MASTER_ADDR:MASTER_PORT``.
@@ -431,24 +506,31 @@ def init(
     an admin token needs ``PARAMHUB_ADMIN_TOKEN``.
 
     ``deployment`` says which hosts have hubs where no hub is named, by default what rank 0's ``PARAMHUB_DEPLOYMENT`` says:
-    ``cc``, rank 0's host alone, or ``cs``, every host, each of which completes the sums of its share of the chunks. The first
-    sends all hosts' gradients through one host's link, the second spreads them over all links.
+    ``cs``, every host, each of which completes the sums of its share of the chunks, so that all links carry alike; or ``cc``,
+    rank 0's host alone, whose link then carries all hosts' gradients. Where neither says it is ``cs`` for several hosts.
     """
     if _world is not None:
         return
-    place = launched(rank, size, local_rank, local_size)
+    # Ranks with a meeting place of their own may be others than torch.distributed's: those of one dimension of a mesh.
+    is_apart = rank is not None and store is not None
+    group = None
+    if dist.is_initialized() and not is_apart:
+        group = (dist.get_rank(), dist.get_world_size())
+    place = launched(rank, size, local_rank, local_size, group=group)
     options = Options(
         transport, reproducible, hub_cores, timeout, dead_after, host_hub, deployment, interfaces
     )
     if store is None:
-        store = _meeting_place(place, timeout)
-    establish(place, store, url, options)
+        store = meeting_place(place, timeout)
+    establish(place, store, url, options, is_apart=is_apart)
 
 
-def establish(place: Launched, store: dist.Store, url: str | None, options: Options) -> World:
+def establish(
+    place: Launched, store: dist.Store, url: str | None, options: Options, *, is_apart: bool = False
+) -> World:
     """`init` once it is known who this rank is and where it meets the others."""
     global _world
-    _world = World(place, dist.PrefixStore(_prefix(), store), url, options)
+    _world = World(place, dist.PrefixStore(_prefix(), store), url, options, is_apart=is_apart)
     atexit.register(_at_exit)
     return _world
 
@@ -480,6 +562,7 @@ def world() -> World:
     if _world is None:
         init()
     assert _world is not None
+    _world.check_process_group()
     return _world
 
 
@@ -528,32 +611,9 @@ def _prefix() -> str:
     return f"paramhub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_restarts}"
 
 
-def _meeting_place(place: Launched, timeout: float) -> dist.Store:
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
-    if place.size == 1:
-        return dist.HashStore()
-    if place.master is None:
-        raise MisuseError(
-            f"rank {place.rank} of {place.size} does not know where to meet the others: start with torchrun, srun or "
-            "`paramhub run`, or set MASTER_ADDR and MASTER_PORT to an address and a free port of rank 0's host"
-        )
-    host, port = place.master
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            place.size,
-            is_master=place.rank == 0 and not has_agent,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except Exception as error:
-        raise ConnectError(
-            f"rank {place.rank}: no meeting with the others at {host}:{port}: {str(error).splitlines()[0]}"
-        ) from None
+def _suppressed(act: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(Exception):
+        act(*arguments)
 
 
 def _inherited_ticket() -> tuple[str, str, str] | None:
@@ -583,6 +643,11 @@ def _script_name() -> str:
 
 def say(line: str) -> None:
     print(f"paramhub: {line}", file=sys.stderr, flush=True)
+
+
+def _named(run: str, first_rank: int) -> str:
+    """A host by its first rank, which has the hub: errors about this hub then say whose process to look at."""
+    return f"{run}/host-of-rank-{first_rank}"
 
 
 def names(ranks: Iterable[int]) -> str:

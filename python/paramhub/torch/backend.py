@@ -7,13 +7,10 @@ registers it. The ranks of the default process group become those of `paramhub.t
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +20,7 @@ from paramhub.errors import MisuseError
 from paramhub.torch import _world
 from paramhub.torch._c10d import Collectives, made
 from paramhub.torch._collectives import Group
-from paramhub.torch._launched import Launched, launched
-from paramhub.torch._meeting import exchange_text
+from paramhub.torch._launched import of_member
 
 NAME = "paramhub"
 DEVICES = ["cpu", "cuda"]
@@ -56,7 +52,7 @@ def _create(options: Any, _backend_options: object) -> Any:
     world = _world.current()
     owns_world = world is None and (is_default or not _default_is_ours())
     if owns_world:
-        place = _place(store, rank, size, timeout)
+        place = of_member(rank, size)
         opts = _world.Options(timeout=timeout)
         if is_default:
             world = _world.establish(place, store, None, opts)
@@ -247,33 +243,3 @@ def _made_so_far(group_id: str) -> str:
 
 def _default_is_ours() -> bool:
     return dist.is_initialized() and dist.get_backend() == NAME
-
-
-def _place(store: dist.Store, rank: int, size: int, timeout: float) -> Launched:
-    """Which ranks share a host: from the launcher if it started these ranks, else they tell one another."""
-    environment = os.environ
-    if (environment.get("RANK"), environment.get("WORLD_SIZE")) == (str(rank), str(size)):
-        return launched()
-    hosts = exchange_text(store, "hosts", _host(), rank, size, timeout)
-    local = [each for each in range(size) if hosts[each] == hosts[rank]]
-    master = (environment["MASTER_ADDR"], 1) if "MASTER_ADDR" in environment else None
-    return Launched(
-        rank, size, local.index(rank), len(local), "torch.distributed", master or _address_of(store)
-    )
-
-
-def _host() -> str:
-    """What only processes that share a loopback interface have in common."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
-        try:
-            parts.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip())
-        except OSError:
-            continue
-    return " ".join(parts)
-
-
-def _address_of(store: dist.Store) -> tuple[str, int] | None:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None

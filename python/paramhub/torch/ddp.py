@@ -3,7 +3,6 @@
 # DDP compares the hook's annotations with its own types: they must not be strings here.
 
 import contextlib
-import gc
 import weakref
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
-from paramhub.torch._buckets import Buckets
+from paramhub.torch._buckets import Buckets, UnknownParameter
+from paramhub.torch._instances import instances
 from paramhub.torch._staging import StagedHandle
 from paramhub.torch._world import World, world
 
@@ -27,8 +27,7 @@ class HubState:
     On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
     that requires a gradient, by name. Gradients come back as their mean, as from DDP itself. ``codec`` (``f16``, ``bf16``, or
     ``one-bit`` and ``two-bit`` for matrices, which come back so, too) is how f32 gradients travel; they are summed in f32 all the
-    same. ``ddp`` tells the model this state is for, which it finds
-    by itself otherwise.
+    same. ``ddp`` tells the model this state is for; otherwise its first forward pass tells.
 
     Beside the hub the ranks of a host read one copy of the mean, which nobody can write. Where `hub_hook` is not registered
     itself but called by a hook around it, which may change the result of its future, and with ``in_place=True``, the mean is
@@ -52,6 +51,8 @@ class HubState:
         self._group = process_group
         self._ddp = weakref.ref(ddp) if ddp is not None else None
         self._buckets: Buckets | None = None
+        if ddp is None:
+            _learn_in_forward(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the options, and by parameter name what a codec remembers, of which nothing is kept yet: what
@@ -77,6 +78,7 @@ class HubState:
         ddp = self._ddp() if self._ddp is not None else _holder(self)
         if ddp is None:
             raise MisuseError("HubState: the DistributedDataParallel it was made for is gone")
+        self._ddp = weakref.ref(ddp)
         here = world()
         ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
         # Whoever wraps the hook may change its result in place; DDP itself only reads it.
@@ -95,7 +97,12 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
     hub's message within seconds (RuntimeError with it where the first pass of a static graph exchanges).
     """
     buckets = state._buckets or state._open()
-    handle, result, name = buckets.exchange(bucket)
+    try:
+        handle, result, name = buckets.exchange(bucket)
+    except UnknownParameter:
+        # A second instance with the same state explains it better.
+        _holder(state)
+        raise
     return _Exchange(handle, result, name, buckets).future
 
 
@@ -146,15 +153,28 @@ class _Exchange:
         return future.value()
 
 
+def _learn_in_forward(state: HubState) -> None:
+    """Lets the DDP instance that ``state`` is going to be registered with tell it by its first forward pass. DDP tells its hook
+    neither itself nor its parameters' names, and looking for it among all objects takes up to seconds."""
+    waiting = weakref.ref(state)
+
+    def look(module: torch.nn.Module, _inputs: Any) -> None:
+        state = waiting()
+        if state is None or state._ddp is not None:
+            hook.remove()
+            return
+        # A compiled model has it inside.
+        module = module._modules.get("_orig_mod") or module
+        if isinstance(module, DistributedDataParallel) and _has(module, state):
+            state._ddp = weakref.ref(module)
+            hook.remove()
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
 def _holder(state: HubState) -> DistributedDataParallel:
-    """The DDP instance that ``state`` was registered with. It is looked for once: DDP tells its hook neither
-    itself nor its parameters' names."""
-    holders = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), DistributedDataParallel)
-        and any(held is state for _, held in thing.__dict__.get("_comm_hooks", ()))
-    ]
+    """The DDP instance that ``state`` was registered with, where no forward pass has told."""
+    holders = [ddp for ddp in instances() if _has(ddp, state)]
     if len(holders) == 1:
         return holders[0]
     if holders:
@@ -164,6 +184,10 @@ def _holder(state: HubState) -> DistributedDataParallel:
     raise MisuseError(
         "HubState: no DistributedDataParallel has it as the state of its hook: pass HubState(ddp=...)"
     )
+
+
+def _has(ddp: DistributedDataParallel, state: HubState) -> bool:
+    return any(held is state for _, held in ddp.__dict__.get("_comm_hooks", ()))
 
 
 def _ranks(here: World, group: dist.ProcessGroup) -> list[int] | None:

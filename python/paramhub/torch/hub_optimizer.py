@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from paramhub.errors import MisuseError
+from paramhub.errors import JobFailedError, MisuseError
 from paramhub.optimizers import Optimizer
-from paramhub.torch import _memory, _numbers, _optimizer_state, _startup, _tensors, trace
+from paramhub.torch import _ddp_around, _memory, _numbers, _optimizer_state, _startup, _tensors, trace
 from paramhub.torch._attachment import Attachment, check_free
 from paramhub.torch._exchange import Exchange, StepUnderWay
 from paramhub.torch._opening import open_job
@@ -22,6 +22,11 @@ from paramhub.torch._world import World, say, world
 
 NAMED_MAX = 5
 """Parameters an error names."""
+AFTER_IT_LEFT = (
+    "between backward and step(), when it had left. This step was made with it as it had left. Give HubOptimizer max_grad_norm "
+    "instead of clipping (and max_grad_norm=0 to a trainer that clips by itself), scale the loss instead of gradients, use bf16, "
+    "which needs no GradScaler, and call zero_grad() after step()"
+)
 
 
 class HubOptimizer(torch.optim.Optimizer):
@@ -72,7 +77,7 @@ class HubOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer = None,  # type: ignore[assignment]  # Who leaves it out is told what to give.
         *,
         params: Iterable[Any] | None = None,
         codec: str | None = None,
@@ -88,6 +93,7 @@ class HubOptimizer(torch.optim.Optimizer):
         scheme: str = "hub",
         samples: int | Mapping[str, int] | None = None,
     ) -> None:
+        _startup.check_arguments(model, optimizer)
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise MisuseError(
                 f"backward_passes_per_step is to be a number from 1, not {backward_passes_per_step!r}"
@@ -182,38 +188,73 @@ class HubOptimizer(torch.optim.Optimizer):
         first, and its result returned.
 
         Raises MisuseError where a parameter has no gradient, or where gradients or numbers of ``param_groups`` were changed
-        after they had left, and JobFailedError if the job has failed.
+        after they had left, and JobFailedError if the job has failed. Where all gradients had left, the step is made all the
+        same, with what had left; else the next `zero_grad` ends it.
         """
+        self._world.check_process_group()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with trace.span("step"):
-            self._let_the_rest_leave()
-            self._schemes.flush()
-            self._check_unchanged()
-            for exchange in self._exchanges:
-                exchange.finish_step()
-            self._schemes.finish_step()
-            self._step.left = 0
-            self._step.has_begun = False
-            if self._overlaps_forward:
-                for number in self._attachment.guards.compiled:
-                    self._exchanges[number].wait()
-            else:
-                self.synchronize()
-            if self._schemes.is_observing:
-                # Then every rank is about here: only so long do they wait for one another.
-                self.synchronize()
-                if self._schemes.conclude():
-                    self._reopen_job(self._pull_states())
+            try:
+                self._let_the_rest_leave()
+                self._schemes.flush()
+            except BaseException:
+                self._step.is_cut = self._step.left > 0
+                raise
+            refusal = None
+            try:
+                self._check_unchanged()
+            except MisuseError as error:
+                # Everything has left, and the other ranks count on this one in the steps to come.
+                refusal = error
+            self._end_step()
+            if refusal is not None:
+                raise refusal
         return loss
+
+    def _end_step(self) -> None:
+        """All gradients have left."""
+        for exchange in self._exchanges:
+            exchange.forget_step()
+        self._schemes.finish_step()
+        if self._agreement is not None:
+            self._agreement.finish_step()
+        self._step.begin_next()
+        if self._overlaps_forward:
+            for number in self._attachment.guards.compiled:
+                self._exchanges[number].wait()
+        else:
+            self.synchronize()
+        if self._schemes.is_observing:
+            # Then every rank is about here: only so long do they wait for one another.
+            self.synchronize()
+            if self._schemes.conclude():
+                self._reopen_job(self._pull_states())
+
+    def _end_cut_step(self) -> None:
+        """An exception has cut a step short. What had left of it counts, and zeros stand for the rest: the other ranks, which may
+        have heard of nothing, do not wait for this one, and all have made as many steps."""
+        used = [True] * self._step.total
+        if self._agreement is not None:
+            used = self._agreement.used_somewhere([exchange.has_left for exchange in self._exchanges])
+        for exchange in self._exchanges:
+            # Clipped gradients are awaited whether or not any rank has one.
+            is_awaited = used[exchange.number] or self._clips
+            if is_awaited and exchange.layer is None and not exchange.has_left:
+                exchange.wait()
+                exchange.leave_zeros()
+        self._schemes.complete(used)
+        self._end_step()
 
     def _let_the_rest_leave(self) -> None:
         """Gradients of passes without exchange, or put there by the user; and what no rank has one for is left out."""
         used = None
         if self._agreement is not None:
-            used = self._agreement.used_somewhere()
+            used = self._agreement.used_somewhere(
+                [exchange.parameter.grad is not None for exchange in self._exchanges]
+            )
             unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
             if unused and self._clips:
                 raise MisuseError(
@@ -241,6 +282,11 @@ class HubOptimizer(torch.optim.Optimizer):
                 exchange.gradient = None
 
     def _check_unchanged(self) -> None:
+        for exchange in self._exchanges:
+            if (what := exchange.what_became_of_gradient) is not None:
+                if _ddp_around.is_around(exchange.parameter):
+                    raise _ddp_around.refusal(exchange.name)
+                raise MisuseError(f"the gradient of {exchange.name!r} was {what} {AFTER_IT_LEFT}")
         changed = self._tuning.changed() if self._step.has_begun else None
         if changed:
             raise MisuseError(
@@ -255,12 +301,23 @@ class HubOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim's. Gradients that are to be zeroed in place are exchanged first."""
-        if self._step.left > 0:
+        """As torch.optim's. Gradients that are to be zeroed in place are exchanged first.
+
+        After an exception in a backward pass or in `step` this ends the step, where gradients of it have left: they count, and
+        zeros stand for the rest. So the other ranks do not wait for this one, and training goes on with the next batch.
+        """
+        if self._step.was_cut_short:
+            self._end_cut_step()
+        elif self._step.left > 0:
             raise MisuseError(
                 "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
                 "whose gradients are not meant for this optimizer runs in `with optimizer.no_sync():`"
             )
+        else:
+            # A pass of several may have been cut short, and passes are counted anew.
+            for exchange in self._exchanges:
+                exchange.forget_step()
+            self._step.begin_next()
         if not set_to_none:
             self.synchronize()
             self._schemes.forget()
@@ -369,25 +426,46 @@ class HubOptimizer(torch.optim.Optimizer):
         self._open_job(states)
 
     def _refuse_within_step(self, what: str) -> None:
+        if self._step.was_cut_short:
+            raise MisuseError(
+                f"{what} came after an exception that has cut a step short, when gradients had left: call zero_grad() first, "
+                "which ends the step, or close()"
+            )
         if self._step.left > 0:
             raise MisuseError(
                 f"{what} came between backward and step(), when gradients had left: call it after step()"
             )
 
     def close(self) -> None:
-        """Waits for all parameters and leaves the job, as every rank does. The model is free again."""
-        self._refuse_within_step("close()")
-        self.synchronize()
+        """Waits for all parameters and leaves the job, as every rank does. The model is free again, also where this raises
+        JobFailedError because the job has failed. A step that an exception has cut short is ended as by `zero_grad`. Called
+        again it does nothing."""
+        if not self._released.alive:
+            return
+        try:
+            if self._step.was_cut_short:
+                self._end_cut_step()
+            self._refuse_within_step("close()")
+            self.synchronize()
+        except JobFailedError:
+            with contextlib.suppress(JobFailedError):
+                self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._released.detach()
         self._attachment.remove()
         self._schemes.remove()
         if self._step.watch is not None:
             self._step.watch.remove()
-        if self._agreement is not None:
-            self._agreement.close()
         if self._step.stage is not None:
             self._step.stage.close()
-        self._world.close_job(self._step.job)
+        try:
+            self._world.close_job(self._step.job)
+        finally:
+            if self._agreement is not None:
+                self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_complete:

@@ -13,6 +13,9 @@ import paramhub.torch as hub_torch
 
 BATCH = 8
 STEPS = 20
+ROUNDING = STEPS * 2.0**-23
+"""How far parameters of the same training may be apart, relative to the largest: each step rounds once more, and how it rounds
+depends on the processor's kernels."""
 
 
 class Net(torch.nn.Module):
@@ -76,7 +79,7 @@ class Reference:
         self.backward(step)
         self.optimizer.step()
 
-    def check(self, model: torch.nn.Module, tolerance: float = 1e-6) -> None:
+    def check(self, model: torch.nn.Module, tolerance: float = ROUNDING) -> None:
         difference = largest_difference(model, self.model)
         assert difference <= tolerance, f"parameters differ by {difference:g} of the largest"
 
@@ -102,7 +105,7 @@ def compare(
     scheduler: Any = None,
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     steps: int = STEPS,
-    tolerance: float = 1e-6,
+    tolerance: float = ROUNDING,
 ) -> Reference:
     """Trains; rank 0 compares every step with the reference's."""
     reference = Reference(model, rank.size, make)

@@ -283,6 +283,7 @@ def refused(rank: Rank) -> dict[str, str]:
     shared = paramhub.torch.HubState()
     first, second = (DistributedDataParallel(torch.nn.Linear(2, 2)) for _ in range(2))
     first.register_comm_hook(shared, paramhub.torch.hub_hook)
+    first(torch.ones(1, 2)).sum().backward()
     messages["shared"] = message(shared, second, torch.ones(1, 2))
     return messages
 
@@ -336,6 +337,37 @@ def test_a_dying_rank_fails_the_others_passes(
         assert name == kind or (passes == 0 and name == "JobFailedError")
         assert "because of rank 1" in message or (passes == 0 and "refused the stream" in message)
         assert "connection" in message.split("rank 1 was lost: ")[1]
+
+
+def found_without_a_search(rank: Rank) -> list[bool]:
+    """Whether the pass knew its DDP instance; the objects of the process are looked through only where it did not."""
+    import paramhub.torch
+    import paramhub.torch.ddp
+
+    def search() -> None:
+        raise AssertionError("the heap was searched")
+
+    paramhub.torch.ddp.instances = search
+    dist.init_process_group("gloo")
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    left = []
+    for compiled in (False, True):
+        ddp = DistributedDataParallel(make())
+        state = paramhub.torch.HubState()
+        ddp.register_comm_hook(state, paramhub.torch.hub_hook)
+        # Another module's pass comes first.
+        make()(torch.zeros(1, 1, 8, 8))
+        left.append(len(hooks) == 1)
+        loss_of(torch.compile(ddp, backend="eager") if compiled else ddp, 0, rank.rank).backward()
+        left.append(len(hooks) == 0 and state._ddp() is ddp)
+    dropped = paramhub.torch.HubState()
+    del dropped
+    make()(torch.zeros(1, 1, 8, 8))
+    return [*left, len(hooks) == 0]
+
+
+def test_the_first_pass_does_not_search_all_objects(team: Team) -> None:
+    assert all(all(found) for found in team(found_without_a_search, ranks=2))
 
 
 def pickled(rank: Rank) -> tuple[dict[str, Any], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,67 @@ from pathlib import Path
 
 import pytest
 
+BY_ALL_HUBS = """
+import sys
+import torch
+import paramhub
+import paramhub.torch as hub_torch
+from paramhub.torch import HubOptimizer
+
+WAYS = {"clipped": {"max_grad_norm": 0.1}, "one-bit": {"codec": "one-bit"}, "factored": {"scheme": "factors"}}
+hub_torch.init()
+rank = hub_torch.rank()
+for way, options in WAYS.items():
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
+    optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05), **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        model(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    sys.stdout.write(f"rank {rank} {way}: {total!r}\\n")
+    optimizer.close()
+"""
+BY_SCHEME = """
+import sys
+import torch
+import paramhub
+import paramhub.torch as hub_torch
+
+hub_torch.init()
+rank = hub_torch.rank()
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(512, 512))
+optimizer = hub_torch.HubOptimizer(model, paramhub.SGD(lr=0.05), scheme="auto")
+for step in range(3):
+    optimizer.zero_grad()
+    torch.manual_seed(100 * step + rank)
+    model(torch.randn(2, 512)).square().mean().backward()
+    optimizer.step()
+total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+sys.stdout.write(f"rank {rank} ends with {total!r} by {optimizer.schemes['0'][0]}\\n")
+"""
+DIES = """
+import os, signal, sys
+import torch
+import paramhub
+import paramhub.torch as hub_torch
+
+hub_torch.init()
+model = torch.nn.Linear(200, 300)
+optimizer = hub_torch.HubOptimizer(model, paramhub.SGD(lr=0.05))
+try:
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+        if step == 10 and hub_torch.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except paramhub.JobFailedError as error:
+    sys.stdout.write(f"told: {error}\\n")
+"""
 REPOSITORY = Path(__file__).resolve().parents[3]
 NOT_PERMITTED = 3
 HOSTS = ["r0w0", "r0w1"]
@@ -61,26 +123,46 @@ def hosts() -> Iterator[tuple[str, list[str]]]:
         holder.stdin.close()
 
 
-@pytest.mark.parametrize("deployment", ["cc", "cs"])
-def test_ranks_of_two_hosts_train_alike(
-    hosts: tuple[str, list[str]], tmp_path: Path, deployment: str
-) -> None:
-    name, addresses = hosts
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PARAMHUB_")}
-    environment |= {"PARAMHUB_DEPLOYMENT": deployment, "OMP_NUM_THREADS": "1"}
-    meeting = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={addresses[0]}", "--master-port=29555"]
+def train(
+    hosts: tuple[str, list[str]], folder: Path, text: str, variables: dict[str, str], to_a_host: int = 2
+) -> str:
+    """What the ranks print that run the program under torchrun on both hosts, and end well."""
+    address = hosts[1][0]
+    meeting = [
+        "--nnodes=2",
+        f"--nproc-per-node={to_a_host}",
+        f"--master-addr={address}",
+        "--master-port=29555",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting]
+    starts = [[*torchrun, f"--node-rank={number}"] for number in range(2)]
+    codes, said = run(hosts, folder, text, starts, variables)
+    assert codes == [0, 0], said
+    assert "failed" not in said, said
+    return said
+
+
+def run(
+    hosts: tuple[str, list[str]],
+    folder: Path,
+    text: str,
+    starts: list[list[str]],
+    variables: dict[str, str],
+) -> tuple[list[int], str]:
+    """Starts the program on both hosts; the exit codes of what has started it, and what all have printed."""
+    program = folder / "program.py"
+    program.write_text(text)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PARAMHUB_")}
+    environment |= {"OMP_NUM_THREADS": "1", **variables}
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", f"{name}-{host}", *torchrun, f"--node-rank={number}", str(program)],
+            ["ip", "netns", "exec", f"{hosts[0]}-{host}", *start, str(program)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
             text=True,
         )
-        for number, host in enumerate(HOSTS)
+        for host, start in zip(HOSTS, starts, strict=True)
     ]
     try:
         said = "".join(process.communicate(timeout=150)[0] for process in started)
@@ -88,9 +170,49 @@ def test_ranks_of_two_hosts_train_alike(
         for process in started:
             process.kill()
             process.wait()
-    assert [process.returncode for process in started] == [0, 0], said
+    return [process.returncode for process in started], said
+
+
+@pytest.mark.parametrize("deployment", ["", "cc"])
+def test_ranks_of_two_hosts_train_alike(
+    hosts: tuple[str, list[str]], tmp_path: Path, deployment: str
+) -> None:
+    said = train(hosts, tmp_path, PROGRAM, {"PARAMHUB_DEPLOYMENT": deployment} if deployment else {})
     ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
     assert len(ends) == 4 and len(set(ends)) == 1 and ends[0].endswith("and 1.5"), said
-    beside = {"cc": "below", "cs": "beside those of other hosts"}[deployment]
+    # Every host has a hub unless something else is asked for.
+    hubs = "rank 0 runs the hub for all 2 hosts" if deployment == "cc" else "each of the 2 hosts has a hub"
+    assert f"no PARAMHUB_URL is set, so {hubs}" in said, said
+    beside = "below" if deployment == "cc" else "beside those of other hosts"
     assert f"rank 2 runs a hub for the ranks of its host, {beside}" in said, said
-    assert "failed" not in said, said
+
+
+def test_what_hosts_sums_cannot_serve_is_summed_for_all_ranks(
+    hosts: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    said = train(hosts, tmp_path, BY_ALL_HUBS, {})
+    for way in ("clipped", "one-bit", "factored"):
+        ends = [line.split(f" {way}: ")[1] for line in said.splitlines() if f" {way}: " in line]
+        assert len(ends) == 4 and len(set(ends)) == 1, (way, said)
+    assert "each of the 2 hosts has a hub" in said, said
+
+
+def test_with_a_rank_on_each_host_layers_may_go_by_their_factors(
+    hosts: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    said = train(hosts, tmp_path, BY_SCHEME, {}, to_a_host=1)
+    assert "each of the 2 hosts has a hub" in said, said
+    ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
+    assert len(ends) == 2 and len(set(ends)) == 1 and ends[0].endswith(" by factors"), said
+
+
+def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
+    hosts: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    # Not under torchrun, which waits for the other host's.
+    meeting = [f"MASTER_ADDR={hosts[1][0]}", "MASTER_PORT=29555", "WORLD_SIZE=2"]
+    starts = [["env", *meeting, f"RANK={rank}", sys.executable] for rank in range(2)]
+    codes, said = run(hosts, tmp_path, DIES, starts, {})
+    assert codes == [0, -signal.SIGKILL], said
+    told = [line for line in said.splitlines() if "told: " in line]
+    assert len(told) == 1 and "/host-of-rank-1 " in told[0] and "was lost" in told[0], said

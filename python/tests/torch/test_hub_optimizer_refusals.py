@@ -65,6 +65,33 @@ def construction(rank: Rank) -> None:
     make(model)
 
 
+def what_other_optimizers_take(rank: Rank) -> None:
+    model = Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, nesterov=True)
+    call = r"HubOptimizer\(model, paramhub.SGD\(lr=0.3, momentum=0.9, nesterov=True\)\)"
+    refuses(
+        f"takes an optimizer that the hub runs, not a SGD: {call}",
+        lambda: HubOptimizer(model, sgd),
+        TypeError,
+    )
+    refuses(
+        f"takes the model itself, not a SGD: {call}.*DistributedOptimizer",
+        lambda: HubOptimizer(sgd),
+        TypeError,
+    )
+    adam = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    refuses(r"paramhub.Adam\(lr=0.01, betas=\(0.8, 0.9\)\)", lambda: HubOptimizer(model, adam), TypeError)
+    refuses(
+        r"the model itself, not a generator: HubOptimizer\(model, optimizer\).*params=",
+        lambda: HubOptimizer(model.parameters(), paramhub.SGD(lr=0.1)),
+        TypeError,
+    )
+    refuses("not a list: HubOptimizer", lambda: HubOptimizer([model.weight], paramhub.SGD()), TypeError)
+    refuses("hub runs, not the class SGD: Hub", lambda: HubOptimizer(model, paramhub.SGD), TypeError)
+    refuses("hub runs, not nothing: Hub", lambda: HubOptimizer(model), TypeError)
+    assert not paramhub.torch.is_initialized()
+
+
 def a_step(rank: Rank) -> None:
     model, optimizer = make()
     weight = model[0].weight
@@ -192,6 +219,10 @@ def kinds_of_gradients(rank: Rank) -> None:
 
 def test_what_cannot_be_made(team: Team) -> None:
     team(construction, ranks=1)
+
+
+def test_what_other_optimizers_take_is_a_type_error(team: Team) -> None:
+    team(what_other_optimizers_take, ranks=1)
 
 
 def test_steps_out_of_order(team: Team) -> None:

@@ -99,6 +99,35 @@ def test_a_timeline_shows_exchanges_during_backward(team: Team, tmp_path: Path) 
             assert max(one[0], other[0]) <= min(one[1], other[1])
 
 
+def traced_on_the_backend(rank: Rank) -> None:
+    dist.init_process_group("paramhub")
+    ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02)
+    for step in range(STEPS):
+        loss_of(ddp, step, rank.rank).backward()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_timeline_of_ddp_on_the_backend_has_its_spans(team: Team, tmp_path: Path) -> None:
+    team(traced_on_the_backend, ranks=2, env={"PARAMHUB_TRACE": str(tmp_path / "trace")})
+    timeline = Timeline(tmp_path / "trace" / "trace.json")
+    for rank in (0, 1):
+        # DDP's first passes begin before anything is known of it.
+        assert len(timeline.spans[rank, "forward"]) == STEPS - 1
+        backwards = timeline.spans[rank, "backward"]
+        assert len(backwards) == STEPS - 1
+        sums = sorted(
+            begin
+            for (of, name), spans in timeline.exchanges.items()
+            if of == rank and name.startswith("allreduce of ")
+            for begin, _ in spans
+        )
+        for backward in backwards:
+            begun = [each for each in sums if backward["ts"] <= each <= backward["ts"] + backward["dur"]]
+            assert len(begun) >= 2, "each bucket's exchange begins during backward"
+        assert len(timeline.exchanges[rank, "barrier"]) >= 1
+
+
 def mortal(rank: Rank) -> None:
     import torch
 

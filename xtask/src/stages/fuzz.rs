@@ -2,7 +2,8 @@
 //!
 //! libFuzzer needs the compiler's coverage instrumentation, which stable rustc has (`fuzz/.cargo/config.toml`), so
 //! neither cargo-fuzz nor a nightly toolchain is asked for. What those would add, the address sanitizer, finds
-//! nothing in crates without `unsafe`. `cargo fuzz run TARGET` works on the same folder.
+//! nothing in crates without `unsafe`; of those that `hub_core` goes through, kernels and transport have some.
+//! `cargo fuzz run TARGET` works on the same folder.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -16,8 +16,9 @@ use environment::Environment;
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
 const OUR_PYTHON: [&str; 5] = ["python", "examples/pytorch", "bench/pytorch", "bench/models", "xtask"];
-/// One of the examples is written for it.
-const ACCELERATE: &str = "accelerate==1.15.0";
+/// What docs/pytorch.md has recipes for, and an example, which the tests run.
+const FRAMEWORKS: [&str; 3] =
+    ["accelerate==1.15.0", "transformers==5.23.0; python_version >= '3.11'", "lightning==2.6.6"];
 
 const WHEELS: &str = "target/python/wheels";
 /// What a user waits for when installing.
@@ -85,7 +86,7 @@ fn run_tests(tools: &Environment, wheel: &str, torch: Option<&str>) -> Result<()
     let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
-    tests.install(tools, &[&torch, "numpy", ACCELERATE, PYTEST])?;
+    tests.install(tools, &[&[torch.as_str(), "numpy", PYTEST][..], &FRAMEWORKS[..]].concat())?;
     // Its version is the same every time, and its content is not.
     let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
     tests.python().args(["-m", "pip", "install"]).args(again).run()?;

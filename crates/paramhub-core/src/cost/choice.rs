@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Arrangement, CostModel, Exchange};
+use super::{Arrangement, CostModel, Exchange, Prices};
 
 /// Two lower bounds that differ by less count as equal: the model knows links no better than that.
 const NEGLIGIBLE: f64 = 0.01;
@@ -81,47 +81,57 @@ impl CostModel {
         let inequality = self.inequality()?;
         let mut candidates: Vec<Exchange> =
             Arrangement::HIERARCHICAL.iter().map(|&arrangement| self.exchange(arrangement)).collect();
-        let hierarchical = cheapest(&candidates).arrangement;
+        let hierarchical = cheapest(&candidates, |exchange| exchange.seconds).arrangement;
         let chosen = if inequality.holds() { hierarchical } else { Arrangement::DedicatedHubs };
         candidates.push(self.exchange(Arrangement::DedicatedHubs));
         candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
         Some(ReductionChoice { inequality, chosen, candidates })
     }
 
-    /// What to take: in several racks what [`choose_reduction`](Self::choose_reduction) says, if that is hierarchical, else
-    /// the deployment with the least lower bound. Of those that `compute_s` of computation hides altogether, or that differ
-    /// by less than a hundredth, the one with the fewest machines.
-    pub fn recommend(&self, compute_s: Option<f64>) -> Recommendation {
+    /// What to take of everything there is: where prices are given, too, what makes the most steps for its price, and else the least
+    /// lower bound. Of those that come within a hundredth of it, or, without prices, that `compute_s` of computation hides
+    /// altogether, the one with the fewest machines.
+    pub fn recommend(&self, compute_s: Option<f64>, prices: Option<&Prices>) -> Recommendation {
         let network = self.network();
-        let reduction = self.choose_reduction();
-        let mut flat: Vec<Exchange> =
-            Arrangement::FLAT.iter().map(|&arrangement| self.exchange(arrangement)).collect();
-        flat.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
-        let all = flat.iter().chain(reduction.iter().flat_map(|choice| &choice.candidates));
-        if let Some(compute_s) = compute_s {
-            let fewest = all
-                .filter(|exchange| exchange.seconds <= compute_s)
-                .min_by_key(|exchange| exchange.arrangement.hub_machines(network));
-            if let Some(exchange) = fewest {
-                let reason = format!(
-                    "its exchange takes at least {} and can hide behind {} of computation; it takes {}",
-                    duration(exchange.seconds),
-                    duration(compute_s),
-                    machines(exchange.arrangement.hub_machines(network)),
-                );
-                return Recommendation { exchange: exchange.clone(), reason };
-            }
+        let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
+        let mut all: Vec<Exchange> = Arrangement::FLAT
+            .iter()
+            .chain(between_racks)
+            .map(|&arrangement| self.exchange(arrangement))
+            .collect();
+        all.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
+        let takes = |exchange: &Exchange| machines(exchange.arrangement.hub_machines(network));
+        if let Some((compute_s, prices)) = compute_s.zip(prices) {
+            let worth =
+                |exchange: &Exchange| self.value(exchange, compute_s, prices).steps_per_second_per_thousand;
+            let exchange = cheapest(&all, |exchange| 1.0 / worth(exchange));
+            let reason = format!(
+                "it makes the most steps for its price, {:.3} a second for each thousand spent on a worker; its exchange takes at \
+                 least {}, and it takes {}",
+                worth(exchange),
+                duration(exchange.seconds),
+                takes(exchange),
+            );
+            return Recommendation { exchange: exchange.clone(), reason };
         }
-        let hierarchical = reduction.filter(|choice| choice.inequality.holds());
-        let exchange = match &hierarchical {
-            Some(choice) => self.exchange(choice.chosen),
-            None => cheapest(&flat).clone(),
-        };
+        let hidden = compute_s.and_then(|compute_s| {
+            let exchange = all.iter().find(|exchange| exchange.seconds <= compute_s)?;
+            Some((exchange, compute_s))
+        });
+        if let Some((exchange, compute_s)) = hidden {
+            let reason = format!(
+                "its exchange takes at least {} and can hide behind {} of computation; it takes {}",
+                duration(exchange.seconds),
+                duration(compute_s),
+                takes(exchange),
+            );
+            return Recommendation { exchange: exchange.clone(), reason };
+        }
+        let exchange = cheapest(&all, |exchange| exchange.seconds);
         let mut reason = format!(
-            "its lower bound, {}, is the least{}; it takes {}",
+            "its lower bound, {}, is the least; it takes {}",
             duration(exchange.seconds),
-            if hierarchical.is_some() { "" } else { " of the deployments" },
-            machines(exchange.arrangement.hub_machines(network)),
+            takes(exchange)
         );
         if let Some(compute_s) = compute_s {
             reason.push_str(&format!(
@@ -129,16 +139,16 @@ impl CostModel {
                 duration(compute_s)
             ));
         }
-        Recommendation { exchange, reason }
+        Recommendation { exchange: exchange.clone(), reason }
     }
 }
 
-/// The least lower bound; of those that hardly differ the first.
-fn cheapest(exchanges: &[Exchange]) -> &Exchange {
-    let least = exchanges.iter().map(|exchange| exchange.seconds).fold(f64::INFINITY, f64::min);
+/// The least of these; of those that hardly differ the first.
+fn cheapest(exchanges: &[Exchange], cost: impl Fn(&Exchange) -> f64) -> &Exchange {
+    let least = exchanges.iter().map(&cost).fold(f64::INFINITY, f64::min);
     exchanges
         .iter()
-        .find(|exchange| exchange.seconds <= least * (1.0 + NEGLIGIBLE))
+        .find(|exchange| cost(exchange) <= least * (1.0 + NEGLIGIBLE))
         .expect("there is an exchange to choose")
 }
 

@@ -24,6 +24,7 @@
 //! In a job of several [sites](crate::composition) members are workers and sites alike. A sum that is complete here is raised
 //! to the site above, if there is one, and the step goes on with its answer.
 
+mod awaiting;
 mod gathering;
 mod offence;
 mod rules;

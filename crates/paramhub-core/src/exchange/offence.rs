@@ -121,3 +121,13 @@ pub enum Awaited {
     #[error("its release of step {0}")]
     Release(u32),
 }
+
+impl Awaited {
+    /// The step that it is of, if it is of one.
+    pub fn step(self) -> Option<u32> {
+        match self {
+            Awaited::Parameters => None,
+            Awaited::Contribution(step) | Awaited::Release(step) => Some(step),
+        }
+    }
+}

@@ -73,15 +73,15 @@ pub(super) struct ChunkBook {
     pub(super) awaited: u32,
     /// Those of them that were counted in the step before.
     pub(super) prompt: u32,
-    initialised: bool,
+    pub(super) initialised: bool,
     /// What is contributed are factors.
     by_factors: bool,
-    stage: Stage,
+    pub(super) stage: Stage,
 }
 
 /// How far the step under way is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
     /// Contributions are missing.
     #[default]
     Open,
@@ -613,6 +613,11 @@ impl Exchange {
         }
     }
 
+    /// How many members contribute to the chunk: the first so many.
+    pub(super) fn members_of(&self, slot: u32) -> u32 {
+        self.chunks[slot as usize].reach.members
+    }
+
     /// Members whose contribution to this chunk's step under way is missing, ascending.
     pub fn missing(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let chunk = self.chunks[slot as usize];
@@ -653,7 +658,7 @@ impl Exchange {
     }
 
     /// The least advanced member's next step; members that have left hold nobody back.
-    fn slowest(&self, slot: u32) -> u32 {
+    pub(super) fn slowest(&self, slot: u32) -> u32 {
         let present = (0..self.rules.members).filter(|&member| !self.left[member as usize]);
         present.map(|member| self.book(slot, member).next_step).min().unwrap_or(u32::MAX)
     }

@@ -2,8 +2,12 @@
 //!
 //! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's namespace: a job
 //! that goes on from an old checkpoint writes beside what the one before it wrote, never over it.
+//!
+//! Which checkpoint is newer does not depend on the clock, which may be set back. Steps only grow within a run. A run takes a
+//! generation that is higher than those of all runs that it finds, and writes it into its manifests. The time of writing orders
+//! only runs of one generation: those of releases that wrote none.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -56,9 +60,26 @@ impl Found {
         parts.or_else(touched).unwrap_or(0)
     }
 
+    /// The generation of its run; 0 where a release wrote it that knew none, or where it has no parts.
+    fn generation(&self) -> u64 {
+        self.parts.iter().map(|part| part.generation).max().unwrap_or(0)
+    }
+
+    /// The run that wrote it, as its folder's name says.
+    fn run(&self) -> &str {
+        let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.split_once('.').map_or("", |(_, run)| run)
+    }
+
     /// Bytes of all its parts.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().map(Manifest::bytes).sum()
+    }
+
+    /// Something of which only the name is known.
+    pub(super) fn unreadable(path: PathBuf, step: u32, error: &io::Error) -> Found {
+        let flaw = Some(Flaw::Damaged(format!("{} cannot be read: {error}", path.display())));
+        Found { path, step, parts: Vec::new(), flaw }
     }
 
     fn read(path: PathBuf, step: u32) -> io::Result<Found> {
@@ -145,12 +166,20 @@ impl JobFolder {
 
     /// Where a run's part of a step goes.
     pub(crate) fn of_step(&self, step: u32, run: Namespace) -> PathBuf {
-        let run = run.to_string();
-        let run: String = run.chars().filter(char::is_ascii_hexdigit).take(12).collect();
-        self.path.join(format!("step-{step:010}.{run}"))
+        self.path.join(format!("step-{step:010}.{}", name_of_run(run)))
     }
 
-    /// All that lies there, the newest first. Nothing where there is no such folder.
+    /// A generation for a run: its own if it has written here, and one higher than those of all other runs.
+    pub(super) fn next_generation(&self, run: Namespace) -> io::Result<u64> {
+        let least = |found: Found| match found.run() == name_of_run(run) {
+            true => found.generation(),
+            false => found.generation().saturating_add(1),
+        };
+        Ok(self.list()?.into_iter().map(least).max().unwrap_or(0).max(1))
+    }
+
+    /// All that lies there, the newest first. Nothing where there is no such folder. What cannot be read is among it, with its
+    /// flaw, and hides nothing else.
     pub(crate) fn list(&self) -> io::Result<Vec<Found>> {
         let entries = match fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -160,16 +189,21 @@ impl JobFolder {
         for entry in entries {
             let path = entry?.path();
             let step = path.file_name().and_then(|name| step_of(name.to_str()?));
-            if let Some(step) = step {
-                match Found::read(path, step) {
-                    // Another hub was quicker to remove it.
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                    read => found.push(read?),
-                }
+            let Some(step) = step else { continue };
+            let read = match fs::metadata(&path) {
+                // No hub has written a file of such a name.
+                Ok(entry) if !entry.is_dir() => continue,
+                Ok(_) => Found::read(path.clone(), step),
+                Err(error) => Err(error),
+            };
+            match read {
+                Ok(read) => found.push(read),
+                // Another hub was quicker to remove it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => found.push(Found::unreadable(path, step, &error)),
             }
         }
-        found.sort_by_key(|found| std::cmp::Reverse((found.written_ms(), found.step)));
-        Ok(found)
+        Ok(newest_first(found))
     }
 
     /// Makes sure that the folder of a step exists, and will after a power cut.
@@ -180,9 +214,11 @@ impl JobFolder {
     }
 
     /// Keeps the newest so many complete ones, and what is newer than the oldest of these: of that, some may still be written to,
-    /// but no more than so many and one.
-    pub(crate) fn prune(&self, keep: usize) -> io::Result<()> {
+    /// but no more than so many and one. What the run has just written, at `step`, stays in any case, and what its other hubs
+    /// have written later.
+    pub(crate) fn prune(&self, keep: usize, run: Namespace, step: u32) -> io::Result<()> {
         let (mut complete, mut others) = (0, 0);
+        let mut failed = None;
         for found in self.list()? {
             let goes = match &found.flaw {
                 None => {
@@ -196,12 +232,33 @@ impl JobFolder {
                 }
                 Some(Flaw::Damaged(_)) => complete >= keep,
             };
-            if goes {
-                remove(&found.path)?;
+            let is_new = found.run() == name_of_run(run) && found.step >= step;
+            if goes && !is_new {
+                // What cannot be removed must not keep the others.
+                failed = failed.or(remove(&found.path).err());
             }
         }
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
+}
+
+/// The digits by which folders name a run.
+fn name_of_run(run: Namespace) -> String {
+    run.to_string().chars().filter(char::is_ascii_hexdigit).take(12).collect()
+}
+
+/// Runs by generation, and where that does not tell by when they last wrote; within a run by step.
+fn newest_first(found: Vec<Found>) -> Vec<Found> {
+    let mut runs: HashMap<&str, (u64, u64)> = HashMap::new();
+    for one in &found {
+        let (generation, written_ms) = runs.entry(one.run()).or_default();
+        *generation = one.generation().max(*generation);
+        *written_ms = one.written_ms().max(*written_ms);
+    }
+    let order: Vec<_> = found.iter().map(|one| (runs[one.run()], one.run().to_owned(), one.step)).collect();
+    let mut found: Vec<_> = order.into_iter().zip(found).collect();
+    found.sort_by(|(one, _), (other, _)| other.cmp(one));
+    found.into_iter().map(|(_, found)| found).collect()
 }
 
 /// Manifests first: what is half removed must not look whole.
@@ -246,7 +303,7 @@ pub(super) fn settle(temporary: &Path, path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), sync_folder)
 }
 
-fn sync_folder(path: &Path) -> io::Result<()> {
+pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     let path = if path == Path::new("") { Path::new(".") } else { path };
     File::open(path)?.sync_all()
 }
@@ -272,7 +329,7 @@ mod tests {
     fn put(folder: &JobFolder, step: u32, run: u8, change: impl FnOnce(&mut Manifest)) -> PathBuf {
         let mut part = manifest();
         (part.step, part.namespace) = (step, Namespace([run; 16]));
-        part.written_ms = u64::from(run) * 1000 + u64::from(step);
+        (part.generation, part.written_ms) = (0, u64::from(run) * 1000 + u64::from(step));
         part.files.clear();
         change(&mut part);
         let path = folder.of_step(step, part.namespace);
@@ -320,7 +377,72 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_by_the_time_of_writing() {
+    fn new_checkpoints_outlast_a_clock_that_was_set_back() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        let (old, new) = (Namespace([9; 16]), Namespace([2; 16]));
+        let day_ms = 86_400_000;
+        let steps = |folder: &JobFolder| -> Vec<u32> {
+            folder.list().unwrap().iter().map(|found| found.step).collect()
+        };
+        // A run of a release that knew no generations, and one after it, both before the clock went back by a day.
+        put(&folder, 60_000, 7, |part| (part.generation, part.written_ms) = (0, 3 * day_ms));
+        let generation = folder.next_generation(old).unwrap();
+        for step in [50_000, 51_000] {
+            put(&folder, step, 9, |part| (part.generation, part.written_ms) = (generation, 3 * day_ms + 1));
+            folder.prune(2, old, step).unwrap();
+        }
+        assert_eq!(steps(&folder), [51_000, 50_000]);
+        // The run after it goes on from a step before, and its clock stands earlier and goes back once more.
+        let generation = folder.next_generation(new).unwrap();
+        for step in 1..=4 {
+            let written_ms = 2 * day_ms - u64::from(step) * 1000;
+            let path = put(&folder, 50_000 + step, 2, |part| {
+                (part.generation, part.written_ms) = (generation, written_ms);
+            });
+            folder.prune(2, new, 50_000 + step).unwrap();
+            assert!(path.exists(), "what was just written, of step {step}");
+            assert_eq!(folder.next_generation(new).unwrap(), generation, "a run keeps its generation");
+        }
+        assert_eq!(steps(&folder), [50_004, 50_003]);
+    }
+
+    #[test]
+    fn what_was_just_written_stays_beside_a_run_that_takes_itself_for_newer() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        for step in 100..104 {
+            put(&folder, step, 9, |part| part.generation = u64::MAX);
+        }
+        let path = put(&folder, 7, 1, |part| part.generation = 1);
+        folder.prune(2, Namespace([1; 16]), 7).unwrap();
+        let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
+        assert_eq!(left, [103, 102, 7]);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_hides_no_other() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = JobFolder::new(scratch.path(), "job");
+        for step in [100, 200, 300] {
+            put(&folder, step, 1, |_| {});
+        }
+        // A link that leads to itself cannot be read by any user. A file is nothing that a hub writes under such a name.
+        let unreadable = folder.of_step(250, Namespace([1; 16]));
+        std::os::unix::fs::symlink(&unreadable, &unreadable).unwrap();
+        fs::write(folder.path.join("step-0000000400.notes"), "").unwrap();
+        let found = folder.list().unwrap();
+        assert_eq!(found.iter().map(|found| found.step).collect::<Vec<_>>(), [300, 250, 200, 100]);
+        assert!(matches!(&found[1].flaw, Some(Flaw::Damaged(why)) if why.contains("cannot be read")));
+        // Nor does it keep what is too old, though it cannot be removed itself.
+        folder.prune(1, Namespace([1; 16]), 300).unwrap_err();
+        let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
+        assert_eq!(left, [300, 250]);
+    }
+
+    #[test]
+    fn of_runs_without_a_generation_the_newest_are_kept_by_the_time_of_writing() {
         let scratch = tempfile::tempdir().unwrap();
         let folder = JobFolder::new(scratch.path(), "job");
         for step in [100, 200, 300] {
@@ -339,7 +461,7 @@ mod tests {
         File::open(&nothing).unwrap().set_modified(UNIX_EPOCH).unwrap();
         let begun = folder.of_step(400, Namespace([2; 16]));
         fs::create_dir(&begun).unwrap();
-        folder.prune(2).unwrap();
+        folder.prune(2, Namespace([2; 16]), 160).unwrap();
         let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
         assert_eq!(left, [400, 160, 150, 300]);
         assert!(stranger.exists() && !nothing.exists());

@@ -132,6 +132,8 @@ struct Keeping {
     newest: u32,
     /// The version last written.
     last: Option<u32>,
+    /// This run's generation among those that have checkpoints in the folder; it is found before the first one is written.
+    generation: Option<u64>,
     finish: Option<Box<dyn FnOnce() + Send>>,
     is_over: bool,
     /// A key that is not updated with the others, which the last try has met.
@@ -157,6 +159,7 @@ impl Keeping {
             is_synchronous: terms.settings.consistency == Consistency::Synchronous,
             newest: terms.resumed_step.unwrap_or(0),
             last: terms.resumed_step,
+            generation: None,
             finish: None,
             is_over: false,
             lagging: None,
@@ -380,6 +383,7 @@ impl Keeping {
             hub: self.terms.hub,
             step,
             is_consistent: self.is_synchronous,
+            generation: 0,
             written_ms: 0,
             workers: self.terms.workers,
             optimizer: settings.optimizer.name.clone(),
@@ -390,7 +394,11 @@ impl Keeping {
             files: Vec::new(),
             tensors: Vec::new(),
         };
-        let written = write(folder, &self.here, about);
+        let generation = self.generation.map_or_else(|| folder.next_generation(*namespace), Ok);
+        let written = generation.and_then(|generation| {
+            self.generation = Some(generation);
+            write(folder, &self.here, Manifest { generation, ..about })
+        });
         let seconds = begun.elapsed().as_secs_f64();
         match written {
             Ok(part) => {
@@ -414,7 +422,7 @@ impl Keeping {
                     status.skipped += u64::from(skipped);
                     status.failure.clear();
                 });
-                if let Err(error) = folder.prune(self.terms.keep) {
+                if let Err(error) = folder.prune(self.terms.keep, *namespace, step) {
                     warn!("job `{name}`: old checkpoints in {} stay: {error}", folder.path().display());
                 }
             }

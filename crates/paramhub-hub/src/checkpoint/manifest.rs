@@ -31,6 +31,10 @@ pub struct Manifest {
     pub step: u32,
     /// Whether all chunks are of that very version.
     pub is_consistent: bool,
+    /// The run's generation, which is higher than those of the runs before it: what says which checkpoint is newer, whatever the clock did. Manifests
+    /// of releases that knew none are read as of generation 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub generation: u64,
     /// When it was written, in milliseconds since the Unix epoch.
     pub written_ms: u64,
     /// Ranks in the job.
@@ -171,6 +175,10 @@ impl Manifest {
     }
 }
 
+fn is_zero(value: &u64) -> bool {
+    *value == 0
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -196,6 +204,7 @@ pub(super) mod tests {
             hub: 0,
             step: 12,
             is_consistent: true,
+            generation: 3,
             written_ms: 1,
             workers: 2,
             optimizer: "sgd".into(),
@@ -236,6 +245,10 @@ pub(super) mod tests {
                 assert!(Manifest::decode(&text).is_err(), "flipped at {at}");
             }
         }
+        // As releases wrote them that knew no generation.
+        let old = Manifest { generation: 0, ..manifest.clone() };
+        assert!(!old.encode().contains("generation"));
+        assert_eq!(Manifest::decode(&old.encode()), Ok(old));
         let other = Manifest { format: 2, ..manifest.clone() };
         assert!(Manifest::decode(&other.encode()).unwrap_err().contains("format 2"));
         let mut beyond = manifest.clone();

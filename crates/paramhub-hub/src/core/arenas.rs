@@ -50,6 +50,11 @@ impl Arenas {
         self.of_rank[rank as usize].is_some()
     }
 
+    /// Whether any rank has one.
+    pub(crate) fn has_any(&self) -> bool {
+        !self.ranks.is_empty()
+    }
+
     /// Finds where the contributions to a chunk lie: of every rank that has an arena, or of the `only` one.
     pub(crate) fn find_sources(&mut self, extent: &Extent, only: Option<u32>) {
         self.sources.clear();
@@ -113,6 +118,11 @@ impl Arenas {
     /// Whether any rank was aimed at.
     pub(crate) fn has_targets(&self) -> bool {
         !self.targets.is_empty()
+    }
+
+    /// Places that [`hand_out`](Self::hand_out) will write the parameters at hand to.
+    pub(crate) fn copies(&self, are_new: bool) -> usize {
+        self.targets.len() + usize::from(are_new && self.common.is_some())
     }
 
     /// The parameters at hand are where they belong.

@@ -1,14 +1,19 @@
-//! The f32 arrays of a job: aligned, and touched by the thread that will use them.
+//! The arrays of a job: aligned, and touched by the thread that will use them, a part at a time.
 
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
+
+use bytemuck::Zeroable;
 
 /// Cache lines start at multiples of this; vector loads must not straddle them.
-const LINE_ELEMENTS: usize = 16;
+const LINE_BYTES: usize = 64;
+const LINE_ELEMENTS: usize = LINE_BYTES / size_of::<f32>();
 
-/// A zeroed array of f32 that starts on a cache line.
+/// A zeroed array that starts on a cache line. It can be read and written once it has been touched.
 #[derive(Debug, Default)]
-pub(crate) struct Buffer {
-    storage: Vec<f32>,
+pub(crate) struct Buffer<T = f32> {
+    /// As long as what has been touched.
+    storage: Vec<T>,
+    room: usize,
     start: usize,
     len: usize,
 }
@@ -19,34 +24,86 @@ pub(crate) struct OutOfMemory {
     pub(crate) bytes: u64,
 }
 
-impl Buffer {
-    /// `len` zeros, `skew` cache lines past a boundary of the allocator's.
+/// Memory that is taken and given back in parts, so that a core serves others in between: the system clears each page when it is
+/// first written, and takes each one back when it is freed.
+pub(crate) trait Pages {
+    /// Writes the next pages, about so many bytes. Returns how many there were; 0 when all have been written.
+    fn touch_some(&mut self, bytes: usize) -> usize;
+
+    /// Gives pages back, about so many bytes. Returns how many there were; 0 when none are left. Nothing can be read any more.
+    fn free_some(&mut self, bytes: usize) -> usize;
+
+    /// Bytes that have been written.
+    #[cfg(test)]
+    fn touched_bytes(&self) -> usize;
+}
+
+impl<T: Zeroable + Copy> Buffer<T> {
+    /// Room for `len` zeros, `skew` cache lines past a boundary of the allocator's, none of which has been written.
     ///
     /// Arrays that are read together want different skews: where they lie a multiple of the page size apart, some
     /// processors mistake one's addresses for the other's and stall.
-    pub(crate) fn zeroed(len: usize, skew: usize) -> Result<Self, OutOfMemory> {
-        let room = len + LINE_ELEMENTS * (skew + 1);
-        let mut storage = Vec::new();
-        let full = |_| OutOfMemory { bytes: room as u64 * 4 };
+    pub(crate) fn reserved(len: usize, skew: usize) -> Result<Self, OutOfMemory> {
+        let line = LINE_BYTES / size_of::<T>();
+        let room = len + line * (skew + 1);
+        let mut storage: Vec<T> = Vec::new();
+        let full = |_| OutOfMemory { bytes: room as u64 * size_of::<T>() as u64 };
         storage.try_reserve_exact(room).map_err(full)?;
-        // Writes every page now, on the calling thread, so that the first step pays no page faults and the memory lies
-        // in this thread's NUMA node.
-        storage.resize(room, 0.0f32);
-        let to_line = storage.as_ptr().align_offset(LINE_ELEMENTS * size_of::<f32>()).min(LINE_ELEMENTS - 1);
-        Ok(Buffer { start: to_line + LINE_ELEMENTS * skew, len, storage })
+        let to_line = storage.as_ptr().align_offset(LINE_BYTES).min(line - 1);
+        Ok(Buffer { start: to_line + line * skew, len, room, storage })
     }
 }
 
-impl Deref for Buffer {
-    type Target = [f32];
+impl<T: Copy> Buffer<T> {
+    /// Whether its first `len` values have been touched.
+    pub(crate) fn reaches(&self, len: usize) -> bool {
+        self.storage.len() >= self.start + len
+    }
 
-    fn deref(&self) -> &[f32] {
+    /// Some of its values, which have been touched, though others may not have been.
+    pub(crate) fn part_mut(&mut self, range: Range<usize>) -> &mut [T] {
+        &mut self.storage[self.start + range.start..self.start + range.end]
+    }
+}
+
+impl<T: Zeroable + Copy> Pages for Buffer<T> {
+    fn touch_some(&mut self, bytes: usize) -> usize {
+        let more = (self.room - self.storage.len()).min((bytes / size_of::<T>()).max(1));
+        // On the calling thread, so that the first step pays no page faults and the memory lies in this thread's NUMA node. The
+        // room was reserved: nothing moves.
+        self.storage.resize(self.storage.len() + more, T::zeroed());
+        more * size_of::<T>()
+    }
+
+    fn free_some(&mut self, bytes: usize) -> usize {
+        (self.start, self.len, self.room) = (0, 0, 0);
+        let left = self.storage.len().saturating_sub((bytes / size_of::<T>()).max(1));
+        let freed = self.storage.len() - left;
+        self.storage.truncate(left);
+        // An array of this size has a mapping of its own, whose end goes without the rest being moved.
+        match left {
+            0 => self.storage = Vec::new(),
+            _ => self.storage.shrink_to(left),
+        }
+        freed * size_of::<T>()
+    }
+
+    #[cfg(test)]
+    fn touched_bytes(&self) -> usize {
+        self.storage.len() * size_of::<T>()
+    }
+}
+
+impl<T> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
         &self.storage[self.start..self.start + self.len]
     }
 }
 
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [f32] {
+impl<T> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
         &mut self.storage[self.start..self.start + self.len]
     }
 }
@@ -63,12 +120,28 @@ mod tests {
     #[test]
     fn arrays_start_on_cache_lines_and_hold_zeros() {
         for (len, skew) in [(0, 0), (1, 0), (1000, 1), (1 << 20, 5)] {
-            let buffer = Buffer::zeroed(len, skew).unwrap();
+            let mut buffer = Buffer::<f32>::reserved(len, skew).unwrap();
+            while buffer.touch_some(4096) > 0 {}
             assert_eq!(buffer.len(), len);
             assert!(buffer.iter().all(|&value| value == 0.0));
             assert_eq!(buffer.as_ptr() as usize % 64, 0);
         }
-        assert!(Buffer::zeroed(usize::MAX / 8, 0).is_err());
+        assert!(Buffer::<f32>::reserved(usize::MAX / 8, 0).is_err());
         assert_eq!([whole_lines(0), whole_lines(1), whole_lines(16), whole_lines(17)], [0, 16, 16, 32]);
+    }
+
+    #[test]
+    fn pages_are_taken_and_given_back_in_parts() {
+        let mut buffer = Buffer::<u8>::reserved(1 << 20, 0).unwrap();
+        let counted = |mut part: Box<dyn FnMut() -> usize + '_>| {
+            std::iter::from_fn(|| Some(part()).filter(|&bytes| bytes > 0)).collect::<Vec<usize>>()
+        };
+        let touched = counted(Box::new(|| buffer.touch_some(64 << 10)));
+        assert_eq!((touched.len(), touched.iter().sum::<usize>()), (17, (1 << 20) + 64));
+        let freed = counted(Box::new(|| buffer.free_some(64 << 10)));
+        assert_eq!((freed.len(), freed.iter().sum::<usize>()), (17, (1 << 20) + 64));
+        assert!(buffer.is_empty());
+        let mut untouched = Buffer::<f32>::reserved(1 << 20, 0).unwrap();
+        assert_eq!(untouched.free_some(1), 0, "nothing was written that could go");
     }
 }

@@ -7,6 +7,7 @@ use paramhub_kernels::Hyperparameters;
 
 use super::tests::{header, push_pull, shard, take, wire};
 use super::*;
+use crate::core::plan::memory_bytes;
 use crate::core::restored::Restored;
 use crate::core::snapshot::{Outcome, Snapshot, Wanted};
 
@@ -212,4 +213,48 @@ fn a_shard_goes_on_from_what_another_has_left() {
     let slot = resumed.slots.iter().find(|slot| slot.key == 0).unwrap();
     let whole: Vec<f32> = (0..4).flat_map(|chunk| expected(chunk, 4).0).collect();
     assert_eq!(resumed.model[slot.range()], whole);
+}
+
+#[test]
+fn a_job_that_goes_on_from_a_checkpoint_needs_no_more_memory_than_another() {
+    const CHUNK: u64 = 16 << 10;
+    const CHUNKS: u32 = 64;
+    const PART: usize = 64 << 10;
+    let hyperparameters = Hyperparameters { learning_rate: 0.1, momentum: 0.9, ..Default::default() };
+    let fresh = shard(1, vec![Key::new("w", [u64::from(CHUNKS) * CHUNK])], |settings| {
+        settings.chunk_bytes = 4 * CHUNK as u32;
+        settings.optimizer =
+            OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sgd") };
+    });
+    let mut restored = Restored::room(fresh.plan(), 3, vec![hyperparameters]).unwrap();
+    for slot in 0..CHUNKS {
+        restored.put_parameters(slot, 0, &[slot as f32; CHUNK as usize]);
+        restored.put_state(slot, 0, 0, &[-(slot as f32); CHUNK as usize]);
+        restored.put_updates(slot, 3);
+    }
+    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..fresh.plan().clone() };
+    let most = memory_bytes(&plan) + 4 * PART as u64;
+    let mut resumed = Shard::reserve(plan).unwrap();
+    let mut parts = 0;
+    while resumed.open_some(PART) {
+        parts += 1;
+        let taken = resumed.touched_bytes();
+        assert!(taken <= most, "{taken} bytes after {parts} parts, of which there are to be {most}");
+    }
+    assert!(parts > CHUNKS, "{parts} parts");
+    for (slot, value) in resumed.slots.iter().zip(0_u32..) {
+        assert!(resumed.model[slot.range()].iter().all(|&found| found == value as f32), "chunk {value}");
+        assert!(resumed.state[slot.range()].iter().all(|&found| found == -(value as f32)), "chunk {value}");
+    }
+    // One that ends on its way gives all back.
+    let mut restored = Restored::room(fresh.plan(), 3, vec![hyperparameters]).unwrap();
+    (0..CHUNKS).for_each(|slot| restored.put_updates(slot, 3));
+    let plan = ShardPlan { restored: Some(Arc::new(restored)), ..fresh.plan().clone() };
+    let mut ending = Shard::reserve(plan).unwrap();
+    for _ in 0..CHUNKS / 2 {
+        assert!(ending.open_some(PART), "it is on its way");
+    }
+    ending.close();
+    while ending.free_some(PART) {}
+    assert_eq!((ending.touched_bytes(), ending.counters().memory_bytes), (0, 0));
 }

@@ -8,7 +8,7 @@ use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::wire::{Direction, Failure, Header, Operation};
 use paramhub_transport::{Connection, Outgoing, Stream};
 
-use super::lane::Arrival;
+use super::lane::{Arrival, Lane};
 
 /// Jobs whose reason is remembered; a handshake takes seconds at most.
 const ENDED_MAX: usize = 256;
@@ -22,6 +22,8 @@ const READ: Duration = Duration::from_secs(1);
 pub(super) struct Farewells {
     reasons: VecDeque<(Namespace, Failure)>,
     readers: Vec<(Connection, Instant)>,
+    /// The same, of streams that a core served when it panicked.
+    lanes: Vec<(Lane, Instant)>,
 }
 
 impl Farewells {
@@ -45,9 +47,25 @@ impl Farewells {
         }
     }
 
+    /// Tells a stream that was served why its job is over, behind the rest of the frame that has `begun` to leave.
+    pub(super) fn tell_lane(&mut self, namespace: Namespace, lane: &mut Lane, begun: Option<Header>) {
+        if let Some((_, failure)) = self.reasons.iter().find(|(ended, _)| *ended == namespace) {
+            // Who cannot be told finds the stream closed.
+            let _ = lane.say_last(begun, &failure.encode());
+        }
+    }
+
+    /// Gives a stream that was told time to read it.
+    pub(super) fn keep(&mut self, lane: Lane, now: Instant) {
+        if self.lanes.len() < READERS_MAX {
+            self.lanes.push((lane, now + READ));
+        }
+    }
+
     /// Lets go of those who have read or had their time; what they still send is thrown away, so that letting go does not
     /// reset a connection over an unread reason.
     pub(super) fn let_go(&mut self, now: Instant) {
         self.readers.retain_mut(|(stream, until)| now < *until && !stream.discard());
+        self.lanes.retain_mut(|(lane, until)| now < *until && !lane.discard());
     }
 }

@@ -60,10 +60,14 @@ pub(crate) enum Fault {
     Frame(String),
     #[error("gave up: {0}")]
     GaveUp(String),
-    #[error("was lost: {0}")]
+    #[error("was lost: {0}. Its own output, or its machine's log, says why")]
     Lost(String),
     /// Its connection stands, as far as anyone can tell: it may yet hear why.
-    #[error("was lost: it has not been heard for {:.0} s", .0.as_secs_f64())]
+    #[error(
+        "was lost: it has not been heard for {:.0} s. Look at its machine and at the network between; where such pauses are \
+         normal, give the job a longer --dead-after",
+        .0.as_secs_f64()
+    )]
     Silent(Duration),
     #[error("sent {0:?}, which does not come from there")]
     NotFromThere(Operation),

@@ -120,6 +120,10 @@ impl FrameSink for ShardSink<'_> {
         self.shard.check(self.port, header)?;
         self.shard.frame(self.port, header, Payload::InArena)
     }
+
+    fn moved(&mut self) -> usize {
+        self.shard.take_copied()
+    }
 }
 
 /// A stream whose handshake is done.
@@ -295,6 +299,28 @@ impl Lane {
     /// From now on nothing this worker sends counts; the job's end, with its reason, will follow.
     pub(crate) fn mute(&mut self, now: Instant) {
         self.draining.get_or_insert(Draining { until: now + DRAIN, last_word: LastWord::Awaited });
+    }
+
+    /// Says why the job is over and closes our side. Of a frame that has `begun` to leave, zeros follow: its numbers do not count any
+    /// more, and what they were may be half written.
+    pub(crate) fn say_last(&mut self, begun: Option<Header>, failure: &[u8]) -> Result<(), StreamError> {
+        let zeros;
+        let mut frames = Vec::with_capacity(2);
+        if let Some(header) = begun.filter(|_| self.stream.unfinished() > 0) {
+            let is_placed = self.is_shm() && header.operation.carries_tensor();
+            zeros = vec![0; if is_placed { 0 } else { header.length as usize }];
+            frames.push(Outgoing { header, payload: &zeros });
+        }
+        let header = Header { length: failure.len() as u32, ..Header::bare(Operation::Failure) };
+        frames.push(Outgoing { header, payload: failure });
+        self.stream.send(&frames)?;
+        self.stream.announce()?;
+        Ok(self.stream.end_sending()?)
+    }
+
+    /// Throws away some of what has come; `true` once nothing more will come.
+    pub(crate) fn discard(&mut self) -> bool {
+        self.stream.discard()
     }
 
     /// From now on this lane only says what it still has to say, and closes.

@@ -14,7 +14,7 @@ use paramhub_transport::Waker;
 
 use super::plan::ShardPlan;
 use super::ports::Neighbour;
-use super::shard::Late;
+use super::shard::{AwaitedNews, Late};
 use super::snapshot::{Snapshot, Wanted};
 use crate::local::LocalMemory;
 
@@ -24,7 +24,7 @@ const MAILBOX_COMMANDS: usize = 1024;
 /// Asked of a core.
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
-    /// Allocate a route's chunks; answered by [`CoreEvent::Opened`].
+    /// Allocate a route's chunks; answered by [`CoreEvent::Opened`], unless the job ends before.
     Open(Box<ShardPlan>),
     /// Serve a stream whose handshake is done. One that was `resumed_by` an interface takes the place of the port's stream.
     Adopt {
@@ -37,6 +37,8 @@ pub(crate) enum CoreCommand {
     },
     /// Tell a rank something.
     Notify { namespace: Namespace, rank: u32, notice: Notice },
+    /// Tell all ranks something.
+    NotifyAll { namespace: Namespace, notice: Notice },
     /// Take a snapshot of a route's chunks; answered by [`CoreEvent::Snapshot`], unless the job ends.
     Arm { namespace: Namespace, wanted: Wanted, snapshot: Box<Snapshot> },
     /// Call it off, if it is still being taken.
@@ -56,6 +58,8 @@ pub(crate) enum CoreEvent {
     Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
     /// A job cannot go on, through the fault of `culprit`.
     Faulted { namespace: Namespace, culprit: Neighbour, message: String },
+    /// The core panicked and has nothing of a job any more; [`CoreEvent::Closed`] follows for each of its routes.
+    Panicked { namespace: Namespace, reason: String },
     /// Nothing more will come by a port of a route, or, to a site above, go out.
     Left { namespace: Namespace, route: RouteId, port: u32 },
     /// Somebody has not been heard for a while on some stream, or is heard again.
@@ -64,6 +68,8 @@ pub(crate) enum CoreEvent {
     Moved { namespace: Namespace, who: Neighbour, by: u16 },
     /// Steps end without this rank.
     Late { namespace: Namespace, late: Late },
+    /// A rank or a site keeps the others waiting at a route, or does no more.
+    Awaited { namespace: Namespace, route: RouteId, news: AwaitedNews },
     /// A route is freed and its streams are closed. Of every rank, how many updates it was `left_out` of.
     Closed { namespace: Namespace, counters: JobCounters, left_out: Vec<u64> },
 }

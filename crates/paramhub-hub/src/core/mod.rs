@@ -6,6 +6,8 @@
 mod arenas;
 mod buffer;
 mod deadlines;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod exercise;
 mod farewell;
 mod fault;
 mod lane;
@@ -15,8 +17,10 @@ mod outbox;
 mod plan;
 mod ports;
 mod quantised;
+mod restart;
 mod restored;
 mod resume;
+mod room;
 mod shard;
 mod snapshot;
 mod snapshots;
@@ -30,8 +34,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
-use paramhub_core::stragglers::Quorum;
-use paramhub_core::wire::{Failure, Header, Notice, Operation};
+use paramhub_core::wire::{Header, Notice, Operation};
 use paramhub_transport::{Events, Interest, Poller, Scratch};
 
 use farewell::Farewells;
@@ -43,9 +46,10 @@ use turns::{Turns, Unit};
 pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
 pub(crate) use ports::{Neighbour, Ports, Side};
+pub(crate) use restart::panic_text;
 pub(crate) use restored::Restored;
-pub(crate) use shard::Late;
 use shard::Shard;
+pub(crate) use shard::{Absence, AwaitedNews, Late};
 pub(crate) use snapshot::{Mark, Outcome, Snapshot, Wanted};
 
 /// How often a core looks at the clock for heartbeats, silent workers and counters.
@@ -67,6 +71,8 @@ const WAKER: u64 = u64::MAX;
 
 /// The state of a core's thread.
 pub(crate) struct Core {
+    /// Its number at the hub.
+    number: usize,
     poller: Poller,
     mailbox: Mailbox,
     spin: Duration,
@@ -85,6 +91,10 @@ pub(crate) struct Core {
     busy: Duration,
     idle: Duration,
     last_tick: Instant,
+    /// Panics in a row while no job was here.
+    panics_alone: u32,
+    /// How long this thread has served, without the times in which it was not let run.
+    awake: Duration,
 }
 
 /// A shard and the lanes of its ports.
@@ -94,6 +104,8 @@ struct Hosted {
     /// The job's number in [`Turns`].
     job: usize,
     lane_of: Vec<Option<u64>>,
+    memory: Memory,
+    /// The job is over.
     ending: bool,
     /// Chunks of a released step wait for their turn.
     releases: bool,
@@ -103,12 +115,22 @@ struct Hosted {
     makes: bool,
 }
 
+/// How far a shard's memory is taken, or given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Memory {
+    Opening,
+    Open,
+    Freeing,
+    Freed,
+}
+
 impl Core {
     /// It looks for work for `spin` before it sleeps.
-    pub(crate) fn new(mailbox: Mailbox, spin: Duration) -> io::Result<Self> {
+    pub(crate) fn new(number: usize, mailbox: Mailbox, spin: Duration) -> io::Result<Self> {
         let poller = Poller::new()?;
         poller.add(&mailbox.waker, WAKER, Interest::READABLE)?;
         Ok(Core {
+            number,
             poller,
             mailbox,
             spin,
@@ -124,54 +146,69 @@ impl Core {
             busy: Duration::ZERO,
             idle: Duration::ZERO,
             last_tick: Instant::now(),
+            panics_alone: 0,
+            awake: Duration::ZERO,
         })
     }
 
     /// Serves until told to stop.
-    pub(crate) fn run(mut self) -> io::Result<()> {
+    fn serve_until_stopped(&mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS);
-        let mut turn_ended = Instant::now();
-        loop {
-            let timeout = match self.turns.is_empty() && self.unannounced.is_empty() {
-                true => self.wakes_at().saturating_duration_since(turn_ended),
+        let mut turn_ended = Some(Instant::now());
+        while let Some(ended) = turn_ended {
+            let patience = match self.turns.is_empty() && self.unannounced.is_empty() {
+                true => self.wakes_at().saturating_duration_since(ended),
                 false => Duration::ZERO,
             };
-            let had_work = !self.turns.is_empty();
-            self.poller.wait_spinning(&mut events, self.spin, Some(timeout))?;
-            let now = Instant::now();
-            let polled = now - turn_ended;
-            let slice = match had_work {
-                true => (polled * SLICE_POLLS).clamp(SLICE, SLICE_MAX),
-                false => SLICE,
-            };
-            match had_work {
-                true => self.busy += polled,
-                false => self.idle += polled,
-            }
-            let mut mail = false;
-            for event in events.iter() {
-                match event.token {
-                    WAKER => mail = true,
-                    token => self.due(token, event.readable, event.writable),
-                }
-            }
-            self.announce(now);
-            let mut begun = now;
-            if mail {
-                self.mailbox.waker.drain();
-                if self.obey(now) {
-                    return Ok(());
-                }
-                begun = Instant::now();
-            }
-            turn_ended = self.serve(begun, slice);
-            turn_ended = self.end_late(turn_ended);
-            if turn_ended - self.last_tick >= TICK {
-                self.tick(turn_ended);
-                turn_ended = Instant::now();
-            }
-            self.busy += turn_ended - now;
+            turn_ended = self.turn(&mut events, ended, patience)?;
         }
+        Ok(())
+    }
+
+    /// Asks the poller, which may wait for so long, and serves for a while what there is to do. Says when it was done, unless it was
+    /// told to stop.
+    fn turn(
+        &mut self,
+        events: &mut Events,
+        last_ended: Instant,
+        patience: Duration,
+    ) -> io::Result<Option<Instant>> {
+        let had_work = !self.turns.is_empty();
+        self.poller.wait_spinning(events, self.spin, Some(patience))?;
+        let now = Instant::now();
+        let polled = now - last_ended;
+        let slice = match had_work {
+            true => (polled * SLICE_POLLS).clamp(SLICE, SLICE_MAX),
+            false => SLICE,
+        };
+        match had_work {
+            true => self.busy += polled,
+            false => self.idle += polled,
+        }
+        let mut mail = false;
+        for event in events.iter() {
+            match event.token {
+                WAKER => mail = true,
+                token => self.due(token, event.readable, event.writable),
+            }
+        }
+        self.announce(now);
+        let mut begun = now;
+        if mail {
+            self.mailbox.waker.drain();
+            if self.obey(now) {
+                return Ok(None);
+            }
+            begun = Instant::now();
+        }
+        let mut turn_ended = self.serve(begun, slice);
+        turn_ended = self.end_late(turn_ended);
+        if turn_ended - self.last_tick >= TICK {
+            self.tick(turn_ended);
+            turn_ended = Instant::now();
+        }
+        self.busy += turn_ended - now;
+        Ok(Some(turn_ended))
     }
 
     /// When the clock has something to do next.
@@ -225,6 +262,7 @@ impl Core {
                 Unit::Release(shard) => self.release(shard, now),
                 Unit::Copy(shard) => self.copy(shard),
                 Unit::Make(shard) => self.make(shard, now),
+                Unit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
             // The clock is read for each unit only where there is somebody to be fair to.
@@ -405,25 +443,6 @@ impl Core {
         self.close_if_over(lane.shard);
     }
 
-    fn close_if_over(&mut self, index: usize) {
-        let hosted = self.shards.index_mut(index);
-        if !hosted.ending || hosted.lane_of.iter().any(Option::is_some) {
-            return;
-        }
-        let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
-        let mut counters = hosted.shard.counters();
-        if let Some(busy) = self.turns.dismiss(hosted.job, index) {
-            counters.busy_ns = busy.as_nanos() as u64;
-        }
-        let left_out = hosted.shard.left_out().to_vec();
-        self.timed.retain(|&other| other != index);
-        self.shards.remove_index(index);
-        self.shard_of.remove(&(namespace, route));
-        // So that a job shorter than a tick has been counted when it is over.
-        self.publish();
-        self.mailbox.tell(CoreEvent::Closed { namespace, counters, left_out });
-    }
-
     /// Does what the mailbox asks; `true` to stop.
     fn obey(&mut self, now: Instant) -> bool {
         while let Ok(command) = self.mailbox.commands.try_recv() {
@@ -436,6 +455,7 @@ impl Core {
                     self.adopt(namespace, route, port, Arrival { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
+                CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),
                 CoreCommand::Arm { namespace, wanted, snapshot } => self.arm(namespace, wanted, snapshot),
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
@@ -443,40 +463,6 @@ impl Core {
             }
         }
         false
-    }
-
-    fn open(&mut self, plan: ShardPlan) {
-        let (namespace, route, ports) = (plan.namespace, plan.route, plan.ports.len() as usize);
-        let (weight, ends_by_time) =
-            (plan.weight, plan.stragglers.quorum(plan.workers()) == Some(Quorum::Clock));
-        let mut snapshot = None;
-        let missing_bytes = match Shard::new(plan) {
-            Ok(mut shard) => {
-                snapshot = shard.hand_out_snapshot();
-                let job = self.turns.admit(namespace, weight);
-                let lane_of = vec![None; ports];
-                let hosted = Hosted {
-                    shard,
-                    route,
-                    job,
-                    lane_of,
-                    ending: false,
-                    releases: false,
-                    copies: false,
-                    makes: false,
-                };
-                let index = self.shards.insert_index(hosted);
-                if ends_by_time {
-                    self.timed.push(index);
-                }
-                self.shard_of.insert((namespace, route), index);
-                None
-            }
-            Err(missing) => Some(missing.bytes),
-        };
-        // So that whoever asks whether the hub holds anything is told from the beginning.
-        self.publish();
-        self.mailbox.tell(CoreEvent::Opened { namespace, missing_bytes, snapshot });
     }
 
     fn adopt(&mut self, namespace: Namespace, route: RouteId, port: u32, arrival: Arrival, now: Instant) {
@@ -537,36 +523,16 @@ impl Core {
         }
     }
 
-    fn end(&mut self, namespace: Namespace, failure: Option<&Failure>, now: Instant) {
-        if let Some(failure) = failure {
-            self.farewells.remember(namespace, failure.clone());
-        }
-        let here: Vec<usize> =
-            self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index).collect();
-        for index in here {
-            let hosted = self.shards.index_mut(index);
-            hosted.ending = true;
-            hosted.shard.free();
-            let lanes: Vec<(usize, u64)> = hosted
-                .lane_of
-                .iter()
-                .enumerate()
-                .filter_map(|(port, lane)| lane.map(|lane| (port, lane)))
-                .collect();
-            for (port, token) in lanes {
-                if let Some(failure) = failure {
-                    let payload = failure.encode();
-                    let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Failure) };
-                    self.shards.index_mut(index).shard.outboxes[port].message(header, payload);
-                }
-                if let Some(lane) = self.lanes.at_mut(token) {
-                    lane.drain(now);
-                }
-                self.flush(token, now);
-            }
-            if self.shards.contains_index(index) {
-                self.close_if_over(index);
-            }
+    /// Tells every rank that exchanges here.
+    fn notify_all(&mut self, namespace: Namespace, notice: &Notice, now: Instant) {
+        let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
+        let workers = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone());
+        for rank in workers.iter().flat_map(|ports| ports.ranks()) {
+            self.notify(namespace, *rank, notice, now);
         }
     }
 }
+
+#[cfg(test)]
+#[path = "room_tests.rs"]
+mod room_tests;

@@ -12,6 +12,7 @@ use paramhub_core::composition::{Composed, OptimizeAt, SiteId};
 use paramhub_core::exchange::{Exchange, GatheredLayer, Rules};
 use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::lateness::Watch;
 use paramhub_core::limits::CONTROL_BYTES_MAX;
 use paramhub_core::placement::{Placement, RouteId};
 use paramhub_core::settings::Settings;
@@ -40,6 +41,8 @@ pub(crate) struct ShardPlan {
     /// Streams may be cut and resumed.
     pub(crate) continues: bool,
     pub(crate) stragglers: Stragglers,
+    /// How long others may wait for somebody, if that ends the job.
+    pub(crate) progress_timeout: Option<Duration>,
     /// Of the core's time, against other jobs' weights.
     pub(crate) weight: u32,
     pub(crate) settings: Arc<Settings>,
@@ -162,28 +165,7 @@ impl Slot {
 
 /// Bytes a shard will take, so that a job can be refused before anything is allocated.
 pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
-    let layout = Layout::new(plan);
-    let quantised = Quantised::memory_bytes(&layout, plan.ports.workers());
-    let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
-    let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
-    let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
-    let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
-    // Of each stream: the frame it is about to spill, and the one a read cut off.
-    let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
-    let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
-    let deadlines =
-        if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
-    let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, &layout) } else { 0 };
-    layout.elements as u64 * 4 * arrays as u64
-        + layout.encoded_bytes as u64
-        + quantised
-        + books
-        + slots
-        + streams
-        + schedules
-        + deadlines
-        + snapshot
-        + FactorLayers::memory_bytes(plan, &layout)
+    Layout::new(plan).memory_bytes(plan)
 }
 
 /// How a plan turns into arrays.
@@ -283,5 +265,31 @@ impl Layout {
             },
             slots,
         }
+    }
+
+    /// Bytes that a shard of the plan will take.
+    pub(super) fn memory_bytes(&self, plan: &ShardPlan) -> u64 {
+        let quantised = Quantised::memory_bytes(self, plan.ports.workers());
+        let arrays = 2 + self.state_slots + self.parked_members + usize::from(self.keeps_totals);
+        let books = Exchange::memory_bytes(self.rules, self.slots.len() as u32);
+        let squares = if self.rules.two_phase { size_of::<f64>() } else { 0 };
+        let slots = self.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
+        // Of each stream: the frame it is about to spill, and the one a read cut off.
+        let streams = u64::from(plan.ports.len()) * (self.payload_bytes_max + plan.frame_bytes_max()) as u64;
+        let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
+        let deadlines =
+            if plan.stragglers.leaves_out() { Deadlines::memory_bytes(self.slots.len()) } else { 0 };
+        let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, self) } else { 0 };
+        self.elements as u64 * 4 * arrays as u64
+            + self.encoded_bytes as u64
+            + quantised
+            + books
+            + slots
+            + streams
+            + schedules
+            + deadlines
+            + Watch::memory_bytes(self.slots.len())
+            + snapshot
+            + FactorLayers::memory_bytes(plan, self)
     }
 }

@@ -126,6 +126,11 @@ impl Ports {
         self.workers.len() as u32
     }
 
+    /// The ranks of the workers that exchange here, ascending.
+    pub(crate) fn ranks(&self) -> &[u32] {
+        &self.workers
+    }
+
     /// Those who contribute: workers and sites.
     pub(crate) fn members(&self) -> u32 {
         (self.workers.len() + self.member_sites.len()) as u32

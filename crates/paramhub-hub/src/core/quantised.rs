@@ -2,7 +2,7 @@
 
 use paramhub_kernels::{convert, quantise};
 
-use super::buffer::{Buffer, OutOfMemory};
+use super::buffer::{Buffer, OutOfMemory, Pages};
 use super::plan::{Layout, Slot};
 
 /// No rank has this version: a run ends before it.
@@ -16,7 +16,7 @@ pub(super) struct Quantised {
     /// Without one what the answers have lost so far.
     kept: Buffer,
     /// The newest answers.
-    answers: Vec<u8>,
+    answers: Buffer<u8>,
     /// With an optimizer, of slot `s` and rank `r` at `s * ranks + r`: the version it has.
     versions: Vec<u32>,
     ranks: usize,
@@ -35,16 +35,19 @@ impl Quantised {
         if elements == 0 {
             return Ok(Quantised::default());
         }
-        let mut answers = Vec::new();
-        answers.try_reserve_exact(bytes).map_err(|_| OutOfMemory { bytes: bytes as u64 })?;
-        answers.resize(bytes, 0);
         let versions = if layout.rules.has_parameters { layout.slots.len() * ranks as usize } else { 0 };
         Ok(Quantised {
-            kept: Buffer::zeroed(elements, 5)?,
-            answers,
+            kept: Buffer::reserved(elements, 5)?,
+            answers: Buffer::reserved(bytes, 0)?,
             versions: vec![NONE; versions],
             ranks: ranks as usize,
         })
+    }
+
+    /// Its arrays.
+    pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
+        each(&mut self.kept);
+        each(&mut self.answers);
     }
 
     /// Every rank begins with these parameters of the chunk.

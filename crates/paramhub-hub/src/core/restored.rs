@@ -4,14 +4,16 @@ use paramhub_core::hyperparameters::Hyperparameters;
 
 use super::plan::{Layout, ShardPlan, Slot};
 
-/// Parameters and optimizer state of one shard, laid out as the shard will have them.
+/// Parameters and optimizer state of one shard. Each chunk is laid out as the shard will have it, but the first chunk comes last:
+/// what the shard has copied goes from the end, page by page as the shard takes its own, so that a job that goes on from a checkpoint
+/// never needs more memory than another.
 pub(crate) struct Restored {
     /// The version that every chunk begins at.
     pub(crate) step: u32,
     /// Of every group.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
-    pub(super) model: Vec<f32>,
-    pub(super) state: Vec<f32>,
+    model: Vec<f32>,
+    state: Vec<f32>,
     /// Of quantised slots that the checkpoint has it of: the parameters that ranks had.
     received: Vec<f32>,
     has_received: Vec<bool>,
@@ -29,7 +31,14 @@ impl Restored {
         step: u32,
         hyperparameters: Vec<Hyperparameters>,
     ) -> Option<Restored> {
-        let layout = Layout::new(plan);
+        let mut layout = Layout::new(plan);
+        let mut ends = [layout.elements, layout.quantised[0]];
+        for slot in layout.slots.iter_mut().rev() {
+            let starts = [slot.offset, slot.quantised[0]];
+            slot.offset = layout.elements - ends[0];
+            slot.quantised[0] = layout.quantised[0] - ends[1];
+            ends = starts;
+        }
         let zeros = |len: usize| {
             let mut values = Vec::new();
             values.try_reserve_exact(len).ok()?;
@@ -48,6 +57,33 @@ impl Restored {
             block_elements: plan.block_elements(),
             slots: layout.slots,
         })
+    }
+
+    /// Slots up to this one have been copied: their memory is given back.
+    pub(super) fn forget_up_to(&mut self, index: u32) {
+        let slot = self.slots[index as usize];
+        let lengths = [slot.offset, slot.offset * self.state_slots, slot.quantised[0]];
+        for (values, len) in [&mut self.model, &mut self.state, &mut self.received].into_iter().zip(lengths) {
+            values.truncate(len);
+            values.shrink_to(len);
+        }
+    }
+
+    /// The parameters of a slot's chunk.
+    pub(super) fn parameters(&self, index: u32) -> &[f32] {
+        &self.model[self.slots[index as usize].range()]
+    }
+
+    /// The optimizer state of a slot's chunk, as the shard has it.
+    pub(super) fn state(&self, index: u32) -> &[f32] {
+        let range = self.slots[index as usize].range();
+        &self.state[range.start * self.state_slots..range.end * self.state_slots]
+    }
+
+    /// Bytes that it takes now.
+    #[cfg(test)]
+    pub(super) fn memory_bytes(&self) -> u64 {
+        (self.model.capacity() + self.state.capacity() + self.received.capacity()) as u64 * 4
     }
 
     /// Takes parameters of a slot's chunk from its element `first` on.
@@ -84,7 +120,7 @@ impl Restored {
         let slot = &self.slots[index as usize];
         match self.has_received[index as usize] {
             true => &self.received[slot.quantised[0]..][..slot.elements as usize],
-            false => &self.model[slot.range()],
+            false => self.parameters(index),
         }
     }
 

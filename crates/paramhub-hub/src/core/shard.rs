@@ -1,25 +1,30 @@
 //! One job's chunks on one route: their memory, their books, and what arrives for them.
 
+mod awaited;
 mod between;
 mod copying;
 mod factors;
 mod late;
+mod memory;
 mod outgoing;
 mod start;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::consistency::Consistency;
 use paramhub_core::exchange::{Answer, Exchange, Fold, Offence, Stranded, Then, Update};
 use paramhub_core::hyperparameters::{Hyperparameters, Schedule};
+use paramhub_core::lateness::Watch;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::service::JobCounters;
 use paramhub_core::wire::{Header, Norm, Operation, Release, State};
 use paramhub_kernels::squares::squares;
 use paramhub_kernels::{Aggregator, Step, convert, finite, mean_factor, quantise, shared};
 
+pub(crate) use self::awaited::{Absence, AwaitedNews};
 pub(super) use self::factors::FactorLayers;
 pub(crate) use self::late::Late;
 use super::arenas::Arenas;
@@ -27,12 +32,13 @@ use super::buffer::{Buffer, OutOfMemory};
 use super::deadlines::Deadlines;
 use super::fault::Fault;
 use super::outbox::Outbox;
-use super::plan::{BLOCK_ELEMENTS, Layout, ShardPlan, Slot, memory_bytes};
+use super::plan::{BLOCK_ELEMENTS, Layout, ShardPlan, Slot};
 use super::ports::Side;
 use super::quantised::Quantised;
 use super::snapshot::Snapshot;
 use crate::local::RankArenas;
 use copying::Armed;
+use memory::Restoring;
 
 /// Where a frame's tensor is.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +79,7 @@ pub(crate) struct Shard {
     quantised: Quantised,
     factors: FactorLayers,
     /// The model encoded for keys that are not f32, at the same offsets; empty where all are.
-    encoded: Vec<u8>,
+    encoded: Buffer<u8>,
     pub(crate) outboxes: Vec<Outbox>,
     /// Ports whose outbox has something new.
     pub(crate) dirty: ReadySet,
@@ -86,16 +92,25 @@ pub(crate) struct Shard {
     deadlines: Option<Deadlines>,
     /// Of every rank, the updates it will have been left out of when somebody is told next.
     late_from: Vec<u64>,
+    /// How long others have waited for somebody.
+    watch: Watch,
     /// The snapshot being taken.
     armed: Option<Armed>,
     /// Memory for snapshots that nobody has asked for yet.
     spare_snapshot: Option<Box<Snapshot>>,
+    /// What chunks begin with, until all have it.
+    restoring: Option<Restoring>,
+    /// Whether each slot's parameters are missing where ranks of this host read them in common.
+    unshared: Vec<bool>,
+    /// Bytes copied to arenas since somebody asked.
+    copied: usize,
 }
 
 impl Shard {
-    /// Allocates and touches everything, on the calling thread.
-    pub(crate) fn new(mut plan: ShardPlan) -> Result<Self, OutOfMemory> {
+    /// Reserves all it will need; [`open_some`](Self::open_some) takes it. `memory_bytes` is what that comes to.
+    pub(crate) fn reserve(mut plan: ShardPlan) -> Result<Self, OutOfMemory> {
         let layout = Layout::new(&plan);
+        let memory_bytes = layout.memory_bytes(&plan);
         let block_elements = plan.block_elements();
         let spare_snapshot = match plan.checkpoints {
             true => Snapshot::new(&plan, &layout, block_elements)?,
@@ -108,10 +123,6 @@ impl Shard {
         };
         let slots = layout.slots.len() as u32;
         let (now, leaves_out) = (Instant::now(), plan.stragglers.leaves_out());
-        let mut encoded = Vec::new();
-        let full = |_| OutOfMemory { bytes: layout.encoded_bytes as u64 };
-        encoded.try_reserve_exact(layout.encoded_bytes).map_err(full)?;
-        encoded.resize(layout.encoded_bytes, 0);
         let mut exchange = Exchange::among_sites(layout.rules, plan.ports.reach());
         layout.factors.iter().for_each(|layer| exchange.take_factors(layer.slots()));
         let mut shard = Shard {
@@ -120,12 +131,12 @@ impl Shard {
             newest_step: 0,
             state_slots: layout.state_slots,
             block_elements,
-            model: Buffer::zeroed(layout.elements, 0)?,
-            merge: Buffer::zeroed(layout.elements, 1)?,
-            state: Buffer::zeroed(layout.elements * layout.state_slots, 2)?,
-            total: Buffer::zeroed(if layout.keeps_totals { layout.elements } else { 0 }, 3)?,
+            model: Buffer::reserved(layout.elements, 0)?,
+            merge: Buffer::reserved(layout.elements, 1)?,
+            state: Buffer::reserved(layout.elements * layout.state_slots, 2)?,
+            total: Buffer::reserved(if layout.keeps_totals { layout.elements } else { 0 }, 3)?,
             parked: (0..layout.parked_members)
-                .map(|member| Buffer::zeroed(layout.elements, 4 + member % 8))
+                .map(|member| Buffer::reserved(layout.elements, 4 + member % 8))
                 .collect::<Result<_, _>>()?,
             merged: vec![false; layout.slots.len()],
             squares: vec![0.0; if layout.rules.two_phase { layout.slots.len() } else { 0 }],
@@ -133,7 +144,7 @@ impl Shard {
             arenas: Arenas::new(plan.ports.workers()),
             quantised: Quantised::new(&layout, plan.ports.workers())?,
             factors: FactorLayers::new(&plan, &layout)?,
-            encoded,
+            encoded: Buffer::reserved(layout.encoded_bytes, 0)?,
             outboxes: (0..plan.ports.len())
                 .map(|_| Outbox::new(slots, layout.payload_bytes_max, plan.groups.len()))
                 .collect(),
@@ -143,15 +154,28 @@ impl Shard {
             now,
             deadlines: leaves_out.then(|| Deadlines::new(plan.stragglers, layout.slots.len(), now)),
             late_from: vec![u64::from(slots); if leaves_out { plan.ports.workers() as usize } else { 0 }],
+            watch: Watch::new(layout.slots.len(), plan.progress_timeout),
             armed: None,
             spare_snapshot,
+            restoring: None,
+            unshared: vec![false; layout.slots.len()],
+            copied: 0,
             slots: layout.slots,
             plan,
         };
         if let Some(restored) = restored {
-            shard.restore(&restored);
+            // Who read it has handed it over.
+            shard.begin_restoring(Arc::into_inner(restored).expect("the shard alone has it"));
         }
-        shard.counters.memory_bytes = memory_bytes(&shard.plan);
+        shard.counters.memory_bytes = memory_bytes;
+        Ok(shard)
+    }
+
+    /// One that is open.
+    #[cfg(test)]
+    pub(crate) fn new(plan: ShardPlan) -> Result<Self, OutOfMemory> {
+        let mut shard = Shard::reserve(plan)?;
+        while shard.open_some(1 << 20) {}
         Ok(shard)
     }
 
@@ -171,10 +195,17 @@ impl Shard {
     /// From now on `rank` exchanges through its arena.
     pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) {
         if self.arenas.attach(rank, arenas) {
-            for index in 0..self.slots.len() {
-                self.deliver(self.slots[index], true);
+            // Its memory is zeroed, as parameters are that have not begun. Others are copied when they are first asked for, not
+            // all of a large model at once.
+            for (unshared, index) in self.unshared.iter_mut().zip(0..) {
+                *unshared = self.exchange.has_begun(index);
             }
         }
+    }
+
+    /// Bytes copied to arenas since the last call.
+    pub(crate) fn take_copied(&mut self) -> usize {
+        std::mem::take(&mut self.copied)
     }
 
     /// Another stream has taken the place of a worker's. All that was to leave by the old one is forgotten but for messages:
@@ -280,8 +311,9 @@ impl Shard {
                 let pulled = self.exchange.pull(index, port, header.step);
                 pulled.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
                 self.settle(index);
-                if self.arenas.has_targets() {
-                    self.deliver(slot, false);
+                let is_unshared = std::mem::take(&mut self.unshared[index as usize]);
+                if is_unshared || self.arenas.has_targets() {
+                    self.deliver(slot, is_unshared);
                 }
                 self.stranded_at(index)
             }
@@ -527,6 +559,7 @@ impl Shard {
             }
         }
         self.arenas.forget_targets();
+        self.unshared[index as usize] = false;
         self.after_update(index);
         self.counters.updates += 1;
         self.begin_step(index);
@@ -534,6 +567,7 @@ impl Shard {
 
     /// Hands the chunk's parameters out as they are.
     fn deliver(&mut self, slot: Slot, are_new: bool) {
+        self.copied += self.arenas.copies(are_new) * slot.extent().bytes(slot.parameter) as usize;
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let at = slot.offset + block.start..slot.offset + block.end;
             let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
@@ -597,28 +631,6 @@ impl Shard {
 
     fn offence(&self, chunk: u32, key: u32, offence: Offence) -> Fault {
         Fault::Rules { chunk, key: self.key_name(key), offence }
-    }
-
-    /// Frees the arrays of a job that is over; begun frames stay.
-    pub(crate) fn free(&mut self) {
-        self.spill_all();
-        for outbox in &mut self.outboxes {
-            outbox.forget();
-        }
-        self.armed = None;
-        self.spare_snapshot = None;
-        self.model = Buffer::default();
-        self.merge = Buffer::default();
-        self.total = Buffer::default();
-        self.squares = Vec::new();
-        self.state = Buffer::default();
-        self.parked = Vec::new();
-        self.encoded = Vec::new();
-        self.quantised = Quantised::default();
-        self.factors = FactorLayers::none();
-        self.arenas = Arenas::new(self.plan.ports.workers());
-        self.deadlines = None;
-        self.counters.memory_bytes = 0;
     }
 }
 

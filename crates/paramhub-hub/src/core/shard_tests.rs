@@ -1,22 +1,18 @@
-use std::sync::Arc;
-use std::time::Duration;
-
-use paramhub_core::auth::Namespace;
 use paramhub_core::chunk::ChunkMap;
 use paramhub_core::codec::Dtype;
 use paramhub_core::composition::{Composed, Composition};
 use paramhub_core::consistency::Consistency;
-use paramhub_core::factors::FactorBlock;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape};
-use paramhub_core::scheme::{Cluster, Plan};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
 
 use super::*;
+use crate::core::exercise::plan_with;
 use crate::core::outbox::{Begun, Source};
+use crate::core::plan::memory_bytes;
 use crate::core::ports::{Neighbour, Ports};
 
 /// A shard of all chunks of `keys`, on one core.
@@ -31,41 +27,7 @@ pub(in crate::core) fn shard_with(
     stragglers: Stragglers,
     change: impl FnOnce(&mut Settings),
 ) -> Shard {
-    let mut settings = Settings::new(KeyTable::new(keys).unwrap());
-    settings.chunk_bytes = 1024;
-    change(&mut settings);
-    settings.check().unwrap();
-    let registry = Registry::with_builtins();
-    let optimizer = registry.optimizer(&settings.optimizer.name).unwrap();
-    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
-    let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
-    let blocks = FactorBlock::planned(&settings, &map, &schemes).into();
-    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
-    let hubs = [HubShape { interfaces: vec![interface], local: None }];
-    let composed = Composed::new(&settings.keys, &map, Composition::flat(hubs.to_vec(), workers)).unwrap();
-    let ports = Ports::new(&composed, 0, 0);
-    let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
-    let plan = ShardPlan {
-        name: "test".into(),
-        namespace: Namespace([1; 16]),
-        dead_after: Duration::from_secs(30),
-        continues: false,
-        stragglers,
-        weight: 1,
-        aggregator: registry.aggregator(&settings.aggregator).unwrap(),
-        settings: Arc::new(settings),
-        map: Arc::new(map),
-        blocks,
-        composed: Arc::new(composed),
-        site: 0,
-        route: 0,
-        ports: Arc::new(ports),
-        optimizer,
-        groups,
-        checkpoints: false,
-        restored: None,
-    };
-    Shard::new(plan).unwrap()
+    Shard::new(plan_with(workers, keys, stragglers, change)).unwrap()
 }
 
 pub(in crate::core) fn wire(values: &[f32]) -> Vec<u8> {
@@ -164,7 +126,8 @@ fn a_frame_under_way_keeps_the_values_it_began_with() {
     assert_eq!(source, Source::Spill);
     assert_eq!(shard.of_source(0, source), wire(&[1.0, 2.0]));
     assert_eq!(answer(&mut shard, 1).1, [7.0, 8.0], "what had not begun leaves with the newest values");
-    shard.free();
+    shard.close();
+    while shard.free_some(4096) {}
     assert_eq!(shard.of_source(0, source), wire(&[1.0, 2.0]), "it outlives even the job's buffers");
 }
 
@@ -273,7 +236,8 @@ fn a_held_step_is_told_and_updated_a_few_chunks_at_a_time() {
                 }
             }
         }
-        shard.free();
+        shard.close();
+        while shard.free_some(4096) {}
         shard.update_released(usize::MAX);
     }
 }
@@ -284,7 +248,8 @@ fn a_norm_that_has_begun_to_leave_outlives_its_job() {
     shard.outboxes[0].tell_norm(3, Norm(1.0));
     let (header, payload) = shard.outboxes[0].norm.unwrap();
     shard.outboxes[0].begun = Some(Begun { header, source: Source::Norm });
-    shard.free();
+    shard.close();
+    while shard.free_some(4096) {}
     assert_eq!(shard.of_source(0, Source::Norm), payload);
     shard.outboxes[0].begun = None;
     shard.outboxes[0].forget();
@@ -486,7 +451,8 @@ fn an_answer_that_has_begun_is_saved_before_the_next_takes_its_place() {
     assert_ne!(shard.quantised.answer(&shard.slots[0]), answer, "the next is another");
     shard.outboxes[1].begun = None;
     assert_eq!(take_answer(&mut shard, 0), take_answer(&mut shard, 1));
-    shard.free();
+    shard.close();
+    while shard.free_some(4096) {}
 }
 
 #[test]
@@ -554,7 +520,8 @@ fn the_last_word_finds_room_among_messages_nobody_reads() {
     }
     let begun = Begun { header: Header::bare(Operation::Heartbeat), source: Source::Message };
     shard.outboxes[0].begun = Some(begun);
-    shard.free();
+    shard.close();
+    while shard.free_some(4096) {}
     shard.outboxes[0].message(Header::bare(Operation::Failure), Vec::new());
     let operations = shard.outboxes[0].messages.iter().map(|(header, _)| header.operation);
     assert_eq!(operations.collect::<Vec<_>>(), [Operation::Heartbeat, Operation::Failure]);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::RouteId;
 
-use super::buffer::{Buffer, OutOfMemory, whole_lines};
+use super::buffer::{Buffer, OutOfMemory, Pages, whole_lines};
 use super::plan::{Layout, ShardPlan, Slot};
 
 /// Where a slot is of no concern to the snapshot.
@@ -78,7 +78,7 @@ pub(crate) struct Snapshot {
 }
 
 impl Snapshot {
-    /// With memory that the calling thread has touched; `None` where none of the chunks is this hub's to keep.
+    /// With room that is not touched yet; `None` where none of the chunks is this hub's to keep.
     pub(super) fn new(
         plan: &ShardPlan,
         layout: &Layout,
@@ -106,12 +106,17 @@ impl Snapshot {
             missing: pieces.len(),
             pieces: pieces.into(),
             piece_of: piece_of.into(),
-            model: Buffer::zeroed(offset, 5)?,
-            state: Buffer::zeroed(offset * layout.state_slots, 6)?,
-            received: Buffer::zeroed(received, 7)?,
+            model: Buffer::reserved(offset, 5)?,
+            state: Buffer::reserved(offset * layout.state_slots, 6)?,
+            received: Buffer::reserved(received, 7)?,
             state_slots: layout.state_slots,
             block_elements,
         })))
+    }
+
+    /// Its arrays.
+    pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
+        [&mut self.model, &mut self.state, &mut self.received].into_iter().for_each(|array| each(array));
     }
 
     /// Bytes that one of this plan takes.

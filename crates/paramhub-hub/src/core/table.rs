@@ -98,6 +98,11 @@ impl<T> Table<T> {
         self.entries.iter_mut().filter_map(|entry| entry.value.as_mut())
     }
 
+    /// All values, out of their places.
+    pub(crate) fn into_values(self) -> impl Iterator<Item = T> {
+        self.entries.into_iter().filter_map(|entry| entry.value)
+    }
+
     /// All values.
     pub(crate) fn values(&self) -> impl Iterator<Item = &T> {
         self.entries.iter().filter_map(|entry| entry.value.as_ref())

@@ -13,6 +13,7 @@ impl Core {
     /// Heartbeats, silent workers, streams that were given time to close, and counters.
     pub(super) fn tick(&mut self, now: Instant) {
         let pause = (now - self.last_tick).saturating_sub(TICK * 4);
+        self.awake += (now - self.last_tick).saturating_sub(pause);
         self.last_tick = now;
         for token in self.lanes.tokens() {
             let Some(lane) = self.lanes.at_mut(token) else { continue };
@@ -46,6 +47,7 @@ impl Core {
             }
         }
         self.tell_of_late();
+        self.tell_of_awaited();
         self.farewells.let_go(now);
         self.mailbox.retry();
         self.publish();
@@ -68,6 +70,16 @@ impl Core {
             let counted = (0..).zip(hosted.shard.left_out()).filter(|&(_, &updates)| updates > 0);
             let namespace = hosted.shard.plan().namespace;
             report.left_out.extend(counted.map(|(rank, &updates)| (namespace, rank, updates)));
+        }
+    }
+
+    /// Says who keeps the others waiting.
+    fn tell_of_awaited(&mut self) {
+        for hosted in self.shards.values_mut().filter(|hosted| !hosted.ending) {
+            if let Some(news) = hosted.shard.news_of_awaited(self.awake) {
+                let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
+                self.mailbox.tell(CoreEvent::Awaited { namespace, route, news });
+            }
         }
     }
 

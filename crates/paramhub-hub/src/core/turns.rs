@@ -25,6 +25,8 @@ pub(super) enum Unit {
     Copy(usize),
     /// A part of a gradient that is made of factors, by the shard's place.
     Make(usize),
+    /// Some of the memory of a shard that opens or closes, by the shard's place.
+    Memory(usize),
 }
 
 /// The work of all jobs of a core.
@@ -83,6 +85,7 @@ impl Turns {
         self.forget(job, Unit::Release(shard));
         self.forget(job, Unit::Copy(shard));
         self.forget(job, Unit::Make(shard));
+        self.forget(job, Unit::Memory(shard));
         let tenant = self.jobs.index_mut(job);
         tenant.shards -= 1;
         if tenant.shards > 0 {
@@ -188,7 +191,7 @@ impl Turns {
 impl Tenant {
     /// For everything that may wait at once, so that the data path allocates nothing.
     fn make_room(&mut self) {
-        let most = self.lanes + 3 * self.shards;
+        let most = self.lanes + 4 * self.shards;
         self.units.reserve(most.saturating_sub(self.units.len()));
     }
 }

@@ -1,19 +1,22 @@
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::{Namespace, Nonce, Proof};
+use paramhub_core::service::{ErrorCode, ServiceError};
 use paramhub_core::wire::{
-    CHALLENGE_BYTES, Caller, HELLO_BYTES, Hello, PROOF_BYTES, Refusal, Verdict, stream_proofs,
+    CHALLENGE_BYTES, Caller, HELLO_BYTES, HandshakeError, Hello, MAGIC, PROOF_BYTES, Refusal, Verdict,
+    stream_proofs,
 };
+use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
 use paramhub_transport::shm::{receive_segments, send_segments};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown};
-use tracing::warn;
 
+use super::Warnings;
 use crate::directory::{Admitted, Directory, Origin};
 
 /// How long a refused connection may take to read why.
@@ -39,6 +42,16 @@ pub(super) enum CameBy {
     Local(Vec<OwnedFd>),
 }
 
+impl CameBy {
+    /// The address whose connections are counted together; a process of this host has none.
+    pub(super) fn peer(&self) -> Option<IpAddr> {
+        match self {
+            CameBy::Interfaces(from, _) => Some(from.ip()),
+            CameBy::Local(_) => None,
+        }
+    }
+}
+
 impl fmt::Display for CameBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -58,9 +71,11 @@ enum Stage {
     Welcome(Hello, Option<Admitted>),
     /// The same, of a stream that probes the network.
     Probe(Namespace),
-    /// The refusal is on its way; then our side closes and the guest may read it in peace.
+    /// The refusal is on its way; then our side closes, and the peer has a second to read it.
     Refusal {
         closed: bool,
+        /// Bytes that came after it.
+        discarded: usize,
     },
 }
 
@@ -84,7 +99,7 @@ impl Guest {
     }
 
     /// Reads and answers as far as it goes without waiting.
-    pub(super) fn attend(&mut self, directory: &Directory) -> io::Result<Next> {
+    pub(super) fn attend(&mut self, directory: &Directory, warnings: &mut Warnings) -> io::Result<Next> {
         loop {
             match self.speak() {
                 Ok(true) => {}
@@ -99,20 +114,31 @@ impl Guest {
                     return Ok(Next::Admit(*hello, admitted));
                 }
                 Stage::Probe(probe) => return Ok(Next::Probe(*probe)),
-                Stage::Refusal { closed } => {
+                Stage::Refusal { closed, .. } => {
                     if !std::mem::replace(closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
                     }
-                    return self.hear_out();
+                    return self.discard();
                 }
                 Stage::Hello | Stage::Proof { .. } => {}
             }
             let wanted = if matches!(self.stage, Stage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
-            if !self.listen(wanted)? {
+            let is_complete = self.listen(wanted)?;
+            if matches!(self.stage, Stage::Hello)
+                && self.inbox.iter().zip(&MAGIC).any(|(heard, magic)| heard != magic)
+            {
+                // These bytes cannot become a Hello: the caller is told now, and not when its time is up.
+                if self.inbox.len() < MAGIC.len() {
+                    return Ok(Next::Wait);
+                }
+                self.refuse_other_protocol(warnings);
+                continue;
+            }
+            if !is_complete {
                 return Ok(Next::Wait);
             }
             let heard = std::mem::take(&mut self.inbox);
-            self.answer(&heard, directory)?;
+            self.answer(&heard, directory, warnings)?;
         }
     }
 
@@ -166,24 +192,35 @@ impl Guest {
         }
     }
 
-    /// Reads what a refused guest still says, so that closing does not reset the connection over an unread refusal.
-    fn hear_out(&mut self) -> io::Result<Next> {
+    /// Reads what a refused peer still sends, so that closing does not reset the connection over an unread refusal. A peer
+    /// that sends more than an honest one could loses the connection at once.
+    fn discard(&mut self) -> io::Result<Next> {
         let mut ignored = [0; 4096];
-        for _ in 0..16 {
+        loop {
             match self.read(&mut ignored) {
                 Ok(0) => return Ok(Next::Leave),
-                Ok(_) => {}
+                Ok(read) => {
+                    let Stage::Refusal { discarded, .. } = &mut self.stage else {
+                        unreachable!("bytes are discarded after a refusal alone")
+                    };
+                    *discarded += read;
+                    if *discarded > DISCARDED_BYTES_MAX {
+                        return Ok(Next::Leave);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Next::Wait),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(Next::Wait)
     }
 
-    fn answer(&mut self, heard: &[u8], directory: &Directory) -> io::Result<()> {
+    fn answer(&mut self, heard: &[u8], directory: &Directory, warnings: &mut Warnings) -> io::Result<()> {
         match &self.stage {
             Stage::Hello => match Hello::decode(heard.try_into().expect("as many bytes as were wanted")) {
+                Ok(_) if has_unread_bytes(&self.socket)? => {
+                    return Err(io::Error::other("it sent more than a Hello before it was challenged"));
+                }
                 Ok(hello) => {
                     let mut challenge = [0; CHALLENGE_BYTES];
                     getrandom::fill(&mut challenge).map_err(io::Error::other)?;
@@ -191,9 +228,8 @@ impl Guest {
                     self.stage = Stage::Proof { hello, challenge };
                 }
                 Err(error) => {
-                    // Where a verdict is looked for: behind a challenge.
-                    self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
-                    self.refuse(Refusal::Protocol, error.to_string());
+                    self.skip_challenge();
+                    self.refuse(warnings, Refusal::Protocol, error.to_string());
                 }
             },
             Stage::Proof { hello, challenge } => {
@@ -220,7 +256,7 @@ impl Guest {
                 }
                 if !is_proven {
                     let message = "the job is unknown here or the secret is wrong: check PARAMHUB_JOB and PARAMHUB_SECRET";
-                    self.refuse(Refusal::WrongNonce, message.to_string());
+                    self.refuse(warnings, Refusal::WrongNonce, message.to_string());
                     return Ok(());
                 }
                 let origin = match &mut self.by {
@@ -233,7 +269,7 @@ impl Guest {
                         self.outbox.extend_from_slice(&welcome.encode());
                         self.stage = Stage::Welcome(hello, Some(admitted));
                     }
-                    Err((refusal, message)) => self.refuse(refusal, message),
+                    Err((refusal, message)) => self.refuse(warnings, refusal, message),
                 }
             }
             Stage::Welcome(..) | Stage::Probe(_) | Stage::Refusal { .. } => {
@@ -243,14 +279,41 @@ impl Guest {
         Ok(())
     }
 
-    fn refuse(&mut self, refusal: Refusal, message: String) {
-        warn!("turned {} away: {message}", self.by);
+    /// Refuses a caller that speaks another protocol; one that takes this port for the connection manager's is told so in HTTP.
+    fn refuse_other_protocol(&mut self, warnings: &mut Warnings) {
+        const HTTP: [&[u8; 4]; 5] = [b"GET ", b"POST", b"DELE", b"HEAD", b"PUT "];
+        if !HTTP.iter().any(|method| self.inbox.starts_with(*method)) {
+            self.skip_challenge();
+            return self.refuse(warnings, Refusal::Protocol, HandshakeError::Magic.to_string());
+        }
+        let message = "this is a hub's data port: give the URL of its connection manager, which `hub ready: manager URL` and \
+                       `manager ready: URL` name when they start";
+        warnings.tell(Instant::now(), || format!("turned {} away: it speaks HTTP to a data port", self.by));
+        let error = ServiceError { code: ErrorCode::BadRequest, message: message.into() };
+        let body = serde_json::to_string(&error).expect("an error is plain data");
+        let head = "HTTP/1.1 421 Misdirected Request\r\ncontent-type: application/json\r\nconnection: close";
+        let answer = format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        self.outbox.extend_from_slice(answer.as_bytes());
+        self.close_after_answer();
+    }
+
+    /// A caller looks for the verdict behind a challenge.
+    fn skip_challenge(&mut self) {
+        self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+    }
+
+    fn refuse(&mut self, warnings: &mut Warnings, refusal: Refusal, message: String) {
+        warnings.tell(Instant::now(), || format!("turned {} away: {message}", self.by));
         self.turn_away(refusal, message);
     }
 
     fn turn_away(&mut self, refusal: Refusal, message: String) {
         self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
-        self.stage = Stage::Refusal { closed: false };
+        self.close_after_answer();
+    }
+
+    fn close_after_answer(&mut self) {
+        self.stage = Stage::Refusal { closed: false, discarded: 0 };
         self.deadline = self.deadline.min(Instant::now() + FAREWELL);
     }
 }

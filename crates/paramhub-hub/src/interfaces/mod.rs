@@ -5,6 +5,7 @@ mod listen;
 mod shape;
 mod watch;
 
+pub(crate) use assign::Assignment;
 pub(crate) use listen::{Listening, addresses_of};
 pub(crate) use shape::{describe, plan, shape};
 pub(crate) use watch::watch;

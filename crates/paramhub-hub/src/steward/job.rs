@@ -1,4 +1,4 @@
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use paramhub_kernels::Registry;
 
 use super::checkpoints::Checkpoints;
 use crate::checkpoint::Keeper;
-use crate::core::{Neighbour, Ports, ShardPlan, Snapshot, memory_bytes};
+use crate::core::{Absence, Neighbour, Ports, ShardPlan, Snapshot, memory_bytes};
 
 /// One job at this hub.
 pub(crate) struct Job {
@@ -37,6 +37,12 @@ pub(crate) struct Job {
     pub(super) stragglers: Stragglers,
     /// Parameters stay as they are until every worker has contributed to the next step.
     pub(super) stands_still: bool,
+    /// How long others may wait for somebody, if that ends the job.
+    pub(super) progress_timeout: Option<Duration>,
+    /// Routes at which others wait for somebody.
+    pub(super) awaited: BTreeMap<RouteId, Absence>,
+    /// Who was told of last, and how many digits the seconds had.
+    pub(super) told_awaited: Option<(Vec<Neighbour>, u32)>,
     /// Of every rank that was left out, how many digits the steps had that it was last said to have missed.
     pub(super) told_late: HashMap<u32, u32>,
     /// Of every rank, updates that routes which are closed have made without it.
@@ -54,8 +60,6 @@ pub(crate) struct Job {
     /// Of a core's time, against other jobs' weights.
     pub(super) weight: u32,
     pub(super) state: State,
-    /// Set where a core found no memory.
-    pub(super) missing_bytes: Option<u64>,
     /// The streams to the sites above have been asked for.
     pub(super) is_linked: bool,
     pub(super) left: HashSet<(RouteId, u32)>,
@@ -95,6 +99,9 @@ impl Job {
     ) -> Result<(Job, Vec<(u16, ShardPlan)>), String> {
         let rendezvous = seconds("rendezvous_timeout_s", plan.options.rendezvous_timeout_s)?;
         let dead_after = seconds("dead_after_s", plan.options.dead_after_s)?;
+        let progress_timeout = plan.options.progress_timeout_s;
+        let progress_timeout =
+            progress_timeout.map(|value| seconds("progress_timeout_s", value)).transpose()?;
         let weight = plan.options.weight.clamp(1, WEIGHT_MAX);
         let settings = &plan.settings;
         settings.check().map_err(|error| error.to_string())?;
@@ -170,6 +177,7 @@ impl Job {
                     dead_after,
                     continues: plan.options.continues(),
                     stragglers,
+                    progress_timeout,
                     weight,
                     settings: settings.clone(),
                     map: map.clone(),
@@ -196,6 +204,9 @@ impl Job {
             continues: plan.options.continues(),
             stragglers,
             stands_still: plan.options.stands_still(&plan.settings),
+            progress_timeout,
+            awaited: BTreeMap::new(),
+            told_awaited: None,
             told_late: HashMap::new(),
             left_out: Vec::new(),
             moved: HashMap::new(),
@@ -209,7 +220,6 @@ impl Job {
             ports,
             state_slots,
             routes,
-            missing_bytes: None,
             is_linked: false,
             left: HashSet::new(),
             silent: HashSet::new(),

@@ -3,13 +3,16 @@
 use paramhub_core::checkpoint::CheckpointStatus;
 use paramhub_core::composition::SiteId;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{ErrorCode, JobCounters, JobState, add_by_rank};
+use paramhub_core::service::{AwaitedRanks, ErrorCode, JobCounters, JobState, add_by_rank};
 
 use super::{Job, Stage, Transition, join_words};
 use crate::clock::Now;
 
 /// As much of why a checkpoint failed as is worth keeping.
 const FAILURE_BYTES_MAX: usize = 1024;
+
+/// As much of a key's name, and of what is awaited of it, as is worth keeping.
+const AWAITED_BYTES_MAX: usize = 256;
 
 /// A hub's part in a job.
 pub(super) struct Member {
@@ -28,6 +31,8 @@ pub(super) struct Member {
     pub(super) resumed_step: Option<u32>,
     /// Of its part in the job's checkpoints.
     pub(super) checkpoints: Option<CheckpointStatus>,
+    /// Ranks that keep the others waiting there, as it said at that time.
+    pub(super) awaited: Option<(AwaitedRanks, Now)>,
 }
 
 impl Member {
@@ -46,6 +51,7 @@ impl Member {
             left_out,
             resumed_step,
             checkpoints,
+            awaited: None,
         }
     }
 
@@ -138,6 +144,30 @@ impl Job {
         }
         self.message = message;
         Transition::None
+    }
+
+    /// Ranks keep the others waiting at a hub, or do no more.
+    pub(crate) fn hub_awaits(&mut self, hub: u32, awaited: Option<AwaitedRanks>, now: Now) {
+        if let Some(index) = self.member_index(hub) {
+            let workers = self.workers;
+            self.members[index].awaited = awaited.map(|mut awaited| {
+                awaited.ranks.retain(|rank| *rank < workers);
+                awaited.key.truncate(awaited.key.floor_char_boundary(AWAITED_BYTES_MAX));
+                awaited.what.truncate(awaited.what.floor_char_boundary(AWAITED_BYTES_MAX));
+                (awaited, now)
+            });
+        }
+    }
+
+    /// Ranks that keep the others waiting, at the hub where they have for longest.
+    pub(crate) fn awaited(&self, now: Now) -> Option<AwaitedRanks> {
+        let told = self.members.iter().filter_map(|member| member.awaited.as_ref());
+        let told = told.filter(|(awaited, _)| !self.state.has_ended() && !awaited.ranks.is_empty());
+        let aged = told.map(|(awaited, at)| AwaitedRanks {
+            seconds: awaited.seconds + now.seconds_since(*at),
+            ..awaited.clone()
+        });
+        aged.max_by(|one, other| one.seconds.total_cmp(&other.seconds))
     }
 
     /// The job is over at a hub.

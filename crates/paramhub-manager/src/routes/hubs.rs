@@ -13,8 +13,7 @@ use paramhub_core::service::{
 };
 use tokio::time::{Instant, timeout_at};
 
-use super::Segment;
-use crate::auth::{Admin, Bearer};
+use crate::auth::{Admin, FromHub};
 use crate::body::{JsonBody, REPORT, SHAPE, SMALL};
 use crate::clock::Now;
 use crate::error::Refusal;
@@ -118,9 +117,8 @@ pub(crate) async fn probe(
     )
 )]
 pub(crate) async fn poll(
-    Bearer(token): Bearer,
+    FromHub { hub, token }: FromHub,
     State(registry): State<Arc<Registry>>,
-    Segment(hub): Segment<u32>,
     JsonBody(request): JsonBody<PollCommands, SMALL>,
 ) -> Result<Response, Refusal> {
     // Several polls fit into the time after which a silent hub counts as lost.
@@ -129,7 +127,7 @@ pub(crate) async fn poll(
     let deadline = Instant::now() + wait;
     let look = |acknowledged| {
         registry.with(|world| {
-            let hub = world.hubs.admit(hub, token.as_deref(), Now::read())?;
+            let hub = world.hubs.admit(hub, Some(token.as_str()), Now::read())?;
             hub.acknowledge(acknowledged)?;
             Ok::<_, ServiceError>((hub.waiting(), hub.subscribe()))
         })
@@ -166,11 +164,10 @@ pub(crate) async fn poll(
     )
 )]
 pub(crate) async fn events(
-    Bearer(token): Bearer,
+    FromHub { hub, token }: FromHub,
     State(registry): State<Arc<Registry>>,
-    Segment(hub): Segment<u32>,
     JsonBody(report): JsonBody<HubReport, REPORT>,
 ) -> Result<StatusCode, Refusal> {
-    registry.with(|world| world.report(hub, token.as_deref(), report, Now::read()))?;
+    registry.with(|world| world.report(hub, Some(token.as_str()), report, Now::read()))?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -12,13 +12,13 @@ use paramhub_core::service::{
 };
 
 use super::{Asked, Segment, namespace};
-use crate::auth::Admin;
-use crate::body::{HeavyBody, JsonBody, SMALL};
+use crate::auth::{Admin, Caller};
+use crate::body::{JsonBody, SMALL, TableBody};
 use crate::clock::Now;
 use crate::error::Refusal;
 use crate::registry::Registry;
 use crate::rendezvous;
-use crate::world::Caller;
+use crate::world::Rank;
 
 type Answer<T> = Result<Json<T>, Refusal>;
 
@@ -66,10 +66,15 @@ pub(crate) async fn create(
 )]
 pub(crate) async fn connect(
     State(registry): State<Arc<Registry>>,
+    Caller(guest): Caller,
     Segment(text): Segment<String>,
     JsonBody(call): JsonBody<ConnectService, SMALL>,
 ) -> Answer<ServiceConnected> {
-    Ok(Json(rendezvous::connect(&registry, namespace(&text)?, call).await?))
+    let namespace = namespace(&text)?;
+    let rank = Rank { namespace, rank: call.rank, incarnation: call.incarnation };
+    registry.check_proof(rank, Purpose::Connect, &call.proof)?;
+    registry.seat(&guest, namespace)?;
+    Ok(Json(rendezvous::connect(&registry, rank, call).await?))
 }
 
 /// InitService: hands in a rank's settings; answered when all agree and the hubs have allocated.
@@ -93,10 +98,9 @@ pub(crate) async fn connect(
 )]
 pub(crate) async fn init(
     State(registry): State<Arc<Registry>>,
-    Segment(text): Segment<String>,
-    body: HeavyBody,
+    body: TableBody,
 ) -> Answer<ServiceInitialised> {
-    Ok(Json(rendezvous::init(&registry, namespace(&text)?, body).await?))
+    Ok(Json(rendezvous::init(&registry, body).await?))
 }
 
 /// LeaveService: a worker that reached no hub gives up its rank.
@@ -116,12 +120,14 @@ pub(crate) async fn init(
 )]
 pub(crate) async fn leave(
     State(registry): State<Arc<Registry>>,
+    Caller(guest): Caller,
     Segment(text): Segment<String>,
     JsonBody(call): JsonBody<LeaveService, SMALL>,
 ) -> Result<StatusCode, Refusal> {
     let namespace = namespace(&text)?;
-    let caller = Caller { namespace, rank: call.rank, incarnation: call.incarnation };
-    registry.check_proof(caller, Purpose::Leave, &call.proof)?;
+    let rank = Rank { namespace, rank: call.rank, incarnation: call.incarnation };
+    registry.check_proof(rank, Purpose::Leave, &call.proof)?;
+    registry.seat(&guest, namespace)?;
     registry.with(|world| world.leave(namespace, &call, Now::read()))?;
     Ok(StatusCode::NO_CONTENT)
 }

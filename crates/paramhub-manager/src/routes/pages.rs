@@ -3,10 +3,14 @@
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::State;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
+use paramhub_core::service::ServiceError;
 use utoipa::OpenApi;
 
+use crate::auth::Admin;
+use crate::error::Refusal;
+use crate::metrics::Detail;
 use crate::openapi::Interface;
 use crate::registry::Registry;
 
@@ -32,16 +36,29 @@ pub(crate) async fn health() -> &'static str {
     "ok\n"
 }
 
-/// Numbers for Prometheus, in the OpenMetrics text format. They show job names, but no secrets.
+/// Numbers for Prometheus, in the OpenMetrics text format: with the admin token, or where the manager has none, those of each job and
+/// rack by their names, and without it those of all together.
 #[utoipa::path(
     get, path = "/metrics", tag = "manager", operation_id = "metrics",
+    security((), ("admin_token" = [])),
     responses(
         (status = 200, description = "OpenMetrics text.", body = String, content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8"),
+        (status = 401, description = "The admin token is wrong.", body = ServiceError),
     )
 )]
-pub(crate) async fn metrics(State(registry): State<Arc<Registry>>) -> impl IntoResponse {
+pub(crate) async fn metrics(
+    admin: Result<Admin, Refusal>,
+    headers: HeaderMap,
+    State(registry): State<Arc<Registry>>,
+) -> Result<impl IntoResponse, Refusal> {
+    let detail = match admin {
+        Ok(Admin) => Detail::Everything,
+        // A scrape that was meant to have everything should not go on with less.
+        Err(refusal) if headers.contains_key(header::AUTHORIZATION) => return Err(refusal),
+        Err(_) => Detail::Totals,
+    };
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, content_type)], crate::metrics::render(&registry))
+    Ok(([(header::CONTENT_TYPE, content_type)], crate::metrics::render(&registry, detail)))
 }
 
 /// The interface, as an OpenAPI document.

@@ -33,7 +33,13 @@ fn hub_at(world: &mut World, address: &str, rack: &str, now: Now) -> u32 {
     let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
     let shape = HubShape { interfaces: vec![interface], local: None };
     let place = Place { rack: rack.into(), host: String::new() };
-    world.register_hub(RegisterHub { shape, place, machine: String::new() }, "token".into(), now).unwrap()
+    world
+        .register_hub(
+            RegisterHub { shape, place, machine: String::new(), keeps_checkpoints: None },
+            "token".into(),
+            now,
+        )
+        .unwrap()
 }
 
 /// A job with a rank in each of these racks, all of which have connected.

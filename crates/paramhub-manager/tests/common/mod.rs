@@ -191,6 +191,7 @@ impl Hub {
                 shape: shape.clone(),
                 place: Default::default(),
                 machine: String::new(),
+                keeps_checkpoints: None,
             })
             .unwrap();
         let quit = Arc::new(AtomicBool::new(false));
@@ -250,7 +251,7 @@ fn serve(
             acknowledged = numbered.sequence;
             let event = match &numbered.command {
                 HubCommand::Allocate(plan) => allocate(plan, manner),
-                HubCommand::Link { .. } | HubCommand::Probe(_) => None,
+                HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => None,
                 HubCommand::Stop { namespace, reason } => {
                     let (namespace, reason) = (*namespace, reason.clone());
                     Some(HubEvent::Ended { namespace, finished: false, reason })

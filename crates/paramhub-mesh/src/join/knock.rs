@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::{Nonce, Proof};
 use paramhub_core::wire::{CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict};
 use paramhub_transport::Interest;
+use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
 use paramhub_transport::socket::dialled;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown};
@@ -45,8 +46,9 @@ enum Stage {
     AwaitsProof(Hello, Challenge),
     /// Listener: the welcome is on its way to this rank.
     Welcomes(u32),
-    /// Listener: the refusal is on its way; then our side closes and the guest may read it in peace.
-    Refuses { is_closed: bool },
+    /// Listener: the refusal is on its way; then our side closes, and the peer has a second to read it. So many bytes that
+    /// came after it have been thrown away.
+    Refuses { is_closed: bool, discarded: usize },
 }
 
 /// How a handshake stands.
@@ -121,11 +123,11 @@ impl Knock {
             }
             let wanted = match &mut self.stage {
                 Stage::Welcomes(rank) => return Ok(Progress::Admitted(*rank)),
-                Stage::Refuses { is_closed } => {
+                Stage::Refuses { is_closed, .. } => {
                     if !std::mem::replace(is_closed, true) {
                         rustix::net::shutdown(&self.socket, Shutdown::Write)?;
                     }
-                    return self.hear_out();
+                    return self.discard();
                 }
                 Stage::Dialling(_) => unreachable!("the dialling is over"),
                 Stage::AwaitsChallenge(_) => CHALLENGE_BYTES,
@@ -166,6 +168,9 @@ impl Knock {
             }
             Stage::AwaitsHello => {
                 match Hello::decode(self.inbox[..HELLO_BYTES].try_into().expect("a fixed range")) {
+                    Ok(_) if has_unread_bytes(&self.socket)? => {
+                        return Err(io::Error::other("it sent more than a hello before it was challenged"));
+                    }
                     Ok(hello) => {
                         let challenge = draw()?;
                         self.outbox.extend_from_slice(&challenge);
@@ -202,16 +207,26 @@ impl Knock {
     fn refuse(&mut self, rank: Option<u32>, refusal: Refusal, message: String) {
         self.refusal = rank.map(|rank| (rank, message.clone()));
         self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
-        self.stage = Stage::Refuses { is_closed: false };
+        self.stage = Stage::Refuses { is_closed: false, discarded: 0 };
         self.deadline = self.deadline.map(|deadline| deadline.min(Instant::now() + FAREWELL));
     }
 
-    /// Closing with unread bytes would reset the connection and take the verdict from the guest.
-    fn hear_out(&mut self) -> io::Result<Progress> {
+    /// Closing with unread bytes would reset the connection and take the verdict from the peer. A peer that sends more than an
+    /// honest one could loses the connection at once.
+    fn discard(&mut self) -> io::Result<Progress> {
         loop {
             match rustix::io::read(&self.socket, &mut self.inbox) {
                 Ok(0) => return Ok(Progress::Failed("it was refused".to_owned())),
-                Ok(_) | Err(Errno::INTR) => {}
+                Ok(read) => {
+                    let Stage::Refuses { discarded, .. } = &mut self.stage else {
+                        unreachable!("bytes are discarded after a refusal alone")
+                    };
+                    *discarded += read;
+                    if *discarded > DISCARDED_BYTES_MAX {
+                        return Ok(Progress::Failed("it was refused and went on sending".to_owned()));
+                    }
+                }
+                Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Progress::Waits),
                 Err(errno) => return Err(errno.into()),
             }

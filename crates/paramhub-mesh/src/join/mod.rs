@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::wire::Refusal;
+use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, Handshakes};
 use paramhub_transport::socket::{begin_dial, listen, prepare};
 use paramhub_transport::{Events, Interest, Poller};
 
@@ -26,7 +27,7 @@ use knock::{Knock, Progress, draw};
 
 /// How long a connection that came in may take to prove itself.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Connections that may be proving themselves at once; the oldest makes room for the newest.
+/// Connections from others that may be proving themselves at once.
 const GUESTS_MAX: usize = 2048;
 /// Pause before a refused or broken dial is tried again, doubled each time up to the second.
 const REDIAL_FIRST: Duration = Duration::from_millis(20);
@@ -92,8 +93,10 @@ struct Joining<'a> {
     poller: Poller,
     incarnation: Incarnation,
     seats: Vec<Seat>,
-    /// By token; those of dials are ranks, so that guests' begin at `size`.
-    knocks: HashMap<u64, Knock>,
+    /// Handshakes that this rank began, by the rank that it dials; this is their token.
+    dials: HashMap<u64, Knock>,
+    /// Handshakes that others began. Their tokens begin at `size`.
+    guests: Handshakes<Knock>,
     next_guest: u64,
 }
 
@@ -130,8 +133,9 @@ impl<'a> Joining<'a> {
                 Seat { joined: None, incarnation: None, dial_at, pause: REDIAL_FIRST, last: None }
             })
             .collect();
-        let (knocks, next_guest) = (HashMap::new(), u64::from(config.size));
-        Ok(Joining { config, who, listener, poller, incarnation, seats, knocks, next_guest })
+        let (dials, guests) = (HashMap::new(), Handshakes::new(GUESTS_MAX));
+        let next_guest = u64::from(config.size);
+        Ok(Joining { config, who, listener, poller, incarnation, seats, dials, guests, next_guest })
     }
 
     fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<OwnedFd>>, MeshError> {
@@ -153,7 +157,7 @@ impl<'a> Joining<'a> {
                 next_question = now + ASK_EVERY;
             }
             self.dial_those_due(now);
-            self.show_out_the_late(now);
+            self.dismiss_late(now);
             let left = self.config.join_timeout.saturating_sub(now.duration_since(begun));
             let timeout = left.min(ASK_EVERY).min(self.next_dial(now));
             self.poller.wait(&mut events, Some(timeout)).map_err(|error| MeshError::System {
@@ -225,7 +229,7 @@ impl<'a> Joining<'a> {
         let address = self.config.addresses[rank as usize];
         let knock = Knock::dialler(begin_dial(address)?, address, hello);
         self.poller.add(&knock.socket, u64::from(rank), knock.interest())?;
-        self.knocks.insert(u64::from(rank), knock);
+        self.dials.insert(u64::from(rank), knock);
         Ok(())
     }
 
@@ -237,14 +241,16 @@ impl<'a> Joining<'a> {
     }
 
     fn accept(&mut self) {
-        loop {
+        // The poller reports the listener again if more connections wait.
+        for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok((socket, address)) => self.welcome(socket.into(), address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(_) => {
-                    // Out of descriptors, for example: the connection stays queued, and a moment's rest keeps the
-                    // level-triggered poller from spinning on it. Strangers must not hold the last descriptors.
-                    self.dismiss_oldest_guest();
+                    // Out of descriptors, for example: the connection stays queued, and a pause keeps the level-triggered
+                    // poller from spinning on it. Strangers must not hold the last descriptors.
+                    let displaced = self.guests.remove_one();
+                    self.forget(displaced);
                     std::thread::sleep(Duration::from_millis(20));
                     return;
                 }
@@ -253,9 +259,6 @@ impl<'a> Joining<'a> {
     }
 
     fn welcome(&mut self, socket: OwnedFd, address: SocketAddr) {
-        if self.knocks.len() >= GUESTS_MAX + self.config.rank as usize {
-            self.dismiss_oldest_guest();
-        }
         let token = self.next_guest;
         self.next_guest += 1;
         let knock = Knock::listener(socket, address, Instant::now() + HANDSHAKE);
@@ -263,12 +266,17 @@ impl<'a> Joining<'a> {
             .map_err(io::Error::from)
             .and_then(|()| self.poller.add(&knock.socket, token, knock.interest()));
         if ready.is_ok() {
-            self.knocks.insert(token, knock);
+            let displaced = self.guests.insert(token, Some(address.ip()), knock);
+            self.forget(displaced);
         }
     }
 
     fn attend(&mut self, token: u64) -> Result<(), MeshError> {
-        let Some(knock) = self.knocks.get_mut(&token) else { return Ok(()) };
+        let knock = match token < u64::from(self.config.size) {
+            true => self.dials.get_mut(&token),
+            false => self.guests.get_mut(token),
+        };
+        let Some(knock) = knock else { return Ok(()) };
         let (config, seats) = (self.config, &mut self.seats);
         let progress = knock.attend(&config.secret, &mut |hello| judge(config, seats, hello));
         if let Some((rank, why)) = knock.take_refusal()
@@ -316,25 +324,24 @@ impl<'a> Joining<'a> {
     }
 
     fn dismiss(&mut self, token: u64) -> Option<Knock> {
-        let knock = self.knocks.remove(&token)?;
+        let knock = match token < u64::from(self.config.size) {
+            true => self.dials.remove(&token),
+            false => self.guests.remove(token),
+        }?;
         // Fails only if the descriptor is not in the set, and then there is nothing to take out.
         let _ = self.poller.remove(&knock.socket);
         Some(knock)
     }
 
-    fn dismiss_oldest_guest(&mut self) {
-        let guests = self.knocks.keys().filter(|token| **token >= u64::from(self.config.size));
-        if let Some(&oldest) = guests.min() {
-            self.dismiss(oldest);
+    fn forget(&self, guest: Option<Knock>) {
+        if let Some(guest) = guest {
+            let _ = self.poller.remove(&guest.socket);
         }
     }
 
-    fn show_out_the_late(&mut self, now: Instant) {
-        let is_late = |knock: &Knock| knock.deadline.is_some_and(|deadline| deadline <= now);
-        let late: Vec<u64> =
-            self.knocks.iter().filter(|(_, knock)| is_late(knock)).map(|(token, _)| *token).collect();
-        for token in late {
-            self.dismiss(token);
+    fn dismiss_late(&mut self, now: Instant) {
+        for guest in self.guests.remove_late(|guest| guest.deadline.is_some_and(|deadline| deadline <= now)) {
+            let _ = self.poller.remove(&guest.socket);
         }
     }
 }

@@ -223,6 +223,28 @@ fn pester(address: SocketAddr, stop: &AtomicBool) {
 }
 
 #[test]
+fn a_refused_peer_that_goes_on_sending_is_cut_off() {
+    const FLOOD: usize = 64 << 20;
+    let (mut listeners, addresses) = listeners(2);
+    let (listener, config) = (listeners.remove(0), config(0, &addresses));
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let done = &done;
+        let joining = scope.spawn(move || listener.join_while(config, || !done.load(Ordering::Acquire)));
+        let mut stream = TcpStream::connect(addresses[0]).unwrap();
+        let mut hello = [0_u8; 72];
+        hello[..4].copy_from_slice(b"PHUM");
+        hello[4] = 200;
+        stream.write_all(&hello).unwrap();
+        let flood = [0; 8 << 10];
+        let is_cut_off = (0..FLOOD / flood.len()).any(|_| stream.write_all(&flood).is_err());
+        done.store(true, Ordering::Release);
+        assert!(joining.join().unwrap().is_err());
+        assert!(is_cut_off, "{FLOOD} bytes were taken from a refused peer");
+    });
+}
+
+#[test]
 fn another_version_is_told_why() {
     let (mut listeners, addresses) = listeners(2);
     let (listener, config) = (listeners.remove(0), soon(config(0, &addresses)));

@@ -144,7 +144,11 @@ impl Run<'_> {
             {
                 self.settle(0, on_progress)?;
                 let accuracy = self.accuracy()?;
-                self.epochs.last_mut().expect("an epoch has steps").accuracy = Some(accuracy);
+                let ended = self.epochs.last_mut().expect("an epoch has steps");
+                ended.accuracy = Some(accuracy);
+                // The step has been told when its loss came; now there is more to tell of it.
+                let (epoch, loss) = (ended.epoch, ended.loss);
+                on_progress(&self.progress(epoch, loss, Some(accuracy)));
             }
         }
         self.settle(0, on_progress)
@@ -168,6 +172,14 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// The progress after the last step whose loss has come.
+    fn progress(&self, epoch: usize, loss: f64, accuracy: Option<f64>) -> Progress {
+        let examples = self.settled * self.ranks.len() * self.config.batch;
+        let seconds = self.started.elapsed().saturating_sub(self.evaluating).as_secs_f64();
+        let examples_per_second = examples as f64 / seconds;
+        Progress { step: self.settled, of: self.steps, epoch, loss, examples_per_second, accuracy }
+    }
+
     /// Waits until the losses of all but so many steps have come.
     fn settle(&mut self, but: usize, on_progress: &mut dyn FnMut(&Progress)) -> Result<(), TrainError> {
         while self.pending.len() > but {
@@ -183,14 +195,7 @@ impl Run<'_> {
             }
             self.loss += step_loss.value();
             self.settled += 1;
-            let examples = self.settled * self.ranks.len() * self.config.batch;
-            on_progress(&Progress {
-                step: self.settled,
-                of: self.steps,
-                epoch,
-                loss: step_loss.value(),
-                examples_per_second: examples as f64 / self.started.elapsed().as_secs_f64(),
-            });
+            on_progress(&self.progress(epoch, step_loss.value(), None));
             if self.settled.is_multiple_of(self.steps_per_epoch) {
                 let (step, loss) = (self.settled, self.loss.value());
                 self.epochs.push(Epoch { epoch, step, loss, accuracy: None });

@@ -4,7 +4,7 @@ use paramhub_collective::kvstore::StoreKind;
 use paramhub_kernels::Registry;
 use paramhub_train::local::LocalExchange;
 use paramhub_train::net::NetKind;
-use paramhub_train::trainer::{Report, train};
+use paramhub_train::trainer::{Progress, Report, train};
 
 use crate::group::{RUN, Run, SEED, digits, local, sgd};
 
@@ -26,7 +26,10 @@ fn a_local_store_trains_as_the_trainer_without_an_engine_does() {
         let run = Run { kind, epochs: 2, per_rank: 4, ..RUN };
         let (mut losses, mut expected_losses) = (Vec::new(), Vec::new());
         let store = local(run.engine());
-        let found = run.through(&data, &*store, sgd(), &mut |progress| losses.push(progress.loss)).unwrap();
+        // A step after which the accuracy was measured is told a second time, with it.
+        let mut note =
+            |progress: &Progress| losses.extend(progress.accuracy.is_none().then_some(progress.loss));
+        let found = run.through(&data, &*store, sgd(), &mut note).unwrap();
 
         let mut network = run.network(&data, 0);
         let (optimizer, aggregator) = (sgd(), Registry::with_builtins().aggregator("sum").unwrap());

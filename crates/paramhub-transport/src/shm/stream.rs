@@ -177,9 +177,9 @@ impl ShmStream {
     ) -> Result<Received, ReceiveError<S::Error>> {
         let scratch = scratch.bytes_mut();
         let ahead = if self.has_arena { &mut scratch[..AHEAD_BYTES] } else { scratch };
-        let mut received = Received::default();
+        let (mut received, mut moved) = (Received::default(), 0);
         loop {
-            let left = budget.saturating_sub(received.bytes).max(HEADER_BYTES);
+            let left = budget.saturating_sub(received.bytes + moved).max(HEADER_BYTES);
             // Before the ring is looked at: what was written before the end is read before it.
             let (ended, hung_up) = (self.reader.has_ended(), self.hung_up);
             let reader = &mut self.reader;
@@ -213,7 +213,8 @@ impl ShmStream {
             let placed = self.assembly.absorb(sink, &filled, ahead)?;
             received.bytes += placed;
             self.bytes_received += placed as u64;
-            if received.bytes >= budget {
+            moved += sink.moved();
+            if received.bytes + moved >= budget {
                 received.more = true;
                 return Ok(received);
             }

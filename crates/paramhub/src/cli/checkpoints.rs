@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use comfy_table::{Table, presets};
-use paramhub_core::checkpoint::Every;
+use paramhub_core::checkpoint::{Every, Resume};
 use paramhub_hub::{Flaw, Found, list_checkpoints};
 
 use super::Usage;
@@ -93,12 +93,33 @@ pub(super) fn kept(folder: PathBuf) -> CheckpointConfig {
     CheckpointConfig { folder, keep: CHECKPOINTS_KEPT }
 }
 
-/// Refuses a folder for a hub that has its own.
-pub(super) fn check(runs: bool, folder: Option<&Path>) -> Result<(), Usage> {
+/// Refuses a folder for a hub that has its own, and asking for checkpoints of one that is started here without a folder. `runs` says
+/// whether the hub runs already.
+pub(super) fn check(
+    runs: bool,
+    folder: Option<&Path>,
+    every: Option<Every>,
+    resume: Option<Resume>,
+) -> Result<(), Usage> {
+    let refused = |problem: &str| Err(Usage(problem.into()));
     if runs && folder.is_some() {
-        let problem =
-            "--checkpoints is for the hub that is started here: one that runs has been told where its own go";
-        return Err(Usage(problem.into()));
+        return refused(
+            "--checkpoints is for the hub that is started here: one that runs has been told where its own go",
+        );
+    }
+    if runs || folder.is_some() {
+        return Ok(());
+    }
+    if resume.is_some() {
+        return refused(
+            "--resume goes on from a checkpoint: say with --checkpoints DIR where the hub that is started here finds it",
+        );
+    }
+    if every.is_some() {
+        return refused(
+            "--checkpoint-every has the hub write checkpoints: say with --checkpoints DIR where the one that is started here \
+             puts them",
+        );
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use paramhub_core::cost::Rate;
 use super::{Usage, overlay};
 use crate::cli::ExitCode;
 use crate::config::{Bytes, Config, HubManager, InterfaceRate, Pin};
-use crate::embedded::{EmbeddedConfig, EmbeddedError, EmbeddedHub};
+use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::launch::Signals;
 use crate::{
     CheckpointConfig, ControlError, HubConfig, HubError, JobLimits, ManagerClient, ManagerConfig, RunningHub,
@@ -107,6 +107,10 @@ pub(super) struct HubFlags {
     /// hierarchical [default: what hubs of several racks probe]
     #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
     core_rate: Option<Rate>,
+    /// How long a hub may be silent towards the connection manager that this one starts before the jobs at it are failed; workers
+    /// have --dead-after of their job [default: 10]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::seconds)]
+    hub_dead_after: Option<f64>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_HUB_STATE")]
     state: Option<PathBuf>,
@@ -128,6 +132,7 @@ impl HubFlags {
             // What the file joins must not win over the flag.
             config.hub.join = None;
         }
+        config.hub.hub_dead_after_s = self.hub_dead_after.or(config.hub.hub_dead_after_s);
         overlay!(
             self => config.hub;
             interface_rates, advertise, host_only, streams, spin_us, pin, manager, checkpoint_keep;
@@ -145,7 +150,6 @@ enum Serving {
 
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
-    raise_descriptor_limit();
     let Some(serving) = start(config, &signals)? else { return Ok(ExitCode::SUCCESS) };
     let (url, addresses) = match &serving {
         Serving::Embedded(hub) => (hub.url(), hub.addresses()),
@@ -174,15 +178,6 @@ pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         Some(reason) => bail!("the hub has failed: {reason}"),
         None => Ok(ExitCode::SUCCESS),
     }
-}
-
-/// Lets this process open as many descriptors as it may: every worker holds one a stream, and the usual limit of 1,024 is
-/// for programs that select(2) on them.
-pub(crate) fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    // What the system refuses stays as it was; running out is reported where it happens.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 /// None where a signal came first.
@@ -226,6 +221,10 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
             let problem = "a hub that joins a running connection manager keeps no --state: the manager does";
             return Err(Usage(problem.into()).into());
         }
+        HubManager::Running(_) if section.hub_dead_after_s.is_some() => {
+            let problem = "a hub that joins a running connection manager takes no --hub-dead-after: give it to the manager";
+            return Err(Usage(problem.into()).into());
+        }
         HubManager::Running(url) => {
             let manager =
                 ManagerClient::new(&url, config.admin_token()).map_err(|error| Usage(error.to_string()))?;
@@ -237,13 +236,10 @@ fn start(config: &Config, signals: &Signals) -> anyhow::Result<Option<Serving>> 
         state: section.state.clone(),
         core_rate: section.core_rate,
         admin_token: config.admin_token(),
+        hub_timeout: super::hub_timeout(section.hub_dead_after_s),
         ..ManagerConfig::default()
     };
-    let embedded = EmbeddedHub::start(EmbeddedConfig { manager, hub }).map_err(|error| match error {
-        EmbeddedError::Hub(error) => explain(error),
-        error => error.into(),
-    });
-    Ok(Some(Serving::Embedded(embedded?)))
+    Ok(Some(Serving::Embedded(EmbeddedHub::start(EmbeddedConfig { manager, hub })?)))
 }
 
 /// Joins a manager that may be starting only now, beside this hub. None where a signal came first.
@@ -257,18 +253,10 @@ fn join(manager: &ManagerClient, hub: &HubConfig, signals: &Signals) -> anyhow::
                     eprintln!("paramhub: {error} The hub tries again for {} s", JOIN.as_secs());
                 }
             }
-            started => return Ok(Some(started.map_err(explain)?)),
+            started => return Ok(Some(started?)),
         }
         if signals.wait(JOIN_PAUSE).is_some() {
             return Ok(None);
         }
-    }
-}
-
-/// A configuration that contradicts itself is wrong usage.
-fn explain(error: HubError) -> anyhow::Error {
-    match error {
-        HubError::Config(problem) => Usage(problem).into(),
-        error => error.into(),
     }
 }

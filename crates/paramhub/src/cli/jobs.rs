@@ -2,8 +2,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use clap::{Args, Subcommand};
-use comfy_table::{ColumnConstraint, Table, Width, presets};
+use clap::{Args, Subcommand, ValueEnum};
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 use paramhub_core::checkpoint::{CheckpointStatus, Every, Resume};
 use paramhub_core::composition::{OptimizeAt, Reduction};
 use paramhub_core::limits::WEIGHT_MAX;
@@ -13,10 +13,15 @@ use super::{ManagerUrl, client, schemes};
 use crate::Stragglers;
 use crate::cli::ExitCode;
 use crate::config::Config;
-use crate::service::{CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated};
+use crate::service::{
+    AwaitedRanks, CreateService, JobOptions, JobState, JobStatus, OnInterfaceDown, ServiceCreated,
+};
 
 /// Where sentences in a table are broken.
 const SENTENCE_COLUMNS: u16 = 100;
+
+/// Characters of a job's message that are shown in a list whose reader has no width.
+const MESSAGE_CHARS: usize = 80;
 
 #[derive(Args)]
 #[command(args_override_self = true)]
@@ -40,7 +45,7 @@ struct Output {
 #[derive(Clone, Subcommand)]
 enum What {
     /// All jobs that the connection manager remembers, oldest first (the default)
-    List,
+    List(ListFlags),
     /// Create a job for workers that are started otherwise, and print what each of them needs in its environment
     ///
     /// Besides these three lines, one of which is the job's secret, a worker needs RANK. A job whose workers do not come ends
@@ -61,6 +66,48 @@ enum What {
         /// Its name or namespace
         name: String,
     },
+}
+
+#[derive(Args, Clone, Default)]
+struct ListFlags {
+    /// Only those in one of these states; living are all that have not ended
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STATE")]
+    state: Vec<Wanted>,
+    /// Only the newest so many
+    #[arg(long, value_name = "N")]
+    limit: Option<usize>,
+}
+
+/// A state of jobs to list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Wanted {
+    Living,
+    Connecting,
+    Initialising,
+    Running,
+    Finished,
+    Failed,
+}
+
+impl Wanted {
+    fn takes(self, state: JobState) -> bool {
+        match self {
+            Wanted::Living => !state.has_ended(),
+            Wanted::Connecting => state == JobState::Connecting,
+            Wanted::Initialising => state == JobState::Initialising,
+            Wanted::Running => state == JobState::Running,
+            Wanted::Finished => state == JobState::Finished,
+            Wanted::Failed => state == JobState::Failed,
+        }
+    }
+}
+
+impl ListFlags {
+    fn choose(&self, mut jobs: Vec<JobStatus>) -> Vec<JobStatus> {
+        jobs.retain(|job| self.state.is_empty() || self.state.iter().any(|wanted| wanted.takes(job.state)));
+        let surplus = jobs.len().saturating_sub(self.limit.unwrap_or(usize::MAX));
+        jobs.split_off(surplus)
+    }
 }
 
 #[derive(Args, Clone)]
@@ -100,6 +147,9 @@ struct CreateFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW")]
     stragglers: Option<Stragglers>,
+    /// End it, naming the rank, when others have waited so long for one of them [default: never]
+    #[arg(long, value_name = "SECONDS")]
+    progress_timeout: Option<f64>,
     /// How often its hubs, which must be started with --checkpoints, write a checkpoint: a number of steps, as in 1000, or of
     /// seconds, as in 30s [default: never]
     #[arg(long, value_name = "N|Ns")]
@@ -122,6 +172,7 @@ impl CreateFlags {
             on_interface_down: self.on_interface_down.unwrap_or(default.on_interface_down),
             weight: self.weight.unwrap_or(default.weight),
             stragglers: self.stragglers.unwrap_or(default.stragglers),
+            progress_timeout_s: self.progress_timeout,
             checkpoint_every: self.checkpoint_every,
             resume: self.resume,
         };
@@ -138,15 +189,15 @@ pub(super) struct Todo {
 impl JobsFlags {
     pub(super) fn apply(self, config: &mut Config) -> Todo {
         ManagerUrl { hub: self.output.hub }.apply(config);
-        Todo { what: self.what.unwrap_or(What::List), json: self.output.json }
+        Todo { what: self.what.unwrap_or(What::List(ListFlags::default())), json: self.output.json }
     }
 }
 
 pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
     let client = client(config)?;
     match todo.what {
-        What::List => {
-            let jobs = client.jobs()?;
+        What::List(flags) => {
+            let jobs = flags.choose(client.jobs()?);
             print(todo.json, &jobs, || list(&jobs))?;
         }
         What::Create(flags) => {
@@ -163,7 +214,7 @@ pub(super) fn jobs(config: &Config, todo: Todo) -> anyhow::Result<ExitCode> {
         }
         What::Stop { name } => {
             let job = client.stop_job(&name)?;
-            print(todo.json, &job, || format!("job {} has {}", job.name, state(job.state)))?;
+            print(todo.json, &job, || stopped(&job))?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -180,12 +231,30 @@ fn membership(url: &str, job: &ServiceCreated) -> String {
     format!("PARAMHUB_URL={url}\nPARAMHUB_JOB={namespace}\nPARAMHUB_SECRET={nonce}")
 }
 
+/// What a stop has come to: a job that had ended before keeps the reason it ended with.
+fn stopped(job: &JobStatus) -> String {
+    let JobStatus { name, message, .. } = job;
+    match job.state {
+        JobState::Finished => format!("job {name} had finished before"),
+        _ if message.starts_with("stopped") => format!("job {name} is stopped, and its memory is free"),
+        _ => format!("job {name} had failed before: {message}"),
+    }
+}
+
 fn list(jobs: &[JobStatus]) -> String {
     if jobs.is_empty() {
         return "no jobs".into();
     }
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
+    // COLUMNS is how a terminal's width is given to programs that do not write to it.
+    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    if let Some(columns) = columns.filter(|columns| *columns > 0) {
+        table.set_width(columns);
+    }
+    // Where rows are not broken, they end: `jobs show` and --json have the whole message.
+    let message_chars = if table.width().is_some() { usize::MAX } else { MESSAGE_CHARS };
     table.set_header(["job", "state", "workers", "keys", "memory", "received", "sent", "age", "message"]);
     for job in jobs {
         table.add_row([
@@ -197,10 +266,17 @@ fn list(jobs: &[JobStatus]) -> String {
             bytes(job.counters.bytes_received),
             bytes(job.counters.bytes_sent),
             age(job.created_at),
-            job.message.clone(),
+            shortened(&job.message, message_chars),
         ]);
     }
     table.to_string()
+}
+
+fn shortened(text: &str, chars: usize) -> String {
+    match text.char_indices().nth(chars) {
+        Some((end, _)) => format!("{}...", text[..end].trim_end()),
+        None => text.to_owned(),
+    }
 }
 
 fn show(job: &JobStatus) -> String {
@@ -229,6 +305,7 @@ fn show(job: &JobStatus) -> String {
         ("time of hub cores", format!("{:.3} s", job.counters.busy_ns as f64 / 1e9)),
         ("streams moved", job.counters.streams_moved.to_string()),
         ("left out", or_dash(&left_out(job).join("\n"))),
+        ("awaited", job.awaited.as_ref().map_or("-".to_owned(), awaited)),
         ("checkpoints", job.checkpoints.as_ref().map_or("-".to_owned(), checkpoints)),
         ("created", format!("{} ago", age(job.created_at))),
         ("ended", ended),
@@ -250,6 +327,12 @@ pub(super) fn left_out(job: &JobStatus) -> Vec<String> {
         format!("rank {rank}, of {missed} of {updates} updates of chunks ({percent:.1}%)")
     };
     late.map(line).collect()
+}
+
+fn awaited(late: &AwaitedRanks) -> String {
+    let ranks: Vec<String> = late.ranks.iter().map(ToString::to_string).collect();
+    let rank = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{rank} {} for {:.0} s: {} of key {}", ranks.join(", "), late.seconds, late.what, late.key)
 }
 
 fn checkpoints(status: &CheckpointStatus) -> String {

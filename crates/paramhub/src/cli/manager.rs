@@ -23,6 +23,9 @@ pub(super) struct ManagerFlags {
     /// hierarchical [default: what hubs of several racks probe]
     #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
     core_rate: Option<Rate>,
+    /// How long a hub may be silent before the jobs at it are failed; workers have --dead-after of their job [default: 10]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::seconds)]
+    hub_dead_after: Option<f64>,
     /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
     #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
     state: Option<PathBuf>,
@@ -30,18 +33,20 @@ pub(super) struct ManagerFlags {
 
 impl ManagerFlags {
     pub(super) fn apply(self, config: &mut Config) {
+        config.manager.hub_dead_after_s = self.hub_dead_after.or(config.manager.hub_dead_after_s);
         overlay!(self => config.manager; listen; state, core_rate);
     }
 }
 
 pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
-    super::hub::raise_descriptor_limit();
+    paramhub_transport::handshakes::raise_descriptor_limit();
     let manager = Manager::start(ManagerConfig {
         listen: config.manager.listen,
         state: config.manager.state.clone(),
         core_rate: config.manager.core_rate,
         admin_token: config.admin_token(),
+        hub_timeout: super::hub_timeout(config.manager.hub_dead_after_s),
         ..ManagerConfig::default()
     })?;
     println!("manager ready: {}", manager.url());

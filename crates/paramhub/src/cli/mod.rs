@@ -1,9 +1,14 @@
 //! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
 
+// First, for its `println!` and the like stand for those of std in all that follows.
+#[macro_use]
+mod output;
+
 mod bench;
 mod checkpoints;
 mod deployment;
 mod doctor;
+mod environment;
 mod exit;
 mod hub;
 mod hubs;
@@ -18,14 +23,17 @@ mod train;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
 use paramhub_kernels::Isa;
 
-use crate::ManagerClient;
 use crate::config::{self, Config, Secret};
+use crate::embedded::EmbeddedError;
+use crate::service::ErrorCode;
+use crate::{ControlError, HubError, ManagerClient, ManagerConfig, ManagerError};
 pub use exit::ExitCode;
 
 /// Exchanges gradients and parameters between the workers of distributed training jobs.
@@ -138,7 +146,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(refused) if refused.use_stderr() => {
-            let text = refused.to_string();
+            let text = in_plain_words(&refused.to_string());
             eprint!("paramhub: {}", text.strip_prefix("error: ").unwrap_or(&text));
             return ExitCode::from(2);
         }
@@ -148,13 +156,55 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Ve
             return ExitCode::SUCCESS;
         }
     };
-    match dispatch(cli) {
+    let code = match dispatch(cli) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("paramhub: {error:#}");
-            ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
+            ExitCode::from(if is_usage(&error) { 2 } else { 1 })
         }
+    };
+    match output::finish() {
+        Some(failure) if code == ExitCode::SUCCESS => {
+            eprintln!("paramhub: cannot write to standard output: {failure}");
+            ExitCode::FAILURE
+        }
+        _ => code,
     }
+}
+
+/// Whether flags, environment or file have to change before the same command can succeed: a value that was found wrong here, by the
+/// hub or the connection manager that was to start, or by the running manager that was asked.
+fn is_usage(error: &anyhow::Error) -> bool {
+    error.chain().any(is_of_usage)
+}
+
+fn is_of_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
+    // These show their causes as themselves, so that no chain leads to them.
+    match cause.downcast_ref::<EmbeddedError>() {
+        Some(EmbeddedError::Manager(error)) => return is_of_usage(error),
+        Some(EmbeddedError::Hub(error)) => return is_of_usage(error),
+        Some(EmbeddedError::Control(error)) => return is_of_usage(error),
+        None => {}
+    }
+    if let Some(error) = cause.downcast_ref::<ManagerError>() {
+        use ManagerError::{Setting, TokenNeeded, TokenUnusable};
+        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. });
+    }
+    if let Some(error) = cause.downcast_ref::<ControlError>() {
+        return matches!(error, ControlError::Url { .. })
+            || matches!(error.code(), Some(ErrorCode::BadRequest | ErrorCode::Unauthorized));
+    }
+    cause.is::<Usage>() || matches!(cause.downcast_ref::<HubError>(), Some(HubError::Config(_)))
+}
+
+/// What Rust's numbers say of text that is none is about its digits; a person wants to know what would do.
+fn in_plain_words(refused: &str) -> String {
+    refused
+        .replace("invalid digit found in string", "expected a whole number")
+        .replace("cannot parse integer from empty string", "expected a whole number")
+        .replace("number too large to fit in target type", "that is too large")
+        .replace("invalid float literal", "expected a number")
+        .replace("cannot parse float from empty string", "expected a number")
 }
 
 fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -168,6 +218,9 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     config.log = common.log.or(config.log);
     config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
     let verb = cli.verb.apply(&mut config);
+    if !verb.is_started_by_us() {
+        environment::unread().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
+    }
     if common.print_config {
         print!("{}", config.to_toml());
         return Ok(ExitCode::SUCCESS);
@@ -212,6 +265,13 @@ enum Todo {
     TrainWorker(train::WorkerFlags),
     TrainRank(train::RankFlags),
     Warden,
+}
+
+impl Todo {
+    /// Its environment is that of a command which has been told already.
+    fn is_started_by_us(&self) -> bool {
+        matches!(self, Todo::BenchPeer(_) | Todo::TrainWorker(_) | Todo::TrainRank(_) | Todo::Warden)
+    }
 }
 
 impl Verb {
@@ -266,6 +326,18 @@ fn client(config: &Config) -> anyhow::Result<ManagerClient> {
     ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()).into())
 }
 
+/// A time on the command line.
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0);
+    seconds.ok_or_else(|| "expected a number of seconds above zero".to_owned())
+}
+
+/// As long as a hub may be silent towards a connection manager. The manager says what is possible.
+fn hub_timeout(dead_after_s: Option<f64>) -> Duration {
+    let usual = ManagerConfig::default().hub_timeout;
+    dead_after_s.map_or(usual, |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+}
+
 /// Puts the flags that were given over what the configuration has.
 macro_rules! overlay {
     ($flags:expr => $section:expr; $($value:ident),* ; $($option:ident),*) => {{
@@ -283,6 +355,8 @@ fn start_log(config: &Config, is_server: bool) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_target(false)
+        // Where the log cannot be written, it would say so with a macro that panics for the same reason.
+        .log_internal_errors(false)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .try_init()
         .map_err(|error| anyhow::anyhow!("{error}"))

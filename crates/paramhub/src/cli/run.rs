@@ -73,6 +73,9 @@ pub(super) struct RunFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_RUN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
+    /// End the job, naming the rank, when others have waited so long for one of them [default: never]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_RUN_PROGRESS_TIMEOUT")]
+    progress_timeout: Option<f64>,
     /// How many hubs must have joined the connection manager at --hub before the job begins; all that have serve it. With 0, also
     /// without --hub, there is none, for workers that exchange among themselves [default: the first is enough]
     #[arg(long, value_name = "N", env = "PARAMHUB_RUN_HUBS")]
@@ -119,6 +122,7 @@ impl RunFlags {
             name, hubs, deployment, host_rank, master_addr, checkpoints, checkpoint_every, resume);
         let section = &mut config.run;
         section.rendezvous_timeout_s = self.rendezvous_timeout.unwrap_or(section.rendezvous_timeout_s);
+        section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
         section.dead_after_s = self.dead_after.unwrap_or(section.dead_after_s);
         self.command
     }
@@ -137,7 +141,7 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
         return Err(Usage(problem.into()).into());
     }
     let runs = config.url.is_some() && !deployment::is_colocated(section.deployment);
-    check(runs, section.checkpoints.as_deref())?;
+    check(runs, section.checkpoints.as_deref(), section.checkpoint_every, section.resume)?;
     let is_stable =
         section.checkpoints.is_some() || section.checkpoint_every.is_some() || section.resume.is_some();
     if is_stable && section.name.is_none() {

@@ -51,7 +51,7 @@ fn explain(message: &str) -> String {
 }
 
 /// Levenshtein's distance: insertions, deletions and replacements between two words.
-fn distance(from: &str, to: &str) -> usize {
+pub(crate) fn distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
     for (above, a) in from.chars().enumerate() {

@@ -88,6 +88,31 @@ fn a_key_that_is_not_pushed_with_the_others_is_named() {
 }
 
 #[test]
+fn a_folder_that_cannot_be_written_is_found_out_at_the_start() {
+    let folder = scratch();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "mine").unwrap();
+    for path in [file.clone(), file.join("below"), "/proc/checkpoints".into()] {
+        let path = path.to_str().unwrap();
+        let hub = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--checkpoints", path];
+        let run = ["run", "-n", "1", "--name", "r", "--checkpoints", path, "--", "true"];
+        let train = ["train", "--epochs", "1", "--checkpoints", path];
+        for arguments in [&hub[..], &run[..], &train[..]] {
+            let refused = paramhub(arguments.iter().copied()).finish().expect_code(1);
+            let expected = ["no checkpoint can be written to", path, "Give --checkpoints a directory"];
+            let refused = refused.expect_error(&expected);
+            assert!(!refused.stdout.contains("hub ready"), "{}", refused.stdout);
+        }
+    }
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "mine");
+    // What is not there is made, and nothing but checkpoints stays in it.
+    let made = folder.path().join("made/here");
+    let (hub, _) = hub(["--checkpoints", made.to_str().unwrap()]);
+    assert_eq!(std::fs::read_dir(&made).unwrap().count(), 0);
+    drop(hub);
+}
+
+#[test]
 fn wrong_wishes_are_explained() {
     let refused = paramhub(["train", "--exchange", "local", "--resume"]).finish().expect_code(2);
     refused.expect_error(&["--exchange hub"]);
@@ -100,8 +125,11 @@ fn wrong_wishes_are_explained() {
     let refused = paramhub(["train", "--checkpoints", path, "--resume"]).finish().expect_code(1);
     assert!(refused.stderr.contains("no complete checkpoint"), "{}", refused.stderr);
     let (_hub, url) = hub([]);
-    let refused = paramhub(["train", "--hub", &url, "--checkpoint-every", "10"]).finish().expect_code(1);
+    let refused = paramhub(["train", "--hub", &url, "--checkpoint-every", "10"]).finish().expect_code(2);
     assert!(refused.stderr.contains("start it with --checkpoints DIR"), "{}", refused.stderr);
+    let asked = ["jobs", "create", "early", "--hub", &url, "--workers", "2", "--checkpoint-every", "10"];
+    let refused = paramhub(asked).finish().expect_code(2);
+    assert!(refused.stderr.contains("no hub that has joined keeps any"), "{}", refused.stderr);
     let listed = paramhub(["checkpoints", "list", path]).finish().expect_code(0);
     assert!(listed.stdout.starts_with("no checkpoints in"), "{}", listed.stdout);
 }

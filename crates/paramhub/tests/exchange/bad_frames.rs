@@ -11,7 +11,7 @@ use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
 use crate::cluster::Cluster;
-use crate::raw::{Raw, push, settings};
+use crate::raw::{Raw, hello, push, settings};
 
 #[test]
 fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
@@ -119,6 +119,53 @@ fn frames_before_the_handshake_reach_nobody() {
             }
         }
     });
+}
+
+#[test]
+fn a_refused_peer_that_goes_on_sending_is_cut_off() {
+    const FLOOD: usize = 64 << 20;
+    let cluster = Cluster::new(1);
+    let mut stranger = TcpStream::connect(cluster.hub().addresses()[0]).unwrap();
+    let flood = [0; 8 << 10];
+    let is_cut_off = (0..FLOOD / flood.len()).any(|_| stranger.write_all(&flood).is_err());
+    assert!(is_cut_off, "{FLOOD} bytes were taken from a refused peer");
+}
+
+#[test]
+fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
+    let cluster = Cluster::new(1);
+    let ticket = cluster.job("impatient", 1);
+    let greeting = hello(&ticket, 0, &settings(), &cluster).encode();
+    let mut patient = Raw::dial(cluster.hub().addresses()[0]);
+    patient.send(&greeting);
+    patient.socket.read_exact(&mut [0; CHALLENGE_BYTES]).unwrap();
+    let mut impatient = Raw::dial(cluster.hub().addresses()[0]);
+    // In one write, so that the hub finds both.
+    impatient.send(&[&greeting[..], &[0; 4096]].concat());
+    let mut answer = Vec::new();
+    // The connection ends by a reset, since bytes were left unread.
+    let _ = impatient.socket.read_to_end(&mut answer);
+    assert!(answer.is_empty(), "{} bytes came", answer.len());
+}
+
+#[test]
+fn strangers_that_hold_connections_keep_no_job_out() {
+    let cluster = Cluster::new(1);
+    // The hub and the strangers share this process's descriptors, and workers need some, too.
+    let limit = paramhub_transport::handshakes::raise_descriptor_limit();
+    let strangers = (limit / 3).min(6000) as usize;
+    let address = cluster.hub().addresses()[0];
+    let mut silent = Vec::with_capacity(strangers);
+    beside_a_running_job(&cluster, || {
+        for _ in 0..strangers {
+            silent.push(TcpStream::connect(address).unwrap());
+        }
+        let ticket = cluster.job("newcomer", 1);
+        let mut raw = Raw::join(&cluster, &ticket, 0);
+        raw.send(&push(0));
+        assert_eq!(raw.await_frame(Operation::Parameters).0.step, 1);
+    });
+    println!("{strangers} strangers");
 }
 
 #[test]

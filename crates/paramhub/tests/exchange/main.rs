@@ -14,6 +14,7 @@ mod in_place;
 mod kvstore;
 mod numerics;
 mod offences;
+mod panics;
 mod quantised;
 mod raw;
 mod reproducible;
@@ -21,6 +22,7 @@ mod sites;
 mod state;
 mod stragglers;
 mod streams;
+mod stuck;
 mod syncers;
 mod tenants;
 

@@ -9,6 +9,7 @@ mod groups;
 mod in_place;
 mod numerics;
 mod offences;
+mod panics;
 mod raw;
 mod reproducible;
 mod sites;

@@ -12,6 +12,7 @@ mod kvstore;
 mod local;
 mod numerics;
 mod offences;
+mod panics;
 mod raw;
 mod reproducible;
 mod shared;

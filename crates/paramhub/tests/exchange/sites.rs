@@ -489,3 +489,47 @@ fn a_rank_that_dies_is_named_in_every_rack() {
         assert!(error.contains("rank 2 left the job"), "{error}");
     }
 }
+
+#[test]
+fn a_rank_stuck_behind_another_racks_hub_is_named_to_all() {
+    for (reduction, ranks) in [
+        (Reduction::Tree, &["a", "b", "a", "b"][..]),
+        (Reduction::Ring, &["a", "b", "a", "b"]),
+        // The stuck one is alone in its rack, where nobody waits for it.
+        (Reduction::Tree, &["a", "a", "a", "b"]),
+    ] {
+        let racks = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
+        let settings =
+            Settings { optimizer: OptimizerChoice::named("mean"), ..Settings::new(keys(&[300, 20_000])) };
+        let heard = AtomicU32::new(0);
+        racks.run(ranks, options(reduction), &settings, |job| {
+            let step = |job: &Job| {
+                let pushed = [(0, 300), (1, 20_000)]
+                    .map(|(key, n)| job.push_pull(key, vec![1.0_f32; n], vec![0.0_f32; n]));
+                pushed.into_iter().for_each(|pushed| drop(pushed.unwrap().wait().unwrap()));
+            };
+            step(job);
+            let names_it = || {
+                let told = job.notices().into_iter().map(|notice| notice.message);
+                told.into_iter().find(|told| told.contains("awaited") && told.contains("rank 3"))
+            };
+            let hears = || {
+                crate::cluster::await_true(
+                    &format!("{reduction}: its name at rank {}", job.rank()),
+                    names_it,
+                );
+                heard.fetch_add(1, Ordering::SeqCst);
+                let all = || (heard.load(Ordering::SeqCst) == 4).then_some(());
+                crate::cluster::await_true("all ranks", all);
+            };
+            std::thread::scope(|scope| {
+                let hearing = (job.rank() != 3).then(|| scope.spawn(hears));
+                if job.rank() == 3 {
+                    hears();
+                }
+                step(job);
+                hearing.into_iter().for_each(|hearing| hearing.join().unwrap());
+            });
+        });
+    }
+}

@@ -2,6 +2,7 @@
 
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
+use paramhub_core::service::{JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::Settings;
 use paramhub_kernels::{Hyperparameters, Registry};
 use paramhub_syncer::{LayerFactors, Syncers};
@@ -45,6 +46,14 @@ fn settings() -> Settings {
 
 /// Joins as every rank at once.
 fn as_every_rank<T: Send>(ticket: &Ticket, work: impl Fn(Syncers) -> T + Sync) -> Vec<T> {
+    as_every_rank_with(ticket, &settings(), work)
+}
+
+fn as_every_rank_with<T: Send>(
+    ticket: &Ticket,
+    settings: &Settings,
+    work: impl Fn(Syncers) -> T + Sync,
+) -> Vec<T> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS)
             .map(|rank| {
@@ -53,7 +62,8 @@ fn as_every_rank<T: Send>(ticket: &Ticket, work: impl Fn(Syncers) -> T + Sync) -
                     let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
                     let options = Options { transport, ..Default::default() };
                     let registry = Registry::with_builtins();
-                    work(Syncers::join(ticket.membership(rank), options, settings(), &registry, 1).unwrap())
+                    let membership = ticket.membership(rank);
+                    work(Syncers::join(membership, options, settings.clone(), &registry, 1).unwrap())
                 })
             })
             .collect();
@@ -208,4 +218,51 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
         syncers.wait().unwrap();
         syncers.leave().unwrap();
     });
+}
+
+#[test]
+fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
+    let cluster = Cluster::new(1);
+    for reject in [false, true] {
+        let name = if reject { "rejects" } else { "passes" };
+        let settings = Settings { reject_non_finite: reject, ..settings() };
+        let told = as_every_rank_with(&cluster.job(name, RANKS), &settings, |mut syncers| {
+            let rank = syncers.job().rank();
+            let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![0.0; elements(key)]).collect();
+            (0..).zip(&mut model).for_each(|(key, parameters)| syncers.begin(key, parameters).unwrap());
+            let layer = syncers.of_key(WEIGHT);
+            let [mut x, dy] = factors(rank, 0);
+            if rank == 1 {
+                x[3] = f32::NAN;
+            }
+            syncers.send_factors(layer, LayerFactors::of_f32(&x, &dy)).unwrap();
+            syncers.receive(layer).map_err(|error| error.to_string())?;
+            syncers.move_out(WEIGHT, &mut model[WEIGHT as usize]);
+            assert!(model[WEIGHT as usize].iter().any(|parameter| parameter.is_nan()));
+            syncers.leave().map_err(|error| error.to_string())
+        });
+        if !reject {
+            told.into_iter().for_each(|rank| rank.unwrap());
+            continue;
+        }
+        for told in told {
+            let told = told.unwrap_err();
+            assert!(told.contains("rank 1 sent factors of key `fc.weight` with a NaN"), "{told}");
+        }
+        let status = cluster.await_end(name);
+        assert_eq!(status.state, JobState::Failed);
+        let expected = "rank 1 gave up: it sent factors of key `fc.weight` with a NaN or an infinity";
+        assert!(status.message.contains(expected), "{}", status.message);
+    }
+}
+
+#[test]
+fn factors_between_workers_are_refused_where_streams_are_to_be_resumed() {
+    let cluster = Cluster::new(1);
+    let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
+    let ticket = cluster.job_with("continues", 1, options);
+    let settings = Settings { scheme: SchemeChoice::Only(Scheme::Factors), ..settings() };
+    let refused = ticket.join(0, settings).unwrap_err().to_string();
+    assert!(refused.contains("layer `fc` goes by factors"), "{refused}");
+    assert!(refused.contains("on_interface_down = fail"), "{refused}");
 }

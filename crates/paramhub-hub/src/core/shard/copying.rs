@@ -13,7 +13,7 @@ const LAG_MAX: u32 = 8;
 /// A snapshot being taken.
 pub(super) struct Armed {
     wanted: Wanted,
-    snapshot: Box<Snapshot>,
+    pub(super) snapshot: Box<Snapshot>,
     /// Slots before this one have been looked at.
     at: u32,
 }

@@ -12,7 +12,7 @@ use paramhub_kernels::factors::{Factors, Tiling};
 use paramhub_kernels::{convert, finite};
 
 use super::Shard;
-use crate::core::buffer::{Buffer, OutOfMemory};
+use crate::core::buffer::{Buffer, OutOfMemory, Pages};
 use crate::core::fault::Fault;
 use crate::core::plan::{Layout, ShardPlan};
 
@@ -53,8 +53,8 @@ impl FactorLayers {
         let layers = layout.factors.iter().map(|layer| {
             let [inputs, output_gradients] = elements(&layer.block, members).map(|count| count as usize);
             Ok(Layer {
-                inputs: Buffer::zeroed(inputs, 6)?,
-                output_gradients: Buffer::zeroed(output_gradients, 7)?,
+                inputs: Buffer::reserved(inputs, 6)?,
+                output_gradients: Buffer::reserved(output_gradients, 7)?,
                 tiling: Tiling::new(layer.block.inputs, members as usize * layer.block.samples as usize),
                 making: None,
             })
@@ -63,9 +63,17 @@ impl FactorLayers {
         Ok(FactorLayers { gathering: Gathering::new(layout.factors.clone(), members), layers })
     }
 
-    /// Without any.
-    pub(super) fn none() -> Self {
-        FactorLayers { gathering: Gathering::new(Vec::new(), 0), layers: Vec::new() }
+    /// Its arrays.
+    pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
+        for layer in &mut self.layers {
+            each(&mut layer.inputs);
+            each(&mut layer.output_gradients);
+        }
+    }
+
+    /// Nothing more is made.
+    pub(super) fn stop(&mut self) {
+        self.layers.iter_mut().for_each(|layer| layer.making = None);
     }
 
     /// Bytes that [`new`](Self::new) will take.

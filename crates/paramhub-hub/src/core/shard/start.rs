@@ -8,25 +8,8 @@ use paramhub_kernels::convert;
 use super::{Payload, Shard, encode, read_blocks};
 use crate::core::fault::Fault;
 use crate::core::ports::Side;
-use crate::core::restored::Restored;
 
 impl Shard {
-    /// Begins every chunk with what a checkpoint has of it.
-    pub(super) fn restore(&mut self, restored: &Restored) {
-        self.model.copy_from_slice(&restored.model);
-        self.state.copy_from_slice(&restored.state);
-        self.newest_step = restored.step;
-        for (index, slot) in (0..).zip(self.slots.clone()) {
-            // As a site above would say it; nobody has contributed, and the counts were checked when they were read.
-            let known = self.exchange.initialise_state(index, None, restored.updates[index as usize]);
-            known.and_then(|()| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
-            encode(&self.model[slot.range()], &mut self.encoded, slot.range(), slot.parameter);
-            if slot.gradient.is_quantised() {
-                self.quantised.start(&slot, restored.received(index));
-            }
-        }
-    }
-
     pub(super) fn initialise(
         &mut self,
         port: u32,

@@ -8,14 +8,12 @@ use super::ablate::{Server, Variant, serve_by_worker};
 use super::raw;
 use super::spec::{HubSeat, HubUse, Line, Meeting, Order, Report, Spec};
 use super::usage;
-use crate::cli::hub::raise_descriptor_limit;
 use crate::embedded::{EmbeddedConfig, EmbeddedHub};
 use crate::service::{CreateService, JobOptions, ServiceCreated};
 use crate::{HubConfig, ManagerClient, RunningHub};
 
 /// Serves until the launcher hangs up.
 pub(super) fn host(spec: &Spec, seat: HubSeat, line: &mut Line) -> anyhow::Result<()> {
-    raise_descriptor_limit();
     let raw = raw::serve(spec)?;
     let serving = Serving::start(spec, seat)?;
     line.say(&Report::Ready { url: serving.url().to_owned() })?;

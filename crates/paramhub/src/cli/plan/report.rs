@@ -71,7 +71,7 @@ impl Report {
             prices,
             exchanges: Arrangement::FLAT.iter().chain(between_racks).map(row).collect(),
             reduction,
-            recommendation: model.recommend(compute_s),
+            recommendation: model.recommend(compute_s, prices.as_ref()),
         }
     }
 

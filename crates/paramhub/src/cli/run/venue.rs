@@ -241,6 +241,7 @@ fn create(section: &RunSection, name: &str, client: &ManagerClient) -> anyhow::R
         optimize_at: section.optimize_at,
         on_interface_down: section.on_interface_down,
         stragglers: section.stragglers,
+        progress_timeout_s: section.progress_timeout_s,
         checkpoint_every: effective_every(section.checkpoints.as_deref(), section.checkpoint_every),
         resume: section.resume,
         hubs,

@@ -27,7 +27,7 @@ pub(crate) struct TrainFlags {
     /// Worker processes [default: 4]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_WORKERS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
-    /// Passes over the training set [default: 500]
+    /// Passes over the training set [default: 40]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_EPOCHS")]
     epochs: Option<usize>,
     /// Examples per worker and step [default: 16]
@@ -112,6 +112,9 @@ pub(crate) struct TrainFlags {
     /// time that the median took; or backup:N, the last N [default: wait]
     #[arg(long, value_name = "HOW", env = "PARAMHUB_TRAIN_STRAGGLERS")]
     stragglers: Option<Stragglers>,
+    /// End the job, naming the rank, when others have waited so long for one of them [default: never]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_TRAIN_PROGRESS_TIMEOUT")]
+    progress_timeout: Option<f64>,
     /// How fully connected layers are exchanged: hub; by factors between the workers; factors-to-hub, where one hub makes a
     /// layer's gradient of them; or auto, whichever of the first two moves less [default: hub]
     #[arg(long, value_name = "SCHEME", env = "PARAMHUB_TRAIN_SCHEME")]
@@ -129,7 +132,8 @@ pub(crate) struct TrainFlags {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE", env = "PARAMHUB_TRAIN_JSON")]
     json: Option<PathBuf>,
-    /// Measure the test set after every so many epochs, too, for --json and `bench plot` [default: only at the end]
+    /// Measure the test set after every so many epochs, and at the end [default: eight times on the way; only at the end where
+    /// --stragglers leaves workers out]
     #[arg(long, value_name = "N", env = "PARAMHUB_TRAIN_TEST_EVERY")]
     test_every: Option<NonZeroUsize>,
     /// Save the final parameters as safetensors
@@ -155,6 +159,8 @@ pub(crate) struct TrainFlags {
 impl TrainFlags {
     pub(crate) fn apply(self, config: &mut Config) {
         self.url.apply(config);
+        let section = &mut config.train;
+        section.progress_timeout_s = self.progress_timeout.or(section.progress_timeout_s);
         overlay!(self => config.train;
             net, data, epochs, batch, momentum, optimizer, seed, exchange, compute_threads, check_collectives, transport, reproducible, consistency,
             reduction, on_interface_down, stragglers, scheme, codec, chunk_bytes, cores;

@@ -14,7 +14,7 @@ use super::spec::{self, Message, Spec, WorkerReport};
 use super::venue::Venue;
 use crate::cli::checkpoints::check;
 use crate::cli::{ExitCode, Usage};
-use crate::config::{Config, TrainSection};
+use crate::config::{Config, ExchangeKind, TrainSection};
 use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, this_program};
 use crate::service::CoreCounters;
 
@@ -23,7 +23,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
     let section = &config.train;
     let signals = Signals::catch()?;
     spec::check(section).map_err(Usage)?;
-    check(config.url.is_some(), section.checkpoints.as_deref())?;
+    check(config.url.is_some(), section.checkpoints.as_deref(), section.checkpoint_every, section.resume)?;
     spec::rehearse(section)?;
     spec::check_destinations(section)?;
     let scratch = tempfile::Builder::new()
@@ -38,6 +38,12 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         venue.say_left_out();
     }
     let hub_busy = observer.hub_busy();
+    // A hub that others share goes on.
+    let ended_too = if config.url.is_none() && section.exchange == ExchangeKind::Hub {
+        "workers and hub"
+    } else {
+        "its workers"
+    };
     let Observer { display, reports, .. } = observer;
     display.finish();
     venue.close(Some(&ended));
@@ -45,7 +51,7 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         Verdict::Done(reports) => reports,
         Verdict::Interrupted(signal) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-            eprintln!("paramhub: training was interrupted by {name}; workers and hub have ended");
+            eprintln!("paramhub: training was interrupted by {name}; {ended_too} have ended");
             return Ok(ExitCode::from(128 + u8::try_from(signal).unwrap_or(0)));
         }
         Verdict::Failed(reason) => bail!("training failed: {reason}"),

@@ -19,6 +19,8 @@ pub(super) struct Display {
     printed: Option<Instant>,
     /// From rank 0's examples to everybody's.
     examples_factor: f64,
+    /// As it was last measured.
+    accuracy: Option<f64>,
 }
 
 impl Display {
@@ -42,22 +44,28 @@ impl Display {
             bar.set_style(ProgressStyle::with_template(style).expect("a correct template"));
             bar
         });
-        Display { bar, printed: None, examples_factor }
+        Display { bar, printed: None, examples_factor, accuracy: None }
     }
 
     pub(super) fn update(&mut self, done: &StepsDone) {
         let speed = done.examples_per_second * self.examples_factor;
-        let state = format!("loss {:.4}  {speed:.0} examples/s", done.loss);
+        self.accuracy = done.accuracy.or(self.accuracy);
+        let accuracy = |accuracy: Option<f64>| {
+            accuracy.map_or_else(String::new, |accuracy| format!("test accuracy {accuracy:.4}  "))
+        };
+        let state = |measured| format!("loss {:.4}  {}{speed:.0} examples/s", done.loss, accuracy(measured));
         match &self.bar {
             Some(bar) => {
                 bar.set_length(done.of as u64);
-                bar.set_message(state);
+                // The newest there is; a line has only what was measured after its own step.
+                bar.set_message(state(self.accuracy));
                 bar.set_position(done.step as u64);
             }
             None => {
                 let is_due = self.printed.is_none_or(|printed| printed.elapsed() >= LINE_INTERVAL);
-                if is_due || done.step == done.of {
+                if is_due || done.accuracy.is_some() || done.step == done.of {
                     self.printed = Some(Instant::now());
+                    let state = state(done.accuracy);
                     eprintln!("step {}/{}  epoch {}  {state}", done.step, done.of, done.epoch);
                 }
             }

@@ -51,7 +51,9 @@ struct Place {
 pub(super) fn become_rank(config: &Config, world: World) -> anyhow::Result<ExitCode> {
     let section = &config.train;
     check(section, world)?;
-    checkpoints::check(config.url.is_some(), section.checkpoints.as_deref())?;
+    // `paramhub run` has created the job at hubs of its own, or with mpirun rank 0 does.
+    let runs = config.url.is_some() || world == World::Run;
+    checkpoints::check(runs, section.checkpoints.as_deref(), section.checkpoint_every, section.resume)?;
     spec::check_destinations(section)?;
     let part = Part { world, url: config.url.clone(), train: section.clone() };
     let mut command = this_program().context("cannot find this program's own file")?;

@@ -12,6 +12,9 @@ use crate::config::{ExchangeKind, TrainOptimizer, TrainSection};
 use crate::settings::{OptimizerChoice, Settings};
 use crate::{Hyperparameters, KeyTable, Registry, Transport};
 
+/// How often a training measures the test set unless it is said how often.
+const TESTS: usize = 8;
+
 /// One file for all workers; where and as whom to join stands in their environment.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Spec {
@@ -36,12 +39,14 @@ pub(super) struct StepsDone {
     pub(super) epoch: usize,
     pub(super) loss: f64,
     pub(super) examples_per_second: f64,
+    /// The accuracy on the test set, where it was measured after this step.
+    pub(super) accuracy: Option<f64>,
 }
 
 impl From<&Progress> for StepsDone {
     fn from(progress: &Progress) -> Self {
-        let &Progress { step, of, epoch, loss, examples_per_second } = progress;
-        StepsDone { step, of, epoch, loss, examples_per_second }
+        let &Progress { step, of, epoch, loss, examples_per_second, accuracy } = progress;
+        StepsDone { step, of, epoch, loss, examples_per_second, accuracy }
     }
 }
 
@@ -103,10 +108,14 @@ impl WorkerReport {
 
 impl TrainSection {
     pub(in crate::cli) fn trainer(&self, evaluate: bool) -> TrainConfig {
-        let evaluate = match (evaluate, self.test_every) {
-            (false, _) => Evaluate::Never,
-            (true, None) => Evaluate::AtEnd,
-            (true, Some(every)) => Evaluate::Every(every.get()),
+        let usual = || match self.stragglers.leaves_out() {
+            // Who measures is late, and would be left out.
+            true => Evaluate::AtEnd,
+            false => Evaluate::Every(self.epochs.div_ceil(TESTS)),
+        };
+        let evaluate = match evaluate {
+            false => Evaluate::Never,
+            true => self.test_every.map_or_else(usual, |every| Evaluate::Every(every.get())),
         };
         TrainConfig { epochs: self.epochs, batch: self.batch, seed: self.seed, evaluate }
     }
@@ -175,13 +184,14 @@ pub(super) fn check(section: &TrainSection) -> Result<(), String> {
 }
 
 /// What a job at hubs is created with, and whether it was asked for.
-pub(super) fn of_the_job(section: &TrainSection) -> [(&'static str, bool); 8] {
+pub(super) fn of_the_job(section: &TrainSection) -> [(&'static str, bool); 9] {
     let defaults = TrainSection::default();
     [
         ("--checkpoints", section.checkpoints.is_some()),
         ("--checkpoint-every", section.checkpoint_every.is_some()),
         ("--resume", section.resume.is_some()),
         ("--stragglers", section.stragglers != defaults.stragglers),
+        ("--progress-timeout", section.progress_timeout_s.is_some()),
         ("--reduction", section.reduction != defaults.reduction),
         ("--on-interface-down", section.on_interface_down != defaults.on_interface_down),
         ("--deployment", section.deployment.is_some()),
@@ -212,6 +222,17 @@ fn check_exchange(section: &TrainSection) -> Result<(), String> {
         return Err(format!(
             "--transport shm is for hubs: with --exchange {exchange} workers share memory where all are on one host, unless \
              --transport tcp forbids it"
+        ));
+    }
+    let of_sums_at_hubs = [
+        ("--reproducible", section.reproducible != defaults.reproducible),
+        ("--chunk-bytes", section.chunk_bytes != defaults.chunk_bytes),
+    ];
+    let asked = of_sums_at_hubs.into_iter().find_map(|(flag, is_asked)| is_asked.then_some(flag));
+    if let Some(flag) = asked.filter(|_| is_collective) {
+        return Err(format!(
+            "{flag} is about sums that hubs make: it needs --exchange hub, since with {exchange} the workers add up in an order and in \
+             parts of their own"
         ));
     }
     let of_collectives = [

@@ -121,6 +121,7 @@ fn create(section: &TrainSection, client: &ManagerClient) -> anyhow::Result<Serv
         on_interface_down: section.on_interface_down,
         hubs,
         stragglers: section.stragglers,
+        progress_timeout_s: section.progress_timeout_s,
         ..Default::default()
     };
     let request = CreateService { name, workers: section.workers(), options };

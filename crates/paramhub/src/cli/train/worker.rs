@@ -55,8 +55,9 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
 fn progress_of(rank: u32) -> impl FnMut(&Progress) {
     let mut told: Option<Instant> = None;
     move |progress| {
-        let is_due =
-            progress.step == progress.of || told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL);
+        let is_due = progress.step == progress.of
+            || progress.accuracy.is_some()
+            || told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL);
         if rank == 0 && is_due {
             told = Some(Instant::now());
             send(&Message::Progress(progress.into()));

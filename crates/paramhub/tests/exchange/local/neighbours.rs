@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use paramhub_core::codec::Codec;
-use paramhub_core::service::JobState;
+use paramhub_core::service::{JobOptions, JobState, OnInterfaceDown};
 use paramhub_core::settings::Settings;
-use paramhub_core::wire::{Header, Operation, Verdict};
+use paramhub_core::wire::{Caller, Header, Hello, Operation, Verdict};
 
 use super::{
-    BYTES, HUBS, LocalRaw, READER_SLEEPS, WRITER_SLEEPS, WRITTEN, arena, at_core, dial, punch, rings,
+    BYTES, HUBS, LocalRaw, READER_SLEEPS, WRITER_SLEEPS, WRITTEN, arena, at_core, dial, punch, push, rings,
     shake_hands,
 };
 use crate::bystander::beside_a_running_job;
 use crate::cluster::{Cluster, PATIENCE, keys};
-use crate::raw::{Raw, settings};
+use crate::raw::{Raw, hello, settings};
 
 #[test]
 fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
@@ -49,6 +49,36 @@ fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
         others.unwrap_or_else(|panic| resume_unwind(panic));
     });
     assert!(!cluster.client.job("flood").unwrap().state.has_ended(), "ringing is no offence");
+}
+
+#[test]
+fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
+    let cluster = Cluster::new(1);
+    beside_a_running_job(&cluster, || {
+        let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
+        let ticket = cluster.job_with("two-ways", 1, options);
+        let mut local = LocalRaw::join(&cluster, &ticket, 0, &settings());
+        let resumes = Caller::Worker { rank: 0, shares_parameters: false, resumes: true };
+        let hello = Hello { caller: resumes, ..hello(&ticket, 0, &settings(), &cluster) };
+        let mut other = Raw::dial(cluster.hub().addresses()[0]);
+        match other.shake_hands(&hello, &ticket.nonce) {
+            Verdict::Refused { message, .. } => {
+                assert!(
+                    message.contains("rank 0 of job `two-ways` resumes a stream over shared memory"),
+                    "{message}"
+                );
+            }
+            Verdict::Welcome { .. } => {
+                // What the hub's core must answer by a stream that it takes for the old one.
+                other.send(&crate::raw::push(0));
+                other.await_frame(Operation::Parameters);
+                panic!("it was let in");
+            }
+        }
+        local.send(&push(0));
+        assert_eq!(local.await_frame(Operation::Parameters).0.step, 1, "the first stream goes on");
+    });
+    assert_eq!(cluster.hub().has_failed(), None);
 }
 
 #[test]

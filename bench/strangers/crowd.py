@@ -1,0 +1,143 @@
+"""Strangers: connections that prove nothing, in processes of their own."""
+
+import multiprocessing
+import os
+import selectors
+import socket
+import time
+
+PROCESSES = 4
+ADDRESSES = 100
+# Between two bytes of a stranger that drips.
+DRIP_S = 1.0
+# Between two attempts of a stranger that was turned away.
+RETURN_S = 0.05
+
+JOB = "/v1/jobs/" + "0" * 32
+
+
+def head(path: str, length: int) -> bytes:
+    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {length}\r\n\r\n").encode()
+
+
+def hello() -> bytes:
+    """A Hello as docs/protocol.md has it, of a job that the hub does not know."""
+    return b"PHUB" + bytes([1, 0]) + bytes(2 + 4 + 4) + bytes(range(16)) + bytes(16 + 32) + os.urandom(32)
+
+
+# Of each kind what it sends to the manager at first, what to a data port, and whether bytes follow one by one.
+KINDS = {
+    "silent": (b"", b"", False),
+    "half-open": (b"POST /v1/jobs HTTP/1.1\r\nhost: local", hello()[:50], False),
+    "promised": (head(JOB + "/init", 512 << 20), hello(), False),
+    "dripping": (head(JOB + "/init", 512 << 20), hello()[:20], True),
+    "large": (head(JOB + "/init", 512 << 20) + b" " * (1 << 20), hello() + bytes(1 << 20), False),
+    "reports": (head("/v1/hubs/0/events", 4 << 20) + b" " * (1 << 20), hello()[:111], False),
+    "readers": (b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n", hello(), False),
+}
+
+
+class Crowd:
+    """Keeps so many connections to both ports for as long as it is entered."""
+
+    def __init__(self, kind: str, manager: tuple[str, int], data: tuple[str, int], strangers: int, many: bool):
+        self.strangers = strangers
+        self.quit = multiprocessing.Event()
+        self.counts = [multiprocessing.Value("q", 0) for _ in range(PROCESSES)]
+        self.processes = [
+            multiprocessing.Process(
+                target=_be, args=(kind, manager, data, range(number, strangers, PROCESSES), many, self.quit, count), daemon=True
+            )
+            for number, count in enumerate(self.counts)
+        ]
+
+    def __enter__(self) -> "Crowd":
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.quit.set()
+        for process in self.processes:
+            process.join()
+
+    def called(self) -> int:
+        """How many connections were made; more than there are strangers where some were turned away and came back."""
+        return sum(count.value for count in self.counts)
+
+    def wait_until_all_have_called(self) -> None:
+        deadline = time.monotonic() + 120
+        while self.called() < self.strangers and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def _be(kind, manager, data, numbers, many, quit, count) -> None:
+    to_manager, to_data, drips = KINDS[kind]
+    selector = selectors.DefaultSelector()
+    absent = [(0.0, number) for number in numbers]
+    present = {}
+    next_drip = time.monotonic() + DRIP_S
+    while not quit.is_set():
+        now = time.monotonic()
+        due, absent = [item for item in absent if item[0] <= now], [item for item in absent if item[0] > now]
+        for _, number in due:
+            port, text = (manager, to_manager) if number % 2 else (data, to_data)
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            try:
+                if many:
+                    stranger.bind((f"127.0.9.{1 + number % ADDRESSES}", 0))
+                stranger.connect(port)
+            except BlockingIOError:
+                pass
+            except OSError:
+                stranger.close()
+                absent.append((now + RETURN_S, number))
+                continue
+            present[stranger] = (number, text)
+            selector.register(stranger, selectors.EVENT_WRITE)
+        for key, events in selector.select(0.05):
+            stranger = key.fileobj
+            number, text = present[stranger]
+            try:
+                if events & selectors.EVENT_WRITE:
+                    failed = stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if failed:
+                        raise OSError(failed)
+                    count.value += 1
+                    # What does not fit at once is not sent: the port has been given enough to hold.
+                    if text:
+                        stranger.send(text)
+                    is_reader = text.startswith(b"GET")
+                    if is_reader:
+                        # It takes nothing of its answer, and is not told when it was turned away; it comes back in a while.
+                        selector.unregister(stranger)
+                        absent.append((now + 1, number))
+                        present[stranger] = (None, text)
+                    else:
+                        selector.modify(stranger, selectors.EVENT_READ)
+                    continue
+                if stranger.recv(4096):
+                    continue
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            selector.unregister(stranger)
+            stranger.close()
+            del present[stranger]
+            absent.append((now + RETURN_S, number))
+        readers = [stranger for stranger, (number, _) in present.items() if number is None]
+        for stranger in readers[: max(0, len(readers) - len(numbers))]:
+            stranger.close()
+            del present[stranger]
+        if drips and now >= next_drip:
+            next_drip = now + DRIP_S
+            for stranger in present:
+                try:
+                    stranger.send(b" ")
+                except OSError:
+                    pass
+    for stranger in present:
+        stranger.close()

@@ -1,0 +1,635 @@
+//! A core whose turns are taken one by one, and workers that speak to it as they are told to by chance: over TCP and shared memory,
+//! with resumed streams, goodbyes, ends and frames that break the rules. Every sum that comes back is computed again.
+//!
+//! A module of its own because two programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`) and a seeded test of this crate.
+
+use std::collections::VecDeque;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use paramhub_core::arena::ArenaLayout;
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::codec::Codec;
+use paramhub_core::composition::{Composed, Composition};
+use paramhub_core::factors::FactorBlock;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::scheme::{Cluster, Plan};
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_core::stragglers::Stragglers;
+use paramhub_core::wire::{CHALLENGE_BYTES, Caller, Direction, Failure, Header, Hello, Operation};
+use paramhub_kernels::Registry;
+use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, create_rings};
+use paramhub_transport::{
+    Connection, Events, FrameSink, Landing, Outgoing, Scratch, ShmStream, Stream, TcpStream,
+};
+
+use super::ports::Ports;
+use super::{Core, CoreCommand, CoreEvent, CoreHandle, EVENTS, ShardPlan, mailbox};
+use crate::directory::{Directory, Entry, Origin};
+use crate::local::JobMemory;
+
+/// Turns in which a core must have done what it was asked; a hang takes more.
+const TURNS_MAX: u32 = 100_000;
+
+/// More than a socket takes that nobody reads.
+const LARGE_CHUNK_BYTES: u32 = 512 << 10;
+
+/// The plan of a job of one hub with one core.
+pub(super) fn plan_with(
+    workers: u32,
+    keys: Vec<Key>,
+    stragglers: Stragglers,
+    change: impl FnOnce(&mut Settings),
+) -> ShardPlan {
+    let mut settings = Settings::new(KeyTable::new(keys).expect("good keys"));
+    settings.chunk_bytes = 1024;
+    change(&mut settings);
+    settings.check().expect("good settings");
+    let registry = Registry::with_builtins();
+    let optimizer = registry.optimizer(&settings.optimizer.name).expect("a built-in optimizer");
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).expect("chunks");
+    let schemes = Plan::new(&settings, &Cluster::beside_workers(workers));
+    let blocks = FactorBlock::planned(&settings, &map, &schemes).into();
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    let hubs = vec![HubShape { interfaces: vec![interface], local: None }];
+    let composition = Composition::flat(hubs, workers);
+    let composed = Composed::new(&settings.keys, &map, composition).expect("a composition");
+    let ports = Ports::new(&composed, 0, 0);
+    let groups = settings.optimizer.of_groups(optimizer.defaults()).into();
+    ShardPlan {
+        name: "test".into(),
+        namespace: Namespace([1; 16]),
+        dead_after: Duration::from_secs(30),
+        continues: false,
+        stragglers,
+        progress_timeout: None,
+        weight: 1,
+        aggregator: registry.aggregator(&settings.aggregator).expect("a built-in aggregator"),
+        settings: Arc::new(settings),
+        map: Arc::new(map),
+        blocks,
+        composed: Arc::new(composed),
+        site: 0,
+        route: 0,
+        ports: Arc::new(ports),
+        optimizer,
+        groups,
+        checkpoints: false,
+        restored: None,
+    }
+}
+
+/// A core whose turns are taken one by one.
+pub(super) struct Stepped {
+    core: Core,
+    pub(super) handle: CoreHandle,
+    pub(super) told: Receiver<CoreEvent>,
+    events: Events,
+    ended: Instant,
+}
+
+impl Stepped {
+    pub(super) fn new() -> Stepped {
+        let (sender, told) = channel();
+        let tell = Box::new(move |event| {
+            // A core that outlives its listener is about to end.
+            let _ = sender.send(event);
+            None
+        });
+        let (handle, mailbox) = mailbox(tell).expect("a mailbox");
+        let core = Core::new(0, mailbox, Duration::ZERO).expect("a core");
+        Stepped { core, handle, told, events: Events::with_capacity(EVENTS), ended: Instant::now() }
+    }
+
+    pub(super) fn turn(&mut self) {
+        let turned = self.core.turn(&mut self.events, self.ended, Duration::ZERO);
+        self.ended = turned.expect("the poller works").expect("nobody has told it to stop");
+    }
+
+    /// Takes turns until the core tells something that is wanted.
+    pub(super) fn await_event<T>(&mut self, wanted: impl Fn(&CoreEvent) -> Option<T>) -> T {
+        for _ in 0..TURNS_MAX {
+            if let Some(found) = self.told.try_iter().find_map(|event| wanted(&event)) {
+                return found;
+            }
+            self.turn();
+        }
+        panic!("the core hangs");
+    }
+
+    pub(super) fn open(&mut self, plan: ShardPlan) {
+        let job = plan.namespace;
+        self.handle.send(CoreCommand::Open(Box::new(plan)));
+        self.await_event(|event| is_opened(event, job).then_some(()));
+    }
+}
+
+/// The numbers of a payload, which may lie anywhere.
+pub(super) fn floats(payload: &[u8]) -> Vec<f32> {
+    payload
+        .chunks_exact(4)
+        .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        .collect()
+}
+
+pub(super) fn is_opened(event: &CoreEvent, job: Namespace) -> bool {
+    matches!(event, CoreEvent::Opened { namespace, missing_bytes: None, .. } if *namespace == job)
+}
+
+/// Speaks to a core as `chance` says until it says nothing more, and returns how many frames the core has accepted: each one is
+/// counted when its answer has come and was right.
+pub(crate) fn exercise(mut chance: impl FnMut() -> Option<u8>) -> u64 {
+    let mut hub = Stepped::new();
+    let mut accepted = 0;
+    let mut number = 0_u64;
+    while let Some(first) = chance() {
+        number += 1;
+        let mut game = Game::begin(&mut hub, number, first);
+        while !game.is_over && game.play(&mut hub, &mut chance).is_some() {}
+        game.end(&mut hub);
+        accepted += game.accepted;
+    }
+    accepted
+}
+
+/// One job.
+struct Game {
+    plan: ShardPlan,
+    directory: Directory,
+    workers: Vec<Worker>,
+    /// The sum of what workers have pushed, for each chunk and step.
+    sums: Vec<Vec<Vec<f32>>>,
+    /// A worker has broken the rules, or has left others waiting: it may fail, and sums are not to be relied on.
+    is_spoilt: bool,
+    is_over: bool,
+    accepted: u64,
+    scratch: Scratch,
+}
+
+/// A worker and its end of the stream.
+struct Worker {
+    stream: Connection,
+    /// Streams that others have taken the place of, kept open until the newest has brought something.
+    retired: Vec<Connection>,
+    /// Over shared memory.
+    arena: Option<Segment>,
+    to_send: VecDeque<(Header, Vec<u8>)>,
+    /// What was asked for each chunk and not answered.
+    asked: Vec<Option<(Header, Vec<u8>)>>,
+    steps: Vec<u32>,
+    /// It has said goodbye, or is about to.
+    has_left: bool,
+    /// The core has heard it.
+    is_gone: bool,
+    has_ended: bool,
+}
+
+#[derive(Default)]
+struct Inbox {
+    frames: Vec<(Header, Option<Vec<u8>>)>,
+}
+
+impl FrameSink for Inbox {
+    type Error = ();
+
+    fn landing(&mut self, _: &Header) -> Result<Landing<'_>, ()> {
+        Ok(Landing::Staged)
+    }
+
+    fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), ()> {
+        self.frames.push((*header, Some(payload.unwrap_or_default().to_vec())));
+        Ok(())
+    }
+
+    fn placed(&mut self, header: &Header) -> Result<(), ()> {
+        self.frames.push((*header, None));
+        Ok(())
+    }
+}
+
+impl Game {
+    fn begin(hub: &mut Stepped, number: u64, shape: u8) -> Game {
+        let workers = u32::from(shape % 3) + 1;
+        // Large chunks do not fit into a socket's buffers: their frames are cut anywhere when a stream is resumed.
+        let (chunk_bytes, more) = match shape / 18 % 4 {
+            3 => (LARGE_CHUNK_BYTES, u64::from(LARGE_CHUNK_BYTES) / 4),
+            _ => (1024, 300),
+        };
+        let keys = (0..=u32::from(shape / 3 % 3))
+            .map(|key| Key::new(format!("k{key}"), [3 + more * u64::from(key)]));
+        let plan = plan_with(workers, keys.collect(), Stragglers::Wait, |settings| {
+            settings.optimizer = OptimizerChoice::named("sum");
+            settings.reproducible = shape / 9 % 2 == 1;
+            settings.chunk_bytes = chunk_bytes;
+        });
+        let mut namespace = [0; 16];
+        namespace[..8].copy_from_slice(&number.to_le_bytes());
+        let plan = ShardPlan {
+            namespace: Namespace(namespace),
+            continues: true,
+            // No worker is to be lost because the machine is slow.
+            dead_after: Duration::from_secs(3600),
+            ..plan
+        };
+        hub.open(plan.clone());
+        let directory = Directory::default();
+        let entry = Entry {
+            name: plan.name.clone(),
+            nonce: Nonce([0; 32]),
+            composed: plan.composed.clone(),
+            site: 0,
+            ports: [(0, plan.ports.clone())].into(),
+            state_slots: 0,
+            routes: [((0, 0), 0)].into(),
+            incarnations: Default::default(),
+            taken: Default::default(),
+            continues: true,
+            memory: JobMemory::new(&plan.settings, 1, true),
+        };
+        directory.insert(plan.namespace, entry);
+        let chunks = plan.placement().chunks(0).len();
+        let mut game = Game {
+            plan,
+            directory,
+            workers: Vec::new(),
+            sums: vec![Vec::new(); chunks],
+            is_spoilt: false,
+            is_over: false,
+            accepted: 0,
+            scratch: Scratch::default(),
+        };
+        for rank in 0..workers {
+            let (stream, arena) = match shape >> 5 >> rank & 1 {
+                1 => game.connect_locally(hub, rank),
+                _ => (game.connect(hub, rank, false).expect("a place is free"), None),
+            };
+            game.workers.push(Worker {
+                stream,
+                retired: Vec::new(),
+                arena,
+                to_send: VecDeque::new(),
+                asked: vec![None; chunks],
+                steps: vec![0; chunks],
+                has_left: false,
+                is_gone: false,
+                has_ended: false,
+            });
+        }
+        game
+    }
+
+    fn hello(&self, rank: u32, resumes: bool) -> Hello {
+        Hello {
+            caller: Caller::Worker { rank, shares_parameters: false, resumes },
+            interface: 0,
+            core: 0,
+            namespace: self.plan.namespace,
+            incarnation: Incarnation([rank as u8; 16]),
+            placement: *self.plan.placement().hash().as_bytes(),
+            challenge: [0; CHALLENGE_BYTES],
+        }
+    }
+
+    /// Lets a stream over TCP in as the hub's door does, unless it is refused.
+    fn connect(&self, hub: &Stepped, rank: u32, resumes: bool) -> Option<Connection> {
+        let admitted = self.directory.admit(&self.hello(rank, resumes), Origin::Interfaces(0..1)).ok()?;
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let worker =
+            std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
+        // Its ports must not run out: they are closed by reset.
+        rustix::net::sockopt::set_socket_linger(&worker, Some(Duration::ZERO)).expect("a socket");
+        let socket = OwnedFd::from(listener.accept().expect("a stream").0);
+        hub.handle.send(CoreCommand::Adopt {
+            namespace: self.plan.namespace,
+            route: admitted.route,
+            port: admitted.port,
+            socket,
+            memory: None,
+            resumed_by: admitted.resumed_by,
+        });
+        let max = self.plan.frame_bytes_max();
+        Some(Connection::Tcp(TcpStream::new(worker, Direction::ToWorker, max).expect("a stream")))
+    }
+
+    fn connect_locally(&self, hub: &Stepped, rank: u32) -> (Connection, Option<Segment>) {
+        let arena =
+            Segment::create("arena", ArenaLayout::new(&self.plan.settings).bytes() as usize).expect("memory");
+        let rings = create_rings(RING_BYTES_DEFAULT).expect("memory");
+        let brought =
+            [&arena, &rings].map(|memory| memory.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let origin = Origin::Local(brought.into());
+        let Ok(admitted) = self.directory.admit(&self.hello(rank, false), origin) else {
+            panic!("a place is free")
+        };
+        let (worker, socket) = UnixStream::pair().expect("sockets");
+        hub.handle.send(CoreCommand::Adopt {
+            namespace: self.plan.namespace,
+            route: admitted.route,
+            port: admitted.port,
+            socket: socket.into(),
+            memory: admitted.memory,
+            resumed_by: admitted.resumed_by,
+        });
+        let max = self.plan.frame_bytes_max();
+        let stream = ShmStream::new(worker, Arc::new(rings), RING_BYTES_DEFAULT, Direction::ToWorker, max);
+        (Connection::Shm(stream.expect("a stream").with_arena()), Some(arena))
+    }
+
+    /// One thing that happens, of which chance says what; `None` when it says nothing more.
+    fn play(&mut self, hub: &mut Stepped, chance: &mut impl FnMut() -> Option<u8>) -> Option<()> {
+        let what = chance()?;
+        let rank = usize::from(what >> 4) % self.workers.len();
+        match what & 15 {
+            0..=6 => self.ask(rank, chance()?, Operation::PushPull),
+            7 => self.ask(rank, chance()?, Operation::Pull),
+            8..=10 => hub.turn(),
+            11..=12 => self.read(rank),
+            13 => self.resume(hub, rank),
+            14 => match chance()? {
+                0..8 => self.spoil(rank, chance)?,
+                8..16 => self.leave(rank),
+                _ => self.send(rank, Header::bare(Operation::Heartbeat), Vec::new()),
+            },
+            _ => match chance()? {
+                0..4 => self.is_over = true,
+                4..12 => self.finish(hub),
+                _ => hub.turn(),
+            },
+        }
+        self.look(hub);
+        Some(())
+    }
+
+    /// What the steward would do about what the core tells.
+    fn look(&mut self, hub: &mut Stepped) {
+        for event in hub.told.try_iter() {
+            match event {
+                CoreEvent::Faulted { message, .. } => {
+                    assert!(self.is_spoilt, "nobody broke a rule, but it says: {message}");
+                    self.is_over = true;
+                }
+                CoreEvent::Left { port, .. } => {
+                    let worker = &mut self.workers[port as usize];
+                    assert!(worker.has_left, "rank {port} has not said goodbye");
+                    assert!(!std::mem::replace(&mut worker.is_gone, true), "rank {port} has left before");
+                }
+                // On a slow machine a game takes seconds, and the core names who keeps others waiting.
+                CoreEvent::Moved { .. } | CoreEvent::Silence { .. } | CoreEvent::Awaited { .. } => {}
+                other => panic!("nothing of the kind was asked for: {other:?}"),
+            }
+        }
+    }
+
+    fn ask(&mut self, rank: usize, choice: u8, operation: Operation) {
+        let worker = &mut self.workers[rank];
+        let chunk = usize::from(choice) % worker.asked.len();
+        if worker.asked[chunk].is_some() || worker.has_left || worker.has_ended {
+            return;
+        }
+        let step = worker.steps[chunk];
+        let extent = self.plan.map.extent(chunk as u32).expect("it is placed");
+        let mut header = Header { chunk: chunk as u32, step, ..Header::bare(operation) };
+        let mut payload = Vec::new();
+        if operation == Operation::PushPull {
+            // Whole numbers: their sums are the same in any order.
+            let values: Vec<f32> = (0..extent.elements)
+                .map(|element| ((u32::from(choice) + element * 7 + rank as u32 * 31 + step) % 1009) as f32)
+                .collect();
+            let sums = &mut self.sums[chunk];
+            sums.resize(sums.len().max(step as usize + 1), vec![0.0; extent.elements as usize]);
+            sums[step as usize].iter_mut().zip(&values).for_each(|(sum, value)| *sum += value);
+            payload = bytemuck::cast_slice(&values).to_vec();
+            (header.codec, header.length) = (Codec::F32, payload.len() as u32);
+            if let Some(arena) = &worker.arena {
+                arena.write(ArenaLayout::new(&self.plan.settings).gradient_chunk(&extent), &payload);
+                payload.clear();
+            }
+        }
+        worker.asked[chunk] = Some((header, payload.clone()));
+        self.send(rank, header, payload);
+    }
+
+    fn send(&mut self, rank: usize, header: Header, payload: Vec<u8>) {
+        let worker = &mut self.workers[rank];
+        if !worker.has_left && !worker.has_ended {
+            // The core takes every Leave for a goodbye, also one that `spoil` has drawn.
+            worker.has_left = header.operation == Operation::Leave;
+            worker.to_send.push_back((header, payload));
+        }
+        worker.flush();
+    }
+
+    /// Takes what has come, and computes again what it must be.
+    fn read(&mut self, rank: usize) {
+        let worker = &mut self.workers[rank];
+        worker.flush();
+        let mut inbox = Inbox::default();
+        let received = worker.stream.receive(&mut inbox, &mut self.scratch, 64 << 10);
+        if received.as_ref().is_ok_and(|received| received.bytes > 0) {
+            worker.retired.clear();
+        }
+        worker.has_ended |= received.as_ref().map_or(true, |received| received.closed);
+        let layout = ArenaLayout::new(&self.plan.settings);
+        for (header, payload) in inbox.frames {
+            if header.operation == Operation::Failure {
+                assert!(
+                    self.is_spoilt,
+                    "{:?}",
+                    Failure::decode(&payload.expect("it does not lie in an arena"))
+                );
+            }
+            if header.operation != Operation::Parameters || self.is_spoilt {
+                continue;
+            }
+            let chunk = header.chunk as usize;
+            let extent = self.plan.map.extent(header.chunk).expect("it is placed");
+            let payload = payload.unwrap_or_else(|| {
+                let mut placed = vec![0; header.length as usize];
+                let arena = worker.arena.as_ref().expect("it came over shared memory");
+                arena.read(layout.parameters_chunk(&extent), &mut placed);
+                placed
+            });
+            let found = floats(&payload);
+            let expected = match header.step.checked_sub(1) {
+                Some(step) => self.sums[chunk][step as usize].clone(),
+                None => vec![0.0; extent.elements as usize],
+            };
+            assert_eq!(found, expected, "rank {rank}, chunk {chunk}, version {}", header.step);
+            let (asked, _) = worker.asked[chunk].take().expect("an answer to something that was asked");
+            assert!(header.step >= asked.step + u32::from(asked.operation == Operation::PushPull));
+            worker.steps[chunk] = header.step;
+            self.accepted += 1;
+        }
+    }
+
+    /// Another stream takes the place of a worker's, which says again what may be lost. One over shared memory stays.
+    fn resume(&mut self, hub: &mut Stepped, rank: usize) {
+        if self.workers[rank].has_ended {
+            return;
+        }
+        let stream = self.connect(hub, rank as u32, true);
+        let worker = &mut self.workers[rank];
+        assert_eq!(stream.is_none(), worker.arena.is_some(), "TCP alone is resumed");
+        if let Some(stream) = stream {
+            worker.retired.push(std::mem::replace(&mut worker.stream, stream));
+            worker.to_send = worker.asked.iter().flatten().cloned().collect();
+            if worker.has_left {
+                worker.to_send.push_back((Header::bare(Operation::Leave), Vec::new()));
+            }
+            worker.flush();
+        }
+    }
+
+    /// A frame of any kind.
+    fn spoil(&mut self, rank: usize, chance: &mut impl FnMut() -> Option<u8>) -> Option<()> {
+        const OPERATIONS: [Operation; 11] = [
+            Operation::Push,
+            Operation::PushPull,
+            Operation::Pull,
+            Operation::PullState,
+            Operation::Initialise,
+            Operation::InitialiseState,
+            Operation::Retune,
+            Operation::Release,
+            Operation::Factors,
+            Operation::Leave,
+            Operation::Failure,
+        ];
+        self.is_spoilt = true;
+        let operation = OPERATIONS[usize::from(chance()?) % OPERATIONS.len()];
+        let (chunk, step) = (u32::from(chance()?) % 8, u32::from(chance()?) % 8);
+        let has_arena = self.workers[rank].arena.is_some() && operation.carries_tensor();
+        let length =
+            (u32::from(chance()?) * 4).min(operation.length_max()).min(self.plan.frame_bytes_max() as u32);
+        let codec = if chance()? % 4 == 0 { Codec::F16 } else { Codec::F32 };
+        let header = Header { operation, codec, chunk, step, length };
+        let payload = vec![chance()?; if has_arena { 0 } else { length as usize }];
+        self.send(rank, header, payload);
+        Some(())
+    }
+
+    fn leave(&mut self, rank: usize) {
+        // Others may wait for it.
+        self.is_spoilt = true;
+        self.send(rank, Header::bare(Operation::Leave), Vec::new());
+    }
+
+    /// Every worker ends what it has begun and says goodbye.
+    fn finish(&mut self, hub: &mut Stepped) {
+        if self.is_spoilt {
+            self.is_over = true;
+            return;
+        }
+        let newest = |game: &Game, chunk: usize| {
+            let steps = game.workers.iter().map(|worker| {
+                worker.steps[chunk]
+                    + u32::from(matches!(&worker.asked[chunk], Some((ask, _)) if ask.operation == Operation::PushPull))
+            });
+            steps.max().expect("there are workers")
+        };
+        let ends: Vec<u32> = (0..self.sums.len()).map(|chunk| newest(self, chunk)).collect();
+        for turn in 0.. {
+            assert!(turn < TURNS_MAX, "an answer does not come");
+            let mut waits = false;
+            for rank in 0..self.workers.len() {
+                self.read(rank);
+                for (chunk, &end) in ends.iter().enumerate() {
+                    let worker = &self.workers[rank];
+                    waits |= worker.asked[chunk].is_some();
+                    if worker.asked[chunk].is_none() && worker.steps[chunk] < end {
+                        waits = true;
+                        self.ask(rank, chunk as u8, Operation::PushPull);
+                    }
+                }
+            }
+            hub.turn();
+            self.look(hub);
+            if !waits {
+                break;
+            }
+        }
+        for rank in 0..self.workers.len() {
+            self.send(rank, Header::bare(Operation::Leave), Vec::new());
+        }
+        for turn in 0.. {
+            assert!(turn < TURNS_MAX, "a goodbye is not heard");
+            hub.turn();
+            self.look(hub);
+            if self.workers.iter().all(|worker| worker.is_gone) {
+                break;
+            }
+            self.workers.iter_mut().for_each(Worker::flush);
+        }
+        self.is_over = true;
+    }
+
+    /// As the steward ends it.
+    fn end(&mut self, hub: &mut Stepped) {
+        self.is_spoilt = true;
+        let failure = Failure { rank: None, message: "it is over".into() };
+        self.directory.remove(self.plan.namespace, failure.message.clone());
+        hub.handle.send(CoreCommand::End { namespace: self.plan.namespace, failure: Some(failure) });
+        hub.turn();
+        (0..self.workers.len()).for_each(|rank| self.read(rank));
+        self.workers.clear();
+        let ended = self.plan.namespace;
+        let memory = hub.await_event(|event| match event {
+            CoreEvent::Closed { namespace, counters, .. } => {
+                assert_eq!(*namespace, ended);
+                Some(counters.memory_bytes)
+            }
+            _ => None,
+        });
+        assert_eq!(memory, 0);
+    }
+}
+
+impl Worker {
+    fn flush(&mut self) {
+        let frames: Vec<Outgoing<'_>> =
+            self.to_send.iter().map(|(header, payload)| Outgoing { header: *header, payload }).collect();
+        match self.stream.send(&frames) {
+            Ok(sent) => drop(self.to_send.drain(..sent.frames)),
+            Err(_) => self.has_ended = true,
+        }
+        self.has_ended |= self.stream.announce().is_err();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes that look random.
+    struct Chance(u64);
+
+    impl Chance {
+        fn next(&mut self) -> u8 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            (self.0 >> 32) as u8
+        }
+    }
+
+    #[test]
+    fn a_core_is_right_whatever_workers_do() {
+        let seed = std::env::var("PARAMHUB_TEST_SEED").ok().and_then(|text| text.parse().ok());
+        let seed = seed.unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
+        println!("PARAMHUB_TEST_SEED={seed}");
+        let choices = std::env::var("PARAMHUB_TEST_CHOICES").ok().and_then(|text| text.parse().ok());
+        let (mut chance, mut left) = (Chance(seed | 1), choices.unwrap_or(100_000_u64));
+        let accepted = exercise(|| {
+            left = left.checked_sub(1)?;
+            Some(chance.next())
+        });
+        println!("{accepted} frames accepted");
+        assert!(accepted > 500, "{accepted} frames accepted");
+    }
+}

@@ -1,0 +1,151 @@
+//! What a hub's core does when something in it panics: its own jobs fail with the reason, all others go on, and it serves again.
+
+use std::sync::Arc;
+
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::placement::Placement;
+use paramhub_core::scheme::{self, Plan};
+use paramhub_core::service::JobState;
+use paramhub_core::settings::{OptimizerChoice, Settings};
+use paramhub_hub::HubConfig;
+use paramhub_kernels::{Hyperparameters, Optimizer, Step};
+
+use crate::cluster::{Cluster, await_true, keys};
+
+/// A sum that the optimizer under test was not made for.
+const UNFORESEEN: f32 = 13.0;
+
+/// Panics where a sum begins with [`UNFORESEEN`].
+struct Fragile;
+
+impl Optimizer for Fragile {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        0
+    }
+
+    fn apply(&self, _: &Step<'_>, model: &mut [f32], sum: &[f32], _: &mut [f32]) {
+        assert!(sum[0] != UNFORESEEN, "an unforeseen\nsum");
+        model.copy_from_slice(sum);
+    }
+}
+
+/// Panics before any core has to do with it.
+struct Absurd;
+
+impl Optimizer for Absurd {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        panic!("how should I know")
+    }
+
+    fn apply(&self, _: &Step<'_>, _: &mut [f32], _: &[f32], _: &mut [f32]) {}
+}
+
+fn cluster() -> Cluster {
+    Cluster::with(|config: &mut HubConfig| {
+        config.cores = 2;
+        config.registry.register_optimizer("fragile", Arc::new(Fragile)).unwrap();
+        config.registry.register_optimizer("absurd", Arc::new(Absurd)).unwrap();
+    })
+}
+
+/// The settings of a job with a tensor on each core.
+fn settings() -> Settings {
+    Settings { optimizer: OptimizerChoice::named("fragile"), ..Settings::new(keys(&[4, 4])) }
+}
+
+/// The core of the hub that has a key's only chunk.
+fn core_of(cluster: &Cluster, settings: &Settings, key: u32) -> u16 {
+    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes).unwrap();
+    let shape = cluster.client.hubs().unwrap().remove(0).shape;
+    let spreads = Plan::new(settings, &scheme::Cluster::beside_workers(2)).spreads(settings.keys.len());
+    let placement = Placement::planned(&settings.keys, &map, &[shape], &spreads).unwrap();
+    let (route, _) = placement.locate(key).unwrap();
+    placement.routes()[usize::from(route)].core
+}
+
+/// Pushes a tensor that begins with `first`, and returns what came of it.
+fn exchange(
+    job: &paramhub_worker::Job,
+    key: u32,
+    first: f32,
+) -> Result<Vec<f32>, paramhub_worker::WorkerError> {
+    let gradient = vec![first, 1.0, 1.0, 1.0];
+    Ok(job.push_pull(key, gradient, vec![0.0_f32; 4])?.wait()?.1)
+}
+
+fn begin(job: &paramhub_worker::Job) {
+    job.broadcast(&mut vec![vec![0.0_f32; 4]; job.settings().keys.len()], 0).unwrap();
+}
+
+#[test]
+fn a_core_that_panics_costs_its_own_jobs_and_no_others() {
+    let cluster = cluster();
+    let alone = Settings::new(keys(&[4]));
+    let beside = core_of(&cluster, &alone, 0);
+    let key =
+        (0..2).find(|&key| core_of(&cluster, &settings(), key) != beside).expect("a tensor on each core");
+    let (elsewhere, fragile) = (cluster.job("elsewhere", 1), cluster.job("fragile", 2));
+    let going_on = elsewhere.join(0, alone).unwrap();
+    assert_eq!(exchange(&going_on, 0, 2.0).unwrap(), [2.0, 1.0, 1.0, 1.0]);
+    std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let fragile = &fragile;
+            scope.spawn(move || {
+                let job = fragile.join(rank, settings()).unwrap();
+                begin(&job);
+                for key in 0..2 {
+                    assert_eq!(exchange(&job, key, 1.0).unwrap()[0], 2.0, "of two ranks");
+                }
+                exchange(&job, key, UNFORESEEN / 2.0).unwrap_err().to_string()
+            })
+        });
+        for rank in ranks {
+            let told = rank.join().unwrap();
+            assert!(told.contains("job `fragile` failed") && told.contains("panicked"), "{told}");
+        }
+    });
+    let status = cluster.await_end("fragile");
+    assert_eq!(status.state, JobState::Failed);
+    for part in ["of its hub panicked (an unforeseen sum)", "fault of the hub", "start the job again"] {
+        assert!(status.message.contains(part), "{part}: {}", status.message);
+    }
+    // The other core's job has not noticed.
+    assert_eq!(exchange(&going_on, 0, 3.0).unwrap(), [3.0, 1.0, 1.0, 1.0]);
+    assert_eq!(cluster.hub().has_failed(), None);
+    // Nothing of it is left on either core, and both serve the next one.
+    let both = cluster.job("after", 2).run(&settings(), |job| {
+        begin(job);
+        [0, 1].map(|key| exchange(job, key, 2.0).unwrap()[0])
+    });
+    assert_eq!(both, [[4.0; 2]; 2]);
+    going_on.leave().unwrap();
+    for name in ["after", "elsewhere"] {
+        assert_eq!(cluster.await_end(name).state, JobState::Finished, "{name}");
+    }
+    await_true("all memory is free", || (cluster.hub().memory_bytes() == 0).then_some(()));
+}
+
+#[test]
+fn a_core_may_panic_again_and_again() {
+    let cluster = cluster();
+    for round in 0..5 {
+        let name = format!("round{round}");
+        let job = cluster.job(&name, 1).join(0, settings()).unwrap();
+        begin(&job);
+        let told = exchange(&job, 0, UNFORESEEN).unwrap_err().to_string();
+        assert!(told.contains("panicked (an unforeseen sum)"), "{told}");
+        assert_eq!(cluster.await_end(&name).state, JobState::Failed);
+    }
+    assert_eq!(cluster.hub().has_failed(), None);
+}
+
+#[test]
+fn an_optimizer_that_panics_before_a_job_begins_is_refused() {
+    let cluster = cluster();
+    let ticket = cluster.job("absurd", 1);
+    let absurd = Settings { optimizer: OptimizerChoice::named("absurd"), ..Settings::new(keys(&[4])) };
+    let told = ticket.join(0, absurd).map(drop).unwrap_err().to_string();
+    assert!(told.contains("made its hub panic (how should I know)"), "{told}");
+    assert_eq!(cluster.hub().has_failed(), None);
+    cluster.job("after", 1).run(&settings(), begin);
+}

@@ -1,0 +1,34 @@
+"""FSDP2's recipe of docs/pytorch.md, which needs nothing but torch."""
+
+from __future__ import annotations
+
+import recipes
+import torch
+import torch.distributed as dist
+from team import Rank, Team
+from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
+
+import paramhub.torch  # noqa: F401 - before torch 2.14 it makes the backend known
+
+
+def train(rank: Rank) -> None:
+    model, reference, points = recipes.network(), recipes.network(), recipes.Points()
+    made = recipes.run(recipes.recipe("FSDP2"), torch=torch, fully_shard=fully_shard, model=model)
+    assert dist.get_backend() == "paramhub"
+    single = torch.optim.AdamW(reference.parameters())
+    whole = recipes.BATCH * rank.size
+    for step in range(recipes.STEPS):
+        everything = slice(step * whole, (step + 1) * whole)
+        own = slice(step * whole + rank.rank * recipes.BATCH, step * whole + (rank.rank + 1) * recipes.BATCH)
+        for each, optimizer, at in ((model, made["optimizer"], own), (reference, single, everything)):
+            optimizer.zero_grad()
+            recipes.loss_of(each(points.inputs[at]), points.labels[at]).backward()
+            optimizer.step()
+    for sharded, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(sharded.full_tensor(), expected.detach(), rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_fsdp2(team: Team) -> None:
+    team(train, ranks=2)
