@@ -66,6 +66,7 @@ pub struct ListeningHub {
     listening: Vec<Listening>,
     assignment: Assignment,
     shape: HubShape,
+    descriptors_max: u64,
 }
 
 impl ListeningHub {
@@ -76,6 +77,8 @@ impl ListeningHub {
             let folder = checkpoints.folder.clone();
             checkpoints.try_out().map_err(|cause| HubError::Checkpoints { folder, cause })?;
         }
+        // A connection manager in this process starts after this, and divides what descriptors there are.
+        let descriptors_max = raise_descriptor_limit();
         let sysfs = Sysfs::default();
         let found = interface::interfaces().unwrap_or_else(|error| {
             warn!("this host's interfaces cannot be listed, so that nothing is known of them: {error}");
@@ -111,6 +114,7 @@ impl ListeningHub {
             listening,
             assignment,
             shape,
+            descriptors_max,
         })
     }
 
@@ -126,6 +130,7 @@ impl ListeningHub {
             listening,
             assignment,
             shape,
+            descriptors_max,
         } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
@@ -156,7 +161,6 @@ impl ListeningHub {
         }
         let directory = Arc::new(Directory::default());
         let board = Board::default();
-        let descriptors_max = raise_descriptor_limit();
         let copies = config.streams as u16;
         let (door, door_stop) =
             Door::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
