@@ -23,6 +23,10 @@ use tempfile::TempDir;
 /// Far above what any healthy step takes on two busy cores, far below the harness's own limit.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long a whole program may take: some train and compare for half a minute on two idle cores, and other tests run beside
+/// them. nextest ends a test after 300 s.
+const PROGRAM_PATIENCE: Duration = Duration::from_secs(240);
+
 /// A program to be started, in a folder of its own.
 pub struct Program {
     command: Command,
@@ -225,13 +229,16 @@ impl Process {
     /// Waits for the end.
     #[track_caller]
     pub fn finish(mut self) -> Finished {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + PROGRAM_PATIENCE;
         let exit = loop {
             if let Some(exit) = self.child.try_wait().expect("it can be waited for") {
                 break exit;
             }
             let (stdout, stderr) = (self.stdout(), self.stderr());
-            assert!(Instant::now() < deadline, "no end after {PATIENCE:?}:\n{stdout}\nstderr:\n{stderr}");
+            assert!(
+                Instant::now() < deadline,
+                "no end after {PROGRAM_PATIENCE:?}:\n{stdout}\nstderr:\n{stderr}"
+            );
             std::thread::sleep(Duration::from_millis(10));
         };
         self.exit = Some(exit);
