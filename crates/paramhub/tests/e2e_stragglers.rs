@@ -38,9 +38,9 @@ fn the_others_go_on_at_their_own_pace_and_hear_who_is_late() {
         let alone = run("3", &[], &["--steps", "150"]);
         let late = run("4", &["--stragglers", how], &["--steps", "150", "--slow", "3:10"]);
         let ((_, alone_s), (steps, late_s)) = (finished(&alone, 0), finished(&late, 0));
-        // Had they waited it would be ten times; a busy machine gets half as much again.
+        // Had they waited it would be ten times as long. What else the machine does may slow either run down.
         assert!(
-            late_s < 1.5 * alone_s,
+            late_s < 5.0 * alone_s,
             "{how}: {late_s} s for {steps} steps, {alone_s} s without the late one"
         );
         let (of_late, _) = finished(&late, 3);
