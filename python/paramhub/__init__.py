@@ -20,6 +20,7 @@ A worker of any library, started with ``paramhub run -n 4 -- python worker.py``:
 
 from __future__ import annotations
 
+import atexit as _atexit
 import os as _os
 
 from paramhub import _native
@@ -52,3 +53,5 @@ __all__ = [
 ]
 
 _os.register_at_fork(after_in_child=_native.after_fork_in_child)
+# What is registered first is called last: after all that ends jobs, and with them requests.
+_atexit.register(_native.end_callbacks)

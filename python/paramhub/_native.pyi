@@ -10,6 +10,9 @@ Range = tuple[int, int]
 
 def main(arguments: list[str], started_as: list[str]) -> int: ...
 def after_fork_in_child() -> None: ...
+def end_callbacks() -> None:
+    """Waits for the callbacks of requests that have ended, 5 seconds at most. Later ones are not called."""
+
 def host_identity() -> str:
     """What tells this host, and its network namespace, from all others."""
 

@@ -292,6 +292,40 @@ def test_a_process_s_first_failure_blocks_nobody() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+CALLED_AT_THE_END = """
+import array, sys, threading, time
+import paramhub
+url, job, secret = sys.argv[1:4]
+one = array.array("f", [0.0])
+def connect_other():
+    other.append(paramhub.connect(url, job, secret, 1))
+    other[0].init({"w": one})
+other = []
+thread = threading.Thread(target=connect_other)
+thread.start()
+mine = paramhub.connect(url, job, secret, 0)
+mine.init({"w": one})
+thread.join()
+called = threading.Event()
+def call_back(handle):
+    called.set()
+    for _ in range(500):
+        time.sleep(0.001)  # It gives the GIL up and takes it again.
+    print("returned", flush=True)
+handle = mine.push_pull("w", one, one)
+handle.add_done_callback(call_back)
+other[0].push_pull("w", one, one)
+called.wait()
+"""
+
+
+def test_the_process_ends_after_a_callback_that_is_under_way(hub: paramhub.Hub) -> None:
+    ticket = new_job(hub, 2)
+    program = [sys.executable, "-c", CALLED_AT_THE_END, *ticket]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (ended.returncode, ended.stdout) == (0, "returned\n"), ended.stderr
+
+
 def test_leaving_waits_for_what_is_under_way(held: Held) -> None:
     out = numpy.zeros(1000, "f4")
     handle = held.job.push_pull("w", held.gradient, out)

@@ -1,13 +1,13 @@
 //! Requests under way, as Python sees them.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
+use crate::callbacks;
 use crate::errors::Failure;
 use crate::waiting::{SIGNAL_INTERVAL, now_ns, seconds};
 
@@ -80,7 +80,8 @@ impl Shared {
         drop(state);
         self.ended.notify_all();
         if has_callbacks {
-            tell(Arc::clone(self));
+            let ended = Arc::clone(self);
+            callbacks::hand_over(Box::new(move |py| call_back(py, &ended)));
         }
     }
 }
@@ -231,28 +232,6 @@ impl Handle {
         let failure = self.shared.lock().failure.clone();
         failure.map_or(Ok(()), |failure| Err(failure.raise(py)))
     }
-}
-
-/// The thread that calls Python when requests end, so that I/O threads never wait for the GIL.
-static TELLER: OnceLock<Sender<Arc<Shared>>> = OnceLock::new();
-
-fn tell(ended: Arc<Shared>) {
-    let teller = TELLER.get_or_init(|| {
-        let (sender, receiver) = channel::<Arc<Shared>>();
-        let call = move || {
-            for ended in receiver {
-                // None: the interpreter is shutting down, and nobody is left to be told.
-                if Python::try_attach(|py| call_back(py, &ended)).is_none() {
-                    return;
-                }
-            }
-        };
-        // Without the thread callbacks are lost; `wait` still works, and the next request fails for want of threads.
-        let _ = std::thread::Builder::new().name("paramhub-told".into()).spawn(call);
-        sender
-    });
-    // The thread has gone with its interpreter.
-    let _ = teller.send(ended);
 }
 
 fn call_back(py: Python<'_>, ended: &Arc<Shared>) {

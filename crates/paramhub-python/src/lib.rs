@@ -4,6 +4,7 @@
 //! a [`job::Job`] and its requests, call a key-value store ([`kvstore`]), look into other libraries' tensors ([`memory`]), run an
 //! embedded [`hub::Hub`], and run the command line. Every call that may wait releases the GIL and answers Ctrl-C.
 
+mod callbacks;
 mod command;
 mod errors;
 mod factors;
@@ -25,6 +26,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::callbacks::end_callbacks;
     #[pymodule_export]
     use crate::command::main;
     #[pymodule_export]

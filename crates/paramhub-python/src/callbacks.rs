@@ -1,0 +1,77 @@
+//! The thread that calls Python when requests end, so that I/O threads never wait for the GIL, and its end.
+//!
+//! It must have ended before the interpreter shuts down. From then on a thread that asks for the GIL never gets it: Python 3.13 and
+//! older end such a thread where it stands, which aborts the process if C++ frames are among its callers, as those of torch's
+//! futures are.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use crate::fork;
+
+/// Calls one request's callbacks.
+type Call = Box<dyn FnOnce(Python<'_>) + Send>;
+
+/// What the end of the process waits for a callback that does not return. It is the user's code.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+enum Thread {
+    NotStarted,
+    Running { calls: Sender<Call>, ended: Receiver<()> },
+    Ended,
+}
+
+static THREAD: Mutex<Thread> = Mutex::new(Thread::NotStarted);
+
+fn thread() -> MutexGuard<'static, Thread> {
+    THREAD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets the thread make a call. After [`end_callbacks`] it is not made.
+pub(crate) fn hand_over(call: Call) {
+    let mut thread = thread();
+    if matches!(*thread, Thread::NotStarted) {
+        // Without the thread callbacks are lost; `wait` still works, and the next request fails for want of threads.
+        let Ok(started) = start() else { return };
+        *thread = started;
+    }
+    if let Thread::Running { calls, .. } = &*thread {
+        let _ = calls.send(call);
+    }
+}
+
+fn start() -> std::io::Result<Thread> {
+    let (calls, received) = channel::<Call>();
+    let (ends, ended) = channel::<()>();
+    let make_all = move || {
+        let _ends = ends;
+        for call in received {
+            // None: the interpreter is shutting down though this thread has not ended, because a callback did not return in time.
+            if Python::try_attach(|py| call(py)).is_none() {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new().name("paramhub-callbacks".into()).spawn(make_all)?;
+    Ok(Thread::Running { calls, ended })
+}
+
+/// Waits until the callbacks of all requests that have ended were called, and ends the thread that calls them. The package has it
+/// called at the end of the process, before the interpreter shuts down.
+#[pyfunction]
+pub(crate) fn end_callbacks(py: Python<'_>) {
+    // A forked child has its parent's variables and not its thread.
+    if fork::is_forked_child() {
+        return;
+    }
+    let before = std::mem::replace(&mut *thread(), Thread::Ended);
+    if let Thread::Running { calls, ended } = before {
+        drop(calls);
+        // It returns once the thread has dropped the other end.
+        let ended = Mutex::new(ended);
+        py.detach(|| ended.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(END_TIMEOUT).err());
+    }
+}
