@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::{
-    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
-    RegisterHub, add_by_rank,
+    CoreCounters, ErrorCode, HubEvent, HubJobCounters, HubRegistered, HubReport, JobCounters, JobEnd,
+    PollCommands, Presence, RegisterHub, add_by_rank,
 };
 use tracing::{info, warn};
 
@@ -41,6 +41,22 @@ pub(crate) struct Link {
     registered: Arc<Mutex<Arc<HubRegistered>>>,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<String>>>,
+    unreachable: Unreachable,
+}
+
+/// Since when the manager cannot be reached, if so.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Unreachable(Arc<Mutex<Option<Instant>>>);
+
+impl Unreachable {
+    pub(crate) fn since(&self) -> Option<Instant> {
+        *self.0.lock().expect("no panic while holding it")
+    }
+
+    fn note(&self, is_reached: bool, asked: Instant) {
+        let mut since = self.0.lock().expect("no panic while holding it");
+        *since = if is_reached { None } else { Some(since.unwrap_or(asked)) };
+    }
 }
 
 impl Link {
@@ -53,7 +69,12 @@ impl Link {
     ) -> Result<Link, ControlError> {
         let registered = client.register_hub(&offer)?;
         info!("joined {} as hub {}", client.url(), registered.hub);
-        Ok(Link { client, offer, registered: Arc::new(Mutex::new(Arc::new(registered))), stop, failure })
+        let registered = Arc::new(Mutex::new(Arc::new(registered)));
+        Ok(Link { client, offer, registered, stop, failure, unreachable: Unreachable::default() })
+    }
+
+    pub(crate) fn unreachable(&self) -> Unreachable {
+        self.unreachable.clone()
     }
 
     /// Takes commands to the steward until stopped, and joins a manager again that has forgotten this hub.
@@ -88,6 +109,7 @@ impl Link {
     /// Reports events as they come and counters every second, until the steward is gone and all is told.
     pub(crate) fn report(self, news: &Receiver<News>, cores: &[CoreHandle], board: &Board) {
         let mut report = HubReport::default();
+        let mut undelivered: Vec<(HubEvent, Instant)> = Vec::new();
         let mut ended: Vec<HubJobCounters> = Vec::new();
         let mut last_report = Instant::now();
         loop {
@@ -95,26 +117,40 @@ impl Link {
             let gone = match news.recv_timeout(patience) {
                 Ok(first) => {
                     for news in std::iter::once(first).chain(news.try_iter()) {
-                        report.events.push(news.event);
-                        ended.extend(news.last_counters);
+                        match news {
+                            News::Event(event) => undelivered.push((event, Instant::now())),
+                            News::Ended(end, since, counters) => {
+                                undelivered.push((HubEvent::Ended(end), since));
+                                ended.push(counters);
+                            }
+                            News::Leaving => report.presence = Presence::Leaving,
+                        }
                     }
                     false
                 }
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => true,
             };
-            forget_oldest(&mut report.events);
+            if gone {
+                report.presence = Presence::Gone;
+            }
+            forget_oldest(&mut undelivered);
             forget_oldest(&mut ended);
+            report.events = undelivered.iter().map(|(event, since)| aged(event, *since)).collect();
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
             report.jobs.extend(ended.iter().cloned());
             report.checkpoints = board.read();
-            match self.client.report(&self.registered(), &report) {
+            let asked = Instant::now();
+            let told = self.client.report(&self.registered(), &report);
+            self.unreachable
+                .note(told.as_ref().map_or_else(|error| error.code().is_some(), |()| true), asked);
+            match told {
                 // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
                 // does not know go there, too: it answers with commands to end them.
                 Err(error) if !gone => self.bear(&error),
                 _ => {
-                    report.events.clear();
+                    undelivered.clear();
                     ended.clear();
                 }
             }
@@ -210,6 +246,16 @@ impl Stay {
 /// Whether the manager restarted, or has not heard this hub for too long.
 fn has_forgotten(error: &ControlError) -> bool {
     matches!(error.code(), Some(ErrorCode::Unauthorized | ErrorCode::NotFound))
+}
+
+/// An event, with how long ago it was.
+fn aged(event: &HubEvent, since: Instant) -> HubEvent {
+    match event {
+        HubEvent::Ended(end) => {
+            HubEvent::Ended(JobEnd { ago_s: since.elapsed().as_secs_f64(), ..end.clone() })
+        }
+        other => other.clone(),
+    }
 }
 
 fn forget_oldest<T>(undelivered: &mut Vec<T>) {
