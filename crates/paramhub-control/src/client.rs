@@ -127,6 +127,23 @@ impl ManagerClient {
         self.answer(self.admin("DELETE", &path))
     }
 
+    /// Says that a job's workers are about to end because of `reason`. Its hubs take a last checkpoint, where it has any, while it
+    /// goes on; returns when they have, or after some seconds. If the job ends otherwise than finished, this is why.
+    pub fn announce_workers_end(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
+        self.conclude(job, reason, "workers_ending")
+    }
+
+    /// Says that the processes of a job's workers have ended. If all of them had left, the job finishes, even if its hubs have not
+    /// heard so yet; else it ends with what the hubs have seen, or with `reason`. Returns when its hubs have freed it.
+    pub fn workers_have_ended(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
+        self.conclude(job, reason, "workers_ended")
+    }
+
+    fn conclude(&self, job: &str, reason: &str, when: &str) -> Result<JobStatus, ControlError> {
+        let path = format!("{}?reason={}&when={when}", job_path(job), percent_encoded(reason));
+        self.answer(self.admin("DELETE", &path))
+    }
+
     /// The information book of a running job.
     pub fn book(&self, job: &str) -> Result<Book, ControlError> {
         self.answer(self.admin("GET", &format!("{}/book", job_path(job))))

@@ -493,12 +493,15 @@ pub enum HubCommand {
         /// The job.
         namespace: Namespace,
     },
-    /// End a job; answered by [`HubEvent::Ended`].
+    /// End a job; answered by [`HubEvent::Ended`], and, where its workers are about to end, first by [`HubEvent::Kept`].
     Stop {
         /// The job.
         namespace: Namespace,
         /// Told to its workers.
         reason: String,
+        /// What the hub waits for.
+        #[serde(default, skip_serializing_if = "is_default")]
+        when: StopWhen,
     },
     /// Tell the ranks that exchange there something that another hub has noticed.
     Tell {
@@ -551,6 +554,23 @@ pub struct HubReport {
     /// The checkpoints of jobs that have any to come.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<HubJobCheckpoints>,
+    /// Whether the hub is about to stop.
+    #[serde(skip_serializing_if = "is_default")]
+    pub presence: Presence,
+}
+
+/// Whether a hub is there for jobs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Presence {
+    /// It is.
+    #[default]
+    Here,
+    /// It shuts down: no further job is to be given to it.
+    Leaving,
+    /// It has shut down, and this is its last report.
+    Gone,
 }
 
 /// One job's checkpoints on one hub.
@@ -627,15 +647,82 @@ pub enum HubEvent {
         /// Which.
         awaited: Option<AwaitedRanks>,
     },
-    /// The job is over here and its memory freed.
-    Ended {
+    /// The last checkpoint of a job whose workers are about to end is in memory, or will not be.
+    Kept {
         /// The job.
         namespace: Namespace,
-        /// Whether every worker left of its own accord.
-        finished: bool,
-        /// Why, where it did not.
-        reason: String,
     },
+    /// The job is over here and its memory freed.
+    Ended(JobEnd),
+}
+
+/// How a job has ended at a hub.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JobEnd {
+    /// The job.
+    pub namespace: Namespace,
+    /// Whether every worker left of its own accord.
+    pub finished: bool,
+    /// Why, where it did not.
+    pub reason: String,
+    /// How the hub knows the reason.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub cause: CauseKind,
+    /// The rank to which it happened, or that said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+    /// How many seconds ago it happened; the manager may have been out of reach since.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ago_s: f64,
+}
+
+impl JobEnd {
+    /// Every worker has just left.
+    pub fn finished(namespace: Namespace) -> JobEnd {
+        JobEnd { finished: true, ..JobEnd::failed(namespace, String::new(), CauseKind::Known) }
+    }
+
+    /// It has just failed.
+    pub fn failed(namespace: Namespace, reason: String, cause: CauseKind) -> JobEnd {
+        JobEnd { namespace, finished: false, reason, cause, rank: None, ago_s: 0.0 }
+    }
+}
+
+/// How the reporter of a job's end knows its reason. The same end is reported by several, each with what it has seen; of two
+/// reasons the lesser kind lies nearer to the root.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum CauseKind {
+    /// It is the reporter's own doing, or is proven: a stop that was asked for, a hub that shuts down, an interface that is down,
+    /// an offence.
+    #[default]
+    Known,
+    /// The connection manager has lost a hub.
+    HubLost,
+    /// A hub has lost a rank, or a hub of another site.
+    PeerLost,
+    /// A rank, or another site, has given up and said why: often because of what had happened elsewhere.
+    GaveUp,
+    /// The reporter has only heard of it: a launcher finds its workers ended, which may have been told to; a hub is told to end
+    /// the job.
+    Hearsay,
+}
+
+/// What the end of a job waits for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum StopWhen {
+    /// For nothing.
+    #[default]
+    Now,
+    /// For its workers, whose launcher is about to end them: the hubs take a last checkpoint, where the job has any, and the job
+    /// goes on. If it ends otherwise than finished, this is why.
+    WorkersEnding,
+    /// For what its workers have sent: their processes have ended. If every one of them has left, the job finishes.
+    WorkersEnded,
 }
 
 /// Most characters of a stop's reason.
@@ -649,6 +736,9 @@ pub struct StopService {
     /// characters. Left out, it was an operator who wished so.
     #[serde(default)]
     pub reason: Option<String>,
+    /// What the stop waits for; nothing, if it is left out.
+    #[serde(default)]
+    pub when: StopWhen,
 }
 
 /// The query of `GET /v1/jobs/{job}/book`: Query.

@@ -3,7 +3,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use paramhub_transport::interface::{self, Interface, LeftOut, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
 
-use crate::checkpoint::{Board, LAST};
+use crate::checkpoint::Board;
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
@@ -35,8 +35,8 @@ const LETTERS: usize = 4096;
 const NEWS: usize = 4096;
 /// Core threads for each processor there is: some more than one are of use in tests, and none in earnest.
 const CORES_PER_PROCESSOR_MAX: usize = 8;
-/// How long a stopping hub waits for its manager to hear the last of them.
-const LAST_REPORT: Duration = Duration::from_millis(300);
+/// How long a stopping hub waits for its manager to hear the last of them, and that the hub is gone.
+const LAST_REPORT: Duration = Duration::from_secs(2);
 
 /// A hub at work: its cores, its door, its steward and its link to the manager, each a thread.
 ///
@@ -176,6 +176,7 @@ impl ListeningHub {
             cores: cores.clone(),
             directory,
             news,
+            absence: link.absence(),
             registry: config.registry,
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
@@ -253,18 +254,8 @@ impl RunningHub {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Has every job with checkpoints leave a last one, if its workers get to a step together within some seconds. Returns when
-    /// all are in memory; [`stop`](Self::stop) waits until they are on the disk.
-    pub fn leave_checkpoints(&self) {
-        let (done, all_done) = channel();
-        if self.letters.send(Letter::TakeLast(done)).is_ok() {
-            // Nothing comes: the last to be done drops its end.
-            let _ = all_done.recv_timeout(LAST + LAST_REPORT);
-        }
-    }
-
-    /// Tells every job's workers that the hub is shutting down, frees all and returns, within a second; where jobs have
-    /// checkpoints, when the last ones are written.
+    /// Tells every job's workers that the hub is shutting down, frees all, signs off at the manager and returns, within a second or,
+    /// where the manager does not answer, three; where jobs have checkpoints, when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use paramhub_control::{ControlError, ManagerClient};
 use paramhub_core::service::{
-    CoreCounters, ErrorCode, HubJobCounters, HubRegistered, HubReport, JobCounters, PollCommands,
-    RegisterHub, add_by_rank,
+    CoreCounters, ErrorCode, HubEvent, HubJobCounters, HubRegistered, HubReport, JobCounters, JobEnd,
+    PollCommands, Presence, RegisterHub, add_by_rank,
 };
 use tracing::{info, warn};
 
@@ -60,12 +60,17 @@ impl Link {
         Ok(Link { client, offer, registered, stop, failure, absence: Arc::default() })
     }
 
+    pub(crate) fn absence(&self) -> Arc<Absence> {
+        Arc::clone(&self.absence)
+    }
+
     /// Takes commands to the steward until stopped, and joins a manager again that has forgotten this hub.
     pub(crate) fn take_commands(self, letters: &SyncSender<Letter>) {
         let mut acknowledged = 0;
         let mut stay = Stay::begin();
         while !self.stop.load(Ordering::Acquire) {
             let registered = self.registered();
+            let asked = Instant::now();
             match self.client.poll_commands(&registered, &PollCommands { acknowledged, wait_s: POLL_S }) {
                 Ok(answer) => {
                     self.absence.end(Conversation::Commands, self.client.url());
@@ -85,7 +90,7 @@ impl Link {
                     // Another count of commands has begun.
                     acknowledged = 0;
                 }
-                Err(error) => self.bear(Conversation::Commands, &error),
+                Err(error) => self.bear(Conversation::Commands, &error, asked),
             }
         }
     }
@@ -93,6 +98,7 @@ impl Link {
     /// Reports events as they come and counters every second, until the steward is gone and all is told.
     pub(crate) fn report(self, news: &Receiver<News>, cores: &[CoreHandle], board: &Board) {
         let mut report = HubReport::default();
+        let mut undelivered: Vec<(HubEvent, Instant)> = Vec::new();
         let mut ended: Vec<HubJobCounters> = Vec::new();
         let mut last_report = Instant::now();
         loop {
@@ -100,29 +106,40 @@ impl Link {
             let gone = match news.recv_timeout(patience) {
                 Ok(first) => {
                     for news in std::iter::once(first).chain(news.try_iter()) {
-                        report.events.push(news.event);
-                        ended.extend(news.last_counters);
+                        match news {
+                            News::Event(event) => undelivered.push((event, Instant::now())),
+                            News::Ended(end, since, counters) => {
+                                undelivered.push((HubEvent::Ended(end), since));
+                                ended.push(counters);
+                            }
+                            News::Leaving => report.presence = Presence::Leaving,
+                        }
                     }
                     false
                 }
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => true,
             };
-            forget_oldest(&mut report.events);
+            if gone {
+                report.presence = Presence::Gone;
+            }
+            forget_oldest(&mut undelivered);
             forget_oldest(&mut ended);
+            report.events = undelivered.iter().map(|(event, since)| aged(event, *since)).collect();
             (report.cores, report.jobs) = counters(cores);
             report.jobs.retain(|living| ended.iter().all(|ended| ended.namespace != living.namespace));
             report.jobs.extend(ended.iter().cloned());
             report.checkpoints = board.read();
+            let asked = Instant::now();
             match self.client.report(&self.registered(), &report) {
                 // Events that were not delivered go with the next report. Counters of jobs that a restarted manager
                 // does not know go there, too: it answers with commands to end them.
-                Err(error) if !gone => self.bear(Conversation::Reports, &error),
+                Err(error) if !gone => self.bear(Conversation::Reports, &error, asked),
                 answer => {
                     if answer.is_ok() {
                         self.absence.end(Conversation::Reports, self.client.url());
                     }
-                    report.events.clear();
+                    undelivered.clear();
                     ended.clear();
                 }
             }
@@ -156,6 +173,7 @@ impl Link {
             if self.stop.load(Ordering::Acquire) {
                 return false;
             }
+            let asked = Instant::now();
             match self.client.register_hub(&self.offer) {
                 Ok(registered) => {
                     self.absence.end(Conversation::Commands, self.client.url());
@@ -173,7 +191,7 @@ impl Link {
                     return false;
                 }
                 Err(error) => {
-                    self.absence.note(Conversation::Commands, &error);
+                    self.absence.note(Conversation::Commands, &error, asked);
                 }
             }
             pause = (pause * 2).min(RETRY_MAX);
@@ -189,11 +207,11 @@ impl Link {
     }
 
     /// The manager cannot be reached for now, or the other conversation is about to join it again.
-    fn bear(&self, conversation: Conversation, error: &ControlError) {
+    fn bear(&self, conversation: Conversation, error: &ControlError, asked: Instant) {
         if self.stop.load(Ordering::Acquire) {
             return;
         }
-        let pause = if has_forgotten(error) { RETRY } else { self.absence.note(conversation, error) };
+        let pause = if has_forgotten(error) { RETRY } else { self.absence.note(conversation, error, asked) };
         std::thread::sleep(pause);
     }
 }
@@ -208,7 +226,7 @@ enum Conversation {
 /// A time during which the manager does not answer. Both conversations notice it: the log hears once that it began, and once, when
 /// both are answered, that it is over, however long it lasts.
 #[derive(Default)]
-struct Absence {
+pub(crate) struct Absence {
     current: Mutex<Option<Away>>,
 }
 
@@ -221,12 +239,17 @@ struct Away {
 }
 
 impl Absence {
-    /// Notes that the manager has not answered, and says how long to wait before it is asked again.
-    fn note(&self, conversation: Conversation, error: &ControlError) -> Duration {
+    /// When the manager was first asked in vain, if it has not answered since.
+    pub(crate) fn since(&self) -> Option<Instant> {
+        self.current.lock().expect("no panic while holding it").as_ref().map(|away| away.since)
+    }
+
+    /// Notes that the manager, which was asked then, has not answered, and says how long to wait before it is asked again.
+    fn note(&self, conversation: Conversation, error: &ControlError, asked: Instant) -> Duration {
         let mut current = self.current.lock().expect("no panic while holding it");
         let is_news = current.is_none();
         let away = current.get_or_insert_with(|| Away {
-            since: Instant::now(),
+            since: asked,
             is_failing: [false; 2],
             pause: RETRY / 2,
         });
@@ -272,6 +295,16 @@ impl Stay {
 /// Whether the manager restarted, or has not heard this hub for too long.
 fn has_forgotten(error: &ControlError) -> bool {
     matches!(error.code(), Some(ErrorCode::Unauthorized | ErrorCode::NotFound))
+}
+
+/// An event, with how long ago it was.
+fn aged(event: &HubEvent, since: Instant) -> HubEvent {
+    match event {
+        HubEvent::Ended(end) => {
+            HubEvent::Ended(JobEnd { ago_s: since.elapsed().as_secs_f64(), ..end.clone() })
+        }
+        other => other.clone(),
+    }
 }
 
 fn forget_oldest<T>(undelivered: &mut Vec<T>) {

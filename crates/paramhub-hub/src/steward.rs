@@ -9,14 +9,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::limits::RESUME_S;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{HubCommand, HubEvent, HubJobCounters, JobPlan, ProbeReport, add_by_rank};
+use paramhub_core::service::{
+    CauseKind, HubCommand, HubEvent, HubJobCounters, JobEnd, JobPlan, ProbeReport, StopWhen, add_by_rank,
+};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_kernels::Registry;
 use tracing::{info, warn};
@@ -24,8 +26,11 @@ use tracing::{info, warn};
 use crate::above::{Above, Climb};
 use crate::checkpoint::{Board, CheckpointConfig};
 use crate::config::JobLimits;
-use crate::core::{CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan, panic_text};
+use crate::core::{
+    Cause, CoreCommand, CoreEvent, CoreHandle, Late, Neighbour, Restored, ShardPlan, panic_text,
+};
 use crate::directory::{Directory, Entry};
+use crate::link::Absence;
 use crate::local::JobMemory;
 use crate::probe::Prober;
 use checkpoints::Checkpoints;
@@ -35,6 +40,10 @@ use job::{Job, State};
 const TICK: Duration = Duration::from_millis(200);
 /// How long the workers of a job that goes on may take to come by another interface.
 const RESUME: Duration = Duration::from_secs(RESUME_S);
+/// How long what the workers of a job have sent may take to arrive once their processes have ended.
+const CONCLUDED: Duration = Duration::from_secs(10);
+/// For how long a hub has not reached its manager that takes itself to be cut off when it does not hear a rank either.
+const CUT_OFF: Duration = Duration::from_secs(2);
 /// How long ending jobs may take when the hub stops.
 const STOP: Duration = Duration::from_millis(600);
 
@@ -59,18 +68,20 @@ pub(crate) enum Letter {
     },
     /// The last checkpoint of a job is in memory, or will not be.
     Taken { namespace: Namespace },
-    /// Every job is to leave a last checkpoint; dropped when all have.
-    TakeLast(Sender<()>),
+    /// The same of a job that goes on, whose workers are about to be ended.
+    Kept { namespace: Namespace },
     /// The hub shuts down.
     Stop,
 }
 
 /// Told to the manager.
 #[derive(Debug)]
-pub(crate) struct News {
-    pub(crate) event: HubEvent,
-    /// What a job that is over has counted; its core has forgotten it.
-    pub(crate) last_counters: Option<HubJobCounters>,
+pub(crate) enum News {
+    Event(HubEvent),
+    /// A job is over that ended then. What it has counted, its core has forgotten.
+    Ended(JobEnd, Instant, HubJobCounters),
+    /// The hub is about to stop.
+    Leaving,
 }
 
 /// The hub's jobs, and whom they concern.
@@ -81,6 +92,8 @@ pub(crate) struct Steward {
     pub(crate) cores: Vec<CoreHandle>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) news: SyncSender<News>,
+    /// Since when the manager cannot be reached.
+    pub(crate) absence: Arc<Absence>,
     pub(crate) registry: Registry,
     pub(crate) shape: HubShape,
     pub(crate) memory_bytes: u64,
@@ -111,12 +124,14 @@ impl Steward {
             match self.letters.recv_timeout(TICK) {
                 Ok(Letter::Command(command)) => self.obey(command),
                 Ok(Letter::Core(event)) => self.hear(event),
-                Ok(Letter::Stuck { namespace, reason }) => self.fail(namespace, None, reason),
+                Ok(Letter::Stuck { namespace, reason }) => {
+                    self.fail(namespace, CauseKind::PeerLost, None, reason);
+                }
                 Ok(Letter::Interfaces { numbers, down }) => self.note_interfaces(numbers, down),
                 Ok(Letter::Probed(report)) => self.report(HubEvent::Probed(report)),
                 Ok(Letter::Loaded { namespace, shards, result }) => self.loaded(namespace, shards, result),
                 Ok(Letter::Taken { namespace }) => self.taken(namespace),
-                Ok(Letter::TakeLast(done)) => self.take_last(&done),
+                Ok(Letter::Kept { namespace }) => self.report(HubEvent::Kept { namespace }),
                 Ok(Letter::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -146,10 +161,24 @@ impl Steward {
                 let refused = job.map(|job| format!("job `{}` runs there", job.name));
                 self.prober.begin(order, refused, &self.directory, &self.own_letters);
             }
-            HubCommand::Stop { namespace, reason } => match self.jobs.contains_key(&namespace) {
-                true => self.fail(namespace, None, reason),
-                false => self.report(HubEvent::Ended { namespace, finished: false, reason }),
-            },
+            HubCommand::Stop { namespace, reason, when } => self.obey_stop(namespace, reason, when),
+        }
+    }
+
+    fn obey_stop(&mut self, namespace: Namespace, reason: String, when: StopWhen) {
+        let job = self.jobs.get_mut(&namespace);
+        match (job, when) {
+            (_, StopWhen::WorkersEnding) => self.announce_end(namespace, reason),
+            (None, _) => {
+                self.report(HubEvent::Ended(JobEnd::failed(namespace, reason, CauseKind::Hearsay)));
+            }
+            // Every worker has left: all that is missing is its last checkpoint, which will be there soon.
+            (Some(job), _) if job.is_finishing => {}
+            (Some(_), StopWhen::Now) => self.fail(namespace, CauseKind::Hearsay, None, reason),
+            (Some(job), StopWhen::WorkersEnded) => {
+                // Each stream brings a goodbye or an end without one, and both decide what becomes of the job.
+                job.concluding.get_or_insert_with(|| (Instant::now() + CONCLUDED, reason));
+            }
         }
     }
 
@@ -207,7 +236,7 @@ impl Steward {
         if none {
             // So small a job that none of its chunks fell to this hub.
             self.opened(namespace);
-            self.end(namespace, None, true, String::new());
+            self.finished(namespace);
         }
         Ok(())
     }
@@ -238,7 +267,8 @@ impl Steward {
             }
         };
         if let Err(error) = std::thread::Builder::new().name("hub-climber".into()).spawn(climbs) {
-            self.fail(namespace, None, format!("the hub cannot start a thread: {error}"));
+            let reason = format!("the hub cannot start a thread: {error}");
+            self.fail(namespace, CauseKind::Known, None, reason);
         }
     }
 
@@ -266,10 +296,22 @@ impl Steward {
                     _ => {}
                 }
             }
-            CoreEvent::Faulted { namespace, culprit, message } => {
-                self.fail(namespace, rank_of(culprit), message);
+            CoreEvent::Faulted { namespace, culprit, message, cause } => {
+                let out_of_reach = self.absence.since().map(|since| since.elapsed());
+                let (cause, message) = match (cause, out_of_reach.filter(|time| *time >= CUT_OFF)) {
+                    (Cause::Kind(kind), _) => (kind, message),
+                    (Cause::Silence, None) => (CauseKind::PeerLost, message),
+                    (Cause::Silence, Some(time)) => {
+                        let seconds = time.as_secs_f64();
+                        let reason = format!(
+                            "the hub is cut off: it has not reached its connection manager for {seconds:.0} s, and {message}"
+                        );
+                        (CauseKind::Known, reason)
+                    }
+                };
+                self.fail(namespace, cause, rank_of(culprit), message);
             }
-            CoreEvent::Panicked { namespace, reason } => self.fail(namespace, None, reason),
+            CoreEvent::Panicked { namespace, reason } => self.fail(namespace, CauseKind::Known, None, reason),
             CoreEvent::Left { namespace, route, port } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
                 job.left.insert((route, port));
@@ -389,7 +431,15 @@ impl Steward {
             }
         }
         for (namespace, rank, message) in late {
-            self.fail(namespace, rank_of(rank), message);
+            self.fail(namespace, CauseKind::PeerLost, rank_of(rank), message);
+        }
+        let is_over = |job: &&Job| job.concluding.as_ref().is_some_and(|(until, _)| now >= *until);
+        let over: Vec<Namespace> = self.jobs.values().filter(is_over).map(|job| job.namespace).collect();
+        for namespace in over {
+            let concluding = self.jobs.get_mut(&namespace).and_then(|job| job.concluding.take());
+            if let Some((_, reason)) = concluding.filter(|_| !self.jobs[&namespace].is_finishing) {
+                self.fail(namespace, CauseKind::Hearsay, None, reason);
+            }
         }
     }
 
@@ -433,7 +483,7 @@ impl Steward {
             }
         }
         for (namespace, why) in cut_off {
-            self.fail(namespace, None, why);
+            self.fail(namespace, CauseKind::Known, None, why);
         }
     }
 
@@ -486,23 +536,34 @@ impl Steward {
     }
 
     /// Ends a job that cannot go on; all its ranks are told why.
-    fn fail(&mut self, namespace: Namespace, rank: Option<u32>, reason: String) {
+    fn fail(&mut self, namespace: Namespace, cause: CauseKind, rank: Option<u32>, reason: String) {
         let Some(job) = self.jobs.get(&namespace) else { return };
         if matches!(job.state, State::Ending { .. }) {
             return;
         }
+        // Whoever is lost now was ended by its launcher.
+        let (cause, rank, reason) = match &job.announced {
+            Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
+            _ => (cause, rank, reason),
+        };
         warn!("job `{}` failed: {reason}", job.name);
         let message = format!("job `{}` failed: {reason}", job.name);
-        self.end(namespace, Some(Failure { rank, message }), false, reason);
+        let end = JobEnd { rank, ..JobEnd::failed(namespace, reason, cause) };
+        self.end(namespace, Some(Failure { rank, message }), end);
     }
 
-    fn end(&mut self, namespace: Namespace, failure: Option<Failure>, finished: bool, reason: String) {
+    /// Ends a job whose workers have all left.
+    fn finished(&mut self, namespace: Namespace) {
+        self.end(namespace, None, JobEnd::finished(namespace));
+    }
+
+    fn end(&mut self, namespace: Namespace, failure: Option<Failure>, end: JobEnd) {
         self.dismiss_keeper(namespace);
         let job = self.jobs.get_mut(&namespace).expect("an ending job is here");
         let message = failure.as_ref().map(|failure| failure.message.clone());
         self.directory
             .remove(namespace, message.unwrap_or_else(|| format!("job `{}` has finished", job.name)));
-        job.state = State::Ending { routes: job.routes.len(), finished, reason };
+        job.state = State::Ending { routes: job.routes.len(), end, since: Instant::now() };
         let (cores, empty): (Vec<u16>, bool) = (job.cores().collect(), job.routes.is_empty());
         for core in cores {
             self.cores[usize::from(core)].send(CoreCommand::End { namespace, failure: failure.clone() });
@@ -515,18 +576,17 @@ impl Steward {
     /// Nothing of the job is left here.
     fn closed(&mut self, namespace: Namespace) {
         let job = self.jobs.remove(&namespace).expect("a closed job is here");
-        if let State::Ending { finished, reason, .. } = job.state {
-            if finished {
+        if let State::Ending { end, since, .. } = job.state {
+            if end.finished {
                 info!("job `{}` finished", job.name);
             }
-            let last_counters =
-                Some(HubJobCounters { namespace, counters: job.counters, left_out: job.left_out });
-            self.tell(News { event: HubEvent::Ended { namespace, finished, reason }, last_counters });
+            let last = HubJobCounters { namespace, counters: job.counters, left_out: job.left_out };
+            self.tell(News::Ended(end, since, last));
         }
     }
 
     fn report(&self, event: HubEvent) {
-        self.tell(News { event, last_counters: None });
+        self.tell(News::Event(event));
     }
 
     /// Never waits: a manager that does not listen must not keep the hub from deciding.
@@ -537,10 +597,11 @@ impl Steward {
     }
 
     fn stop(mut self) {
+        self.tell(News::Leaving);
         self.leave_checkpoints();
         let living: Vec<Namespace> = self.jobs.keys().copied().collect();
         for namespace in living {
-            self.fail(namespace, None, "the hub is shutting down".to_string());
+            self.fail(namespace, CauseKind::Known, None, "the hub is shutting down".to_string());
         }
         let deadline = Instant::now() + STOP;
         while !self.jobs.is_empty() {

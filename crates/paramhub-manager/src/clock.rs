@@ -17,6 +17,13 @@ impl Now {
         Now { instant: Instant::now(), unix_s }
     }
 
+    /// So many seconds before; not before the clock began.
+    pub(crate) fn earlier(self, seconds: f64) -> Now {
+        let span = std::time::Duration::from_secs_f64(seconds);
+        let instant = self.instant.checked_sub(span).unwrap_or(self.instant);
+        Now { instant, unix_s: self.unix_s.saturating_sub(span.as_secs()) }
+    }
+
     pub(crate) fn seconds_since(self, earlier: Now) -> f64 {
         self.instant.saturating_duration_since(earlier.instant).as_secs_f64()
     }

@@ -43,6 +43,8 @@ pub(crate) struct Hub {
     token: String,
     pub(crate) cores: Vec<CoreCounters>,
     heard: Now,
+    /// It is about to stop, and takes no further jobs.
+    pub(crate) is_leaving: bool,
     /// Not yet acknowledged, as JSON, because one plan can be megabytes and is sent to several hubs.
     commands: VecDeque<(u64, Bytes)>,
     /// Number of the newest command; those who poll wait for it to grow.
@@ -76,6 +78,7 @@ impl Hubs {
             token,
             cores: Vec::new(),
             heard: now,
+            is_leaving: false,
             commands: VecDeque::new(),
             newest,
         };
@@ -143,9 +146,14 @@ impl Hubs {
             && self.hubs.values().all(|hub| hub.keeps_checkpoints == Some(false))
     }
 
-    /// Forgets a hub; its polls are answered at once.
-    pub(crate) fn remove(&mut self, hub: u32) -> Option<String> {
-        self.hubs.remove(&hub).map(|joined| describe_hub(hub, &joined.shape))
+    /// Forgets a hub, whose polls are answered at once: what people call it, and when it was last heard.
+    pub(crate) fn remove(&mut self, hub: u32) -> Option<(String, Now)> {
+        self.hubs.remove(&hub).map(|joined| (describe_hub(hub, &joined.shape), joined.heard))
+    }
+
+    /// A hub's interfaces.
+    pub(crate) fn shape(&self, hub: u32) -> Option<&HubShape> {
+        self.hubs.get(&hub).map(|joined| &joined.shape)
     }
 
     /// Hubs not heard for `timeout_s`.
@@ -159,9 +167,10 @@ impl Hubs {
         self.hubs.values_mut().for_each(|hub| hub.heard = now);
     }
 
-    /// All hubs in order of arrival, and whom they serve.
+    /// All hubs that take jobs, in order of arrival, and whom they serve.
     pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
-        self.hubs.iter().map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
+        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving);
+        here.map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
     }
 
     /// The machine a hub runs on; empty where nobody knows.

@@ -4,7 +4,9 @@
 //! [`Transition`]. Callers that wait for the job subscribe to its [`Stage`].
 
 mod book;
+pub(crate) mod cause;
 mod convene;
+mod ending;
 mod meeting;
 pub(crate) mod members;
 mod seats;
@@ -21,7 +23,7 @@ use paramhub_core::placement::Imbalance;
 use paramhub_core::scheme::Book;
 use paramhub_core::service::{
     ConnectService, CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceConnected,
-    ServiceError, ServiceInitialised,
+    ServiceError, ServiceInitialised, StopWhen,
 };
 use paramhub_core::settings::Settings;
 use tokio::sync::watch;
@@ -30,6 +32,8 @@ use crate::clock::Now;
 use crate::error::refusal;
 use crate::hubs::{OfferedHub, check_place};
 use crate::store::Record;
+use cause::Cause;
+use ending::Concluding;
 use members::Member;
 use seats::{Seats, list_ranks, list_ranks_with_verb};
 
@@ -58,6 +62,10 @@ pub(crate) enum Transition {
     Advanced,
     /// The job is over; these hubs must be told to stop.
     Ended { stop: Vec<u32> },
+    /// These hubs are to say how the job ends.
+    Asked { hubs: Vec<u32>, reason: String, when: StopWhen },
+    /// The job failed for another reason than was recorded.
+    Explained,
 }
 
 /// How an InitService call goes on.
@@ -110,6 +118,11 @@ pub(crate) struct Job {
     book: Option<Arc<Book>>,
     /// What ranks are told that still wait or come late.
     failure: Option<ServiceError>,
+    /// Why it has failed, for as long as that may turn out otherwise.
+    cause: Option<Cause>,
+    /// Why it will have failed, if it does not finish.
+    announced: Option<Cause>,
+    concluding: Option<Concluding>,
     /// Calls that wait for the other ranks.
     pub(crate) waiting: u32,
     /// When the last sign of a worker was seen.
@@ -168,6 +181,9 @@ impl Job {
             placed: Vec::new(),
             book: None,
             failure: None,
+            cause: None,
+            announced: None,
+            concluding: None,
             waiting: 0,
             last_sign: now,
             stage: watch::channel(Stage::Connecting).0,
@@ -440,21 +456,11 @@ impl Job {
         }
     }
 
-    /// Fails the job for everyone, with one message; the first failure stays.
-    pub(crate) fn fail(&mut self, code: ErrorCode, message: String, now: Now) -> Transition {
-        if self.state.has_ended() {
-            return Transition::None;
-        }
-        self.message.clone_from(&message);
-        self.failure = Some(refusal(code, message));
-        self.end(JobState::Failed, now)
-    }
-
     /// Fails a job that waits for ranks that will not come: its lease ran out, or a rank did not come back.
     pub(crate) fn check_time(&mut self, now: Now) -> Transition {
         let is_served = self.state == JobState::Running && !self.only_meets();
         if is_served || self.state.has_ended() {
-            return Transition::None;
+            return self.check_conclusion(now);
         }
         if let Some((rank, holder)) = self.seats.gone(now) {
             let message = format!("rank {rank} ({holder}) was lost before the job ran");
@@ -518,21 +524,6 @@ impl Job {
     /// What the store keeps.
     pub(crate) fn record(&self) -> Record {
         Record { order: self.order, nonce: self.nonce, options: self.options, status: self.status() }
-    }
-
-    fn end(&mut self, state: JobState, now: Now) -> Transition {
-        self.state = state;
-        if state == JobState::Finished {
-            self.message.clear();
-        }
-        self.ended_at = Some(now.unix_s);
-        self.proposed = None;
-        self.book = None;
-        self.seats.forget_processes();
-        let stop: Vec<u32> =
-            self.members.iter().filter(|member| member.asked && !member.ended).map(|m| m.hub).collect();
-        self.stage.send_replace(if stop.is_empty() { Stage::Cleared } else { Stage::Ended });
-        Transition::Ended { stop }
     }
 
     fn check_rank(&self, rank: u32) -> Result<(), ServiceError> {

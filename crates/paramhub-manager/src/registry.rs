@@ -6,6 +6,7 @@ use std::time::Duration;
 use paramhub_core::auth::{Namespace, Nonce, Proof, Purpose};
 use paramhub_core::service::{
     CreateService, ErrorCode, JobState, JobStatus, LinkStatus, ServiceCreated, ServiceError, StopService,
+    StopWhen,
 };
 use rustix::process::{Resource, getrlimit};
 use tokio::sync::{Notify, Semaphore, watch};
@@ -15,7 +16,7 @@ use crate::body::Tables;
 use crate::clock::Now;
 use crate::config::ManagerConfig;
 use crate::error::{ManagerError, Refusal, refusal};
-use crate::job::{Job, Stage};
+use crate::job::Job;
 use crate::metrics::Requests;
 use crate::places::{Guest, Places};
 use crate::store::Store;
@@ -23,6 +24,11 @@ use crate::world::{Rank, World, check_reason, check_request};
 
 /// How long an operator's stop waits for the hubs to say that they freed the job.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a launcher that is about to end its workers waits for the hubs' last checkpoints, which take 5 s at most where workers
+/// reach a step together.
+const KEEP_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long a launcher whose workers have ended waits for the hubs to say how the job ended.
+const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two looks at the clock.
 const TICK: Duration = Duration::from_millis(250);
 /// Between two attempts to save what could not be saved.
@@ -117,37 +123,61 @@ impl Registry {
         Ok(ServiceCreated { namespace, nonce })
     }
 
-    /// StopService: ends a job and waits, within bounds, until its hubs have freed it.
+    /// StopService: ends a job, or asks its hubs how it ends, and waits, within bounds, for what that is about.
     pub(crate) async fn stop_job(&self, text: &str, stop: StopService) -> Result<JobStatus, ServiceError> {
         let reason = match stop.reason {
             None => "stopped by an operator".to_string(),
             Some(reason) => format!("stopped: {}", check_reason(reason)?),
         };
-        let now = Now::read();
+        let (now, when) = (Now::read(), stop.when);
         let (namespace, mut stage) = self.with(|world| {
             let namespace = world.find(text)?.namespace;
             let stage = world.change(namespace, |job| {
-                let transition = job.fail(ErrorCode::JobEnded, reason, now);
+                let transition = match when {
+                    StopWhen::Now => job.fail(ErrorCode::JobEnded, reason, now),
+                    StopWhen::WorkersEnding => job.announce(reason, now),
+                    StopWhen::WorkersEnded => job.conclude(reason, now),
+                };
                 (job.subscribe(), transition)
             })?;
             Ok::<_, ServiceError>((namespace, stage))
         })?;
-        let cleared = tokio::select! {
-            cleared = timeout(STOP_TIMEOUT, stage.wait_for(|stage| *stage == Stage::Cleared)) => cleared.is_ok(),
+        let (bound, is_done): (Duration, fn(&Job) -> bool) = match when {
+            StopWhen::Now => (STOP_TIMEOUT, Job::is_cleared),
+            StopWhen::WorkersEnding => (KEEP_TIMEOUT, Job::is_kept),
+            StopWhen::WorkersEnded => (CONCLUDE_TIMEOUT, Job::is_cleared),
+        };
+        let waits = async {
+            loop {
+                stage.mark_unchanged();
+                if self.with(|world| world.job(namespace).map(is_done))? {
+                    return Ok::<_, ServiceError>(());
+                }
+                // A job that is forgotten is found out by the next look.
+                let _ = stage.changed().await;
+            }
+        };
+        let in_time = tokio::select! {
+            done = timeout(bound, waits) => done.map_or(Ok(false), |done| done.map(|()| true))?,
             () = self.stopped() => return Err(shutting_down()),
         };
         self.with(|world| {
             let job = world.job(namespace)?;
-            if cleared {
+            // Whoever ends workers does not wait longer for a checkpoint than for this.
+            if in_time || when == StopWhen::WorkersEnding {
                 return Ok(job.status());
             }
-            let message = format!(
-                "job `{}` is stopped, but {} did not confirm within {} s that its memory is free; it frees it when it \
-                 next hears from the connection manager",
-                job.name,
-                job.hubs_not_cleared(),
-                STOP_TIMEOUT.as_secs()
-            );
+            let (name, holding, seconds) = (&job.name, job.hubs_not_cleared(), bound.as_secs());
+            let message = match job.state().has_ended() {
+                true => format!(
+                    "job `{name}` is stopped, but {holding} did not confirm within {seconds} s that its memory is free; it \
+                     frees it when it next hears from the connection manager"
+                ),
+                false => format!(
+                    "{holding} did not say within {seconds} s how job `{name}` ended, whose workers have ended: `paramhub jobs \
+                     show {name}` says it later"
+                ),
+            };
             Err(refusal(ErrorCode::Missing, message))
         })
     }

@@ -15,9 +15,9 @@ use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::scheme::{Book, Roster};
 use paramhub_core::service::{
-    AwaitedRanks, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus,
-    JobOptions, JobState, JobStatus, LeaveService, OnInterfaceDown, RegisterHub, STOP_REASON_CHARS_MAX,
-    ServiceError,
+    AwaitedRanks, CauseKind, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus,
+    JobEnd, JobOptions, JobState, JobStatus, LeaveService, OnInterfaceDown, Presence, RegisterHub,
+    STOP_REASON_CHARS_MAX, ServiceError, StopWhen,
 };
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
@@ -26,6 +26,8 @@ use tokio::sync::watch;
 use crate::clock::Now;
 use crate::error::refusal;
 use crate::hubs::Hubs;
+use crate::job::cause::Cause;
+use crate::job::members::describe_hub;
 use crate::job::{Job, Outline, Placed, Stage, Transition};
 use crate::probes::Probes;
 use crate::store::Record;
@@ -246,6 +248,7 @@ impl World {
         now: Now,
     ) -> Result<(), ServiceError> {
         let joined = self.hubs.admit(hub, token, now)?;
+        let leaves = report.presence != Presence::Here && !std::mem::replace(&mut joined.is_leaving, true);
         if report.cores.len() > CORES_MAX {
             let message = format!("hub {hub} reports {} cores: {CORES_MAX} are possible", report.cores.len());
             return Err(refusal(ErrorCode::BadRequest, message));
@@ -269,6 +272,12 @@ impl World {
         }
         for event in report.events {
             self.apply(hub, event, now);
+        }
+        match report.presence {
+            Presence::Here => {}
+            Presence::Leaving if leaves => self.spare_leaving_hub(hub, now),
+            Presence::Leaving => {}
+            Presence::Gone => self.dismiss_hub(hub, now),
         }
         self.go_on_probing(now);
         Ok(())
@@ -336,7 +345,8 @@ impl World {
 
     fn apply(&mut self, hub: u32, event: HubEvent, now: Now) {
         // The hub has warned of these itself, in a process with an embedded manager in the very same log.
-        let was_logged = matches!(event, HubEvent::Refused { .. } | HubEvent::Ended { finished: false, .. });
+        let was_logged =
+            matches!(event, HubEvent::Refused { .. } | HubEvent::Ended(JobEnd { finished: false, .. }));
         let (namespace, transition) = match event {
             HubEvent::Probed(report) => return self.probes.hear(hub, report),
             HubEvent::Allocated { namespace, placement_hash, resumed_step } => {
@@ -363,9 +373,17 @@ impl World {
                 job.hub_awaits(hub, awaited, now);
                 (namespace, job.hub_noticed(hub, message))
             }
-            HubEvent::Ended { namespace, finished, reason } => {
+            HubEvent::Kept { namespace } => {
                 let Some(job) = self.jobs.get_mut(&namespace) else { return };
-                (namespace, job.hub_ended(hub, finished, bounded(&reason), now))
+                return job.hub_kept_last(hub);
+            }
+            HubEvent::Ended(end) => {
+                let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
+                let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
+                    (false, Some(shape)) => job.former_hub_ended(shape, &end, now),
+                    _ => job.hub_ended(hub, &end, now),
+                };
+                (end.namespace, transition)
             }
         };
         self.follow_with(namespace, transition, !was_logged);
@@ -393,19 +411,44 @@ impl World {
         let reason =
             "the connection manager does not know this job any more: it restarted, or had lost this hub"
                 .to_string();
-        self.hubs.command_once(hub, stop_command(namespace, reason));
+        self.hubs.command_once(hub, stop_command(namespace, reason, StopWhen::Now));
     }
 
     fn lose_hub(&mut self, hub: u32, what: &str, now: Now) {
-        let Some(name) = self.hubs.remove(hub) else { return };
-        self.probes.forget(hub);
+        let Some((name, heard)) = self.hubs.remove(hub) else { return };
         let message = format!("{name} {what}");
         tracing::warn!("{message}");
+        self.forget_hub(hub, &Cause { kind: CauseKind::HubLost, rank: None, began: heard, message }, now);
+    }
+
+    /// A hub shuts down: jobs that it was given and that wait for it to allocate wait in vain.
+    fn spare_leaving_hub(&mut self, hub: u32, now: Now) {
+        let Some(name) = self.hubs.shape(hub).map(|shape| describe_hub(hub, shape)) else { return };
+        let waiting = |job: &&Job| job.state() == JobState::Initialising && job.is_served_by(hub);
+        let waiting: Vec<Namespace> = self.jobs.values().filter(waiting).map(|job| job.namespace).collect();
+        for namespace in waiting {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.fail(ErrorCode::JobEnded, format!("{name} is shutting down"), now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+
+    /// A hub has shut down, and has said so.
+    fn dismiss_hub(&mut self, hub: u32, now: Now) {
+        let Some((name, _)) = self.hubs.remove(hub) else { return };
+        tracing::info!(hub, "hub left");
+        // Its own jobs it has ended itself; this is for those that it was given on the way out.
+        self.forget_hub(hub, &Cause::known(format!("{name} has shut down"), now), now);
+    }
+
+    fn forget_hub(&mut self, hub: u32, cause: &Cause, now: Now) {
+        self.probes.forget(hub);
         let served: Vec<Namespace> =
             self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect();
         for namespace in served {
             if let Some(job) = self.jobs.get_mut(&namespace) {
-                let transition = job.hub_lost(hub, &message, now);
+                let transition = job.hub_lost(hub, cause.clone(), now);
                 self.follow(namespace, transition);
             }
         }
@@ -430,6 +473,16 @@ impl World {
                 }
                 self.unsaved.insert(namespace);
             }
+            Transition::Asked { hubs, reason, when } => {
+                for hub in hubs {
+                    self.hubs.command(hub, stop_command(namespace, reason.clone(), when));
+                }
+            }
+            Transition::Explained => {
+                let reason = job.status().message;
+                tracing::info!(job = job.name, namespace = %namespace, "job had failed because: {reason}");
+                self.unsaved.insert(namespace);
+            }
             Transition::Ended { stop } => {
                 let status = job.status();
                 match status.state {
@@ -442,7 +495,7 @@ impl World {
                     _ => tracing::info!(job = job.name, namespace = %namespace, "job finished"),
                 }
                 for hub in stop {
-                    self.hubs.command(hub, stop_command(namespace, status.message.clone()));
+                    self.hubs.command(hub, stop_command(namespace, status.message.clone(), StopWhen::Now));
                 }
                 if self.living.get(&status.name) == Some(&namespace) {
                     self.living.remove(&status.name);
@@ -585,8 +638,8 @@ pub(crate) fn check_reason(reason: String) -> Result<String, ServiceError> {
     Err(refusal(ErrorCode::BadRequest, message))
 }
 
-fn stop_command(namespace: Namespace, reason: String) -> Bytes {
-    let command = HubCommand::Stop { namespace, reason };
+fn stop_command(namespace: Namespace, reason: String, when: StopWhen) -> Bytes {
+    let command = HubCommand::Stop { namespace, reason, when };
     Bytes::from(serde_json::to_vec(&command).expect("commands are plain data"))
 }
 

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use common::*;
 use paramhub_core::auth::Namespace;
 use paramhub_core::service::{
-    ErrorCode, HubCommand, HubEvent, HubJobCounters, HubReport, JobCounters, JobState, PollCommands,
-    RegisterHub,
+    CauseKind, ErrorCode, HubCommand, HubEvent, HubJobCounters, HubReport, JobCounters, JobEnd, JobState,
+    PollCommands, Presence, RegisterHub,
 };
 use paramhub_manager::ManagerConfig;
 
@@ -99,7 +99,7 @@ fn a_lost_hub_fails_its_jobs_and_no_others() {
     run(&client, "later", 1);
     first.finish(&early);
     let commands = first.die();
-    let stopped = |command: &HubCommand| matches!(command, HubCommand::Stop { namespace, reason } if *namespace == both.namespace && reason.contains("was lost"));
+    let stopped = |command: &HubCommand| matches!(command, HubCommand::Stop { namespace, reason, .. } if *namespace == both.namespace && reason.contains("was lost"));
     assert!(commands.iter().any(stopped), "{commands:?}");
 }
 
@@ -109,7 +109,7 @@ fn a_job_ends_with_the_reason_its_hub_gives() {
     let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
     let job = run(&client, "bereft", 2);
     let reason = "rank 1 was lost in step 7".to_string();
-    hubs[0].report(HubEvent::Ended { namespace: job.namespace, finished: false, reason: reason.clone() });
+    hubs[0].report(HubEvent::Ended(JobEnd::failed(job.namespace, reason.clone(), CauseKind::PeerLost)));
     let status = client.job("bereft").unwrap();
     assert_eq!((status.state, status.message.as_str()), (JobState::Failed, reason.as_str()));
     client.stop_job("bereft").unwrap();
@@ -166,6 +166,52 @@ fn stopping_a_job_names_a_hub_that_does_not_confirm() {
     assert_eq!(code(&refused), ErrorCode::Missing);
     assert!(message(&refused).contains(&format!("hub 0 ({address}) did not confirm")), "{refused:?}");
     assert_eq!(client.job("clinging").unwrap().state, JobState::Failed);
+}
+
+#[test]
+fn a_hub_that_leaves_gets_no_further_jobs_and_is_not_waited_for() {
+    let (_manager, client) = start(config());
+    let leaving = Hub::join(&client, Manner::Dawdle);
+    let given = Job::create(&client, "given", 1);
+    given.connect(0).unwrap();
+    let rank = {
+        let given = given.clone();
+        std::thread::spawn(move || given.init(0, settings(8)))
+    };
+    eventually("the hub is to allocate", || client.job("given").unwrap().keys > 0);
+    let told = |presence| {
+        let report = HubReport { presence, ..HubReport::default() };
+        leaving.client.report(&leaving.registered, &report)
+    };
+    told(Presence::Leaving).unwrap();
+    // It was given on the way out: its rank hears so at once.
+    assert!(message(&rank.join().unwrap()).contains("is shutting down"));
+    let staying = Hub::join(&client, Manner::Serve);
+    let later = run(&client, "later", 1);
+    told(Presence::Gone).unwrap();
+    let hubs: Vec<u32> = client.hubs().unwrap().iter().map(|hub| hub.hub).collect();
+    assert_eq!(hubs, [staying.registered.hub]);
+    assert_eq!(code(&told(Presence::Gone)), ErrorCode::NotFound);
+    assert_eq!(client.job("later").unwrap().state, JobState::Running);
+    staying.finish(&later);
+    assert!(!leaving.die().iter().any(|command| matches!(command, HubCommand::Allocate(plan) if plan.name == "later")));
+}
+
+#[test]
+fn an_announced_end_is_answered_when_every_hub_has_its_checkpoint_and_the_job_goes_on() {
+    let (_manager, client) = start(config());
+    let hubs = [Hub::join(&client, Manner::Serve), Hub::join(&client, Manner::Serve)];
+    let job = run(&client, "interrupted", 2);
+    let reason = "its launcher was interrupted by SIGTERM";
+    assert_eq!(client.announce_workers_end("interrupted", reason).unwrap().state, JobState::Running);
+    hubs[0].report(HubEvent::Ended(JobEnd {
+        rank: Some(0),
+        ..JobEnd::failed(job.namespace, "rank 0 was lost".into(), CauseKind::PeerLost)
+    }));
+    let status = client.workers_have_ended("interrupted", reason).unwrap();
+    assert_eq!((status.state, status.message), (JobState::Failed, format!("stopped: {reason}")));
+    let refused = client.workers_have_ended("no-such-job", reason);
+    assert_eq!(code(&refused), ErrorCode::NotFound);
 }
 
 #[test]

@@ -104,12 +104,6 @@ impl EmbeddedHub {
         self.hub.has_failed()
     }
 
-    /// Has every job with checkpoints leave a last one in memory, within some seconds; [`stop`](Self::stop) waits until they
-    /// are written.
-    pub fn leave_checkpoints(&self) {
-        self.hub.leave_checkpoints();
-    }
-
     /// Ends both within a second, unless a checkpoint is being written; workers are told.
     pub fn stop(self) {
         self.hub.stop();

@@ -270,6 +270,21 @@ fn a_running_hub_serves_two_trainings_at_once_and_forgets_both() {
     hub.finish().expect_code(0);
 }
 
+/// A report of so many epochs is longer than any line that a launcher takes.
+#[test]
+fn a_training_of_a_thousand_epochs_reports_all_of_them() {
+    let arguments =
+        ["train", "--workers", "2", "--batch", "700", "--epochs", "1000", "--json", "report.json"];
+    let ended =
+        paramhub(arguments.into_iter().chain(["--save", "learnt.safetensors"])).finish().expect_code(0);
+    let report = ended.read("report.json");
+    assert!(report.len() > 64 << 10, "{} bytes would have fitted", report.len());
+    let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+    assert_eq!(report["epochs"].as_array().unwrap().len(), 1000);
+    assert!(!ended.stderr.contains("\"event\""), "{}", ended.stderr);
+    assert!(ended.stdout.contains("test accuracy"), "{}", ended.stdout);
+}
+
 #[test]
 fn ctrl_c_ends_workers_and_hub_with_130() {
     let train = paramhub(with(&["--epochs", "100000"])).start();

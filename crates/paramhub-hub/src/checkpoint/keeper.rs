@@ -38,10 +38,27 @@ const STREAK: u32 = 4;
 pub(crate) enum Word {
     /// A core has ended a snapshot.
     Snapshot(Box<Snapshot>),
-    /// Take a last one; `taken` is called as soon as the job may end.
-    Finish { taken: Box<dyn FnOnce() + Send> },
+    /// Take a last one; `taken` is dropped as soon as the job may end.
+    Finish { taken: Taken },
     /// The job is over.
     End,
+}
+
+/// Calls what waits for a last checkpoint when it is dropped: whatever becomes of the keeper, nobody waits for ever.
+pub(crate) struct Taken(Option<Box<dyn FnOnce() + Send>>);
+
+impl Taken {
+    pub(crate) fn new(call: impl FnOnce() + Send + 'static) -> Taken {
+        Taken(Some(Box::new(call)))
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.take() {
+            call();
+        }
+    }
 }
 
 /// What a keeper is to do.
@@ -134,7 +151,7 @@ struct Keeping {
     last: Option<u32>,
     /// This run's generation among those that have checkpoints in the folder; it is found before the first one is written.
     generation: Option<u64>,
-    finish: Option<Box<dyn FnOnce() + Send>>,
+    finish: Option<Taken>,
     is_over: bool,
     /// A key that is not updated with the others, which the last try has met.
     lagging: Option<u32>,
@@ -266,9 +283,7 @@ impl Keeping {
             let knows_better = tries == 1 || asked.elapsed() >= LAST_TRY;
             ahead = if knows_better { 0 } else { (ahead * 2).clamp(1, AHEAD_MAX) };
         }
-        if let Some(taken) = self.finish.take() {
-            taken();
-        }
+        drop(self.finish.take());
         let name = &self.terms.name;
         match took {
             Took::All => {

@@ -19,7 +19,7 @@ pub use folder::{Flaw, Found};
 pub use manifest::{FileEntry, Holds, Manifest, TensorEntry};
 
 pub(crate) use folder::JobFolder;
-pub(crate) use keeper::{Board, Keeper, LAST, Terms, Word};
+pub(crate) use keeper::{Board, Keeper, LAST, Taken, Terms, Word};
 pub(crate) use load::load;
 
 /// Where a hub's checkpoints go, and how many stay.

@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::{Awaited, Offence};
+use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
 
+use super::mailbox::Cause;
 use super::ports::Neighbour;
 
 /// Why a core gives up on who is at the other end of a stream, or on the job.
@@ -92,6 +94,16 @@ impl Fault {
         match self {
             Fault::Stranded { who, .. } => *who,
             _ => neighbour,
+        }
+    }
+
+    /// How certain it is that the trouble began there.
+    pub(crate) fn cause(&self) -> Cause {
+        match self {
+            Fault::Silent(_) => Cause::Silence,
+            Fault::Lost(_) => Cause::Kind(CauseKind::PeerLost),
+            Fault::GaveUp(_) | Fault::Failed(_) => Cause::Kind(CauseKind::GaveUp),
+            _ => Cause::Kind(CauseKind::Known),
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::{CoreCounters, JobCounters};
+use paramhub_core::service::{CauseKind, CoreCounters, JobCounters};
 use paramhub_core::wire::{Failure, Notice};
 use paramhub_transport::Waker;
 
@@ -49,6 +49,15 @@ pub(crate) enum CoreCommand {
     Stop,
 }
 
+/// What a fault says of where the trouble began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// As the connection manager is told.
+    Kind(CauseKind),
+    /// The culprit is not heard any more: it may be this hub that is cut off.
+    Silence,
+}
+
 /// Told by a core.
 #[derive(Debug)]
 pub(crate) enum CoreEvent {
@@ -57,7 +66,7 @@ pub(crate) enum CoreEvent {
     /// A snapshot is complete, or will not be.
     Snapshot { namespace: Namespace, snapshot: Box<Snapshot> },
     /// A job cannot go on, through the fault of `culprit`.
-    Faulted { namespace: Namespace, culprit: Neighbour, message: String },
+    Faulted { namespace: Namespace, culprit: Neighbour, message: String, cause: Cause },
     /// The core panicked and has nothing of a job any more; [`CoreEvent::Closed`] follows for each of its routes.
     Panicked { namespace: Namespace, reason: String },
     /// Nothing more will come by a port of a route, or, to a site above, go out.

@@ -23,7 +23,8 @@ impl Core {
             let plan = hosted.shard.plan();
             let culprit = fault.culprit(plan.ports.neighbour(0));
             let (namespace, message) = (plan.namespace, fault.message(&plan.name(culprit)));
-            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message });
+            let cause = fault.cause();
+            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message, cause });
         }
         self.answer(shard, now);
         self.end_snapshot(shard);

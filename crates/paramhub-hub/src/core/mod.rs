@@ -43,7 +43,7 @@ use lane::{Arrival, Flushed, Lane, Taken};
 use table::Table;
 use turns::{Turns, Unit};
 
-pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
+pub(crate) use mailbox::{Cause, CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
 pub(crate) use plan::{ShardPlan, memory_bytes};
 pub(crate) use ports::{Neighbour, Ports, Side};
 pub(crate) use restart::panic_text;
@@ -426,7 +426,8 @@ impl Core {
         if !told_before && !leaves_quietly && !hosted.ending {
             let culprit = fault.culprit(plan.ports.neighbour(port));
             let message = fault.message(&plan.name(culprit));
-            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message });
+            let cause = fault.cause();
+            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message, cause });
         }
         if matches!(fault, Fault::Lost(_)) {
             self.drop_lane(token);
@@ -502,7 +503,8 @@ impl Core {
                 let culprit = plan.ports.neighbour(port);
                 let fault = Fault::Lost(format!("the hub cannot serve its stream: {error}"));
                 let message = fault.message(&plan.name(culprit));
-                self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message });
+                let cause = fault.cause();
+                self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message, cause });
             }
         }
     }

@@ -4,7 +4,7 @@ use paramhub_core::auth::Namespace;
 use paramhub_core::composition::{Crossing, SiteId};
 use paramhub_core::exchange::Awaited;
 use paramhub_core::placement::RouteId;
-use paramhub_core::service::{AwaitedRanks, HubEvent};
+use paramhub_core::service::{AwaitedRanks, CauseKind, HubEvent};
 use paramhub_core::wire::Notice;
 use tracing::warn;
 
@@ -50,7 +50,7 @@ impl Steward {
                 what(&absence),
                 job.progress_timeout.unwrap_or_default().as_secs_f64(),
             );
-            return self.fail(namespace, rank_of_all(&absence.who), reason);
+            return self.fail(namespace, CauseKind::Known, rank_of_all(&absence.who), reason);
         }
         // Every route tells; the first to find it as bad is enough.
         let magnitude = (absence.waited.as_secs().max(1)).ilog10() + 1;

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use super::job::State;
 use super::{Letter, Steward};
-use crate::checkpoint::{CheckpointConfig, JobFolder, Keeper, LAST, Terms, Word, load};
+use crate::checkpoint::{CheckpointConfig, JobFolder, Keeper, LAST, Taken, Terms, Word, load};
 use crate::core::{Restored, ShardPlan, Snapshot};
 
 /// How long a hub that stops waits for what is being written.
@@ -190,33 +190,32 @@ impl Steward {
         if matches!(job.state, State::Ending { .. }) || std::mem::replace(&mut job.is_finishing, true) {
             return;
         }
-        let letters = self.own_letters.clone();
-        let taken = Box::new(move || {
-            let _ = letters.send(Letter::Taken { namespace });
-        });
+        let taken = tells(self.own_letters.clone(), Letter::Taken { namespace });
         if !job.keeper.as_ref().is_some_and(|keeper| keeper.tell(Word::Finish { taken })) {
-            self.end(namespace, None, true, String::new());
+            self.finished(namespace);
         }
     }
 
-    /// The last checkpoint of a finished job is in memory.
+    /// The last checkpoint of a job is in memory, or will not be.
     pub(super) fn taken(&mut self, namespace: Namespace) {
-        if self.jobs.get(&namespace).is_some_and(|job| !matches!(job.state, State::Ending { .. })) {
-            self.end(namespace, None, true, String::new());
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        if job.is_finishing && !matches!(job.state, State::Ending { .. }) {
+            self.finished(namespace);
         }
     }
 
-    /// Has every job leave a last checkpoint, if its workers get to a step together soon; `done` is dropped when all have.
-    pub(super) fn take_last(&mut self, done: &Sender<()>) {
-        for job in self.jobs.values_mut() {
-            if let Some(keeper) = &job.keeper
-                && !job.is_finishing
-                && !matches!(job.state, State::Ending { .. })
-            {
-                let done = done.clone();
-                job.has_left_last = true;
-                keeper.tell(Word::Finish { taken: Box::new(move || drop(done)) });
-            }
+    /// The workers of a job are about to be ended, for a reason that is to be the job's: takes a last checkpoint while it goes on, if
+    /// they get to a step together soon.
+    pub(super) fn announce_end(&mut self, namespace: Namespace, reason: String) {
+        let kept = tells(self.own_letters.clone(), Letter::Kept { namespace });
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        job.announced.get_or_insert(reason);
+        if let Some(keeper) = &job.keeper
+            && !job.is_finishing
+            && !matches!(job.state, State::Ending { .. })
+        {
+            job.has_left_last = true;
+            keeper.tell(Word::Finish { taken: kept });
         }
     }
 
@@ -225,10 +224,7 @@ impl Steward {
         let mut waiting: HashSet<Namespace> = HashSet::new();
         for (&namespace, job) in self.jobs.iter().filter(|(_, job)| !job.has_left_last) {
             let Some(keeper) = &job.keeper else { continue };
-            let letters = self.own_letters.clone();
-            let taken = Box::new(move || {
-                let _ = letters.send(Letter::Taken { namespace });
-            });
+            let taken = tells(self.own_letters.clone(), Letter::Taken { namespace });
             if job.is_finishing || keeper.tell(Word::Finish { taken }) {
                 waiting.insert(namespace);
             }
@@ -237,7 +233,10 @@ impl Steward {
         while !waiting.is_empty() {
             match self.letters.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(Letter::Core(event)) => self.hear(event),
-                Ok(Letter::Taken { namespace }) => drop(waiting.remove(&namespace)),
+                Ok(Letter::Taken { namespace }) => {
+                    waiting.remove(&namespace);
+                    self.taken(namespace);
+                }
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -268,4 +267,14 @@ impl Steward {
             drop(thread);
         }
     }
+}
+
+/// Sends the steward a letter when it is dropped.
+fn tells(letters: SyncSender<Letter>, letter: Letter) -> Taken {
+    Taken::new(move || {
+        // A steward that is gone has no jobs left. One whose letterbox is full would wait for itself here.
+        if let Err(TrySendError::Full(letter)) = letters.try_send(letter) {
+            std::thread::spawn(move || letters.send(letter));
+        }
+    })
 }

@@ -10,7 +10,7 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::limits::{STATE_SLOTS_MAX, WEIGHT_MAX};
 use paramhub_core::placement::{HubShape, Placement, Route, RouteId};
 use paramhub_core::scheme::Plan;
-use paramhub_core::service::{JobCounters, JobPlan};
+use paramhub_core::service::{JobCounters, JobEnd, JobPlan};
 use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_kernels::Registry;
@@ -69,6 +69,10 @@ pub(crate) struct Job {
     /// Memory for them, until their keeper has it.
     pub(super) snapshots: Vec<Snapshot>,
     pub(super) keeper: Option<Keeper>,
+    /// Why it has failed, if it does not finish: its launcher has said that it ends the workers.
+    pub(super) announced: Option<String>,
+    /// Its workers' processes have ended: why it has failed, if it has not finished by then.
+    pub(super) concluding: Option<(Instant, String)>,
     /// Every worker has left, and the last checkpoint is being taken.
     pub(super) is_finishing: bool,
     /// It has left a last checkpoint while it goes on, and has no others.
@@ -86,7 +90,7 @@ pub(super) enum State {
     /// All streams are here.
     Running,
     /// Cores free; so many routes are not done.
-    Ending { routes: usize, finished: bool, reason: String },
+    Ending { routes: usize, end: JobEnd, since: Instant },
 }
 
 impl Job {
@@ -227,6 +231,8 @@ impl Job {
             checkpoints,
             snapshots: Vec::new(),
             keeper: None,
+            announced: None,
+            concluding: None,
             is_finishing: false,
             has_left_last: false,
             resumed_step: None,

@@ -2,14 +2,18 @@
 
 use paramhub_core::checkpoint::CheckpointStatus;
 use paramhub_core::composition::SiteId;
+use paramhub_core::limits::MESSAGE_BYTES_MAX;
 use paramhub_core::placement::HubShape;
-use paramhub_core::service::{AwaitedRanks, ErrorCode, JobCounters, JobState, add_by_rank};
+use paramhub_core::service::{AwaitedRanks, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
 
+use super::cause::Cause;
 use super::{Job, Stage, Transition, join_words};
 use crate::clock::Now;
 
 /// As much of why a checkpoint failed as is worth keeping.
 const FAILURE_BYTES_MAX: usize = 1024;
+/// Further back nothing is worth telling apart.
+const AGO_S_MAX: f64 = 86_400.0;
 
 /// As much of a key's name, and of what is awaited of it, as is worth keeping.
 const AWAITED_BYTES_MAX: usize = 256;
@@ -24,6 +28,8 @@ pub(super) struct Member {
     pub(super) asked: bool,
     pub(super) allocated: bool,
     pub(super) ended: bool,
+    /// Whether it has still to take a last checkpoint.
+    pub(super) keeps: bool,
     pub(super) counters: JobCounters,
     /// Of every rank, updates made without it.
     pub(super) left_out: Vec<u64>,
@@ -47,6 +53,7 @@ impl Member {
             asked: false,
             allocated: false,
             ended: false,
+            keeps: false,
             counters,
             left_out,
             resumed_step,
@@ -171,14 +178,23 @@ impl Job {
     }
 
     /// The job is over at a hub.
-    pub(crate) fn hub_ended(&mut self, hub: u32, finished: bool, reason: &str, now: Now) -> Transition {
+    pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
         let Some(index) = self.member_index(hub) else { return Transition::None };
-        self.members[index].ended = true;
-        if self.state.has_ended() {
-            return self.note_cleared();
+        // It says so once more: the answer was lost, or it was asked after the end.
+        if std::mem::replace(&mut self.members[index].ended, true) {
+            return Transition::None;
         }
-        if !finished {
-            return self.fail(ErrorCode::JobEnded, reason.to_string(), now);
+        if self.state.has_ended() {
+            return match (end.finished, self.note_cleared()) {
+                (true, cleared) => cleared,
+                (false, cleared) => match self.explain(cause_of(end, now)) {
+                    Transition::None => cleared,
+                    explained => explained,
+                },
+            };
+        }
+        if !end.finished {
+            return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
         }
         // A hub to which no chunk fell has done all it ever will as soon as it has allocated.
         if !self.members[index].allocated {
@@ -191,13 +207,27 @@ impl Job {
         self.end(JobState::Finished, now)
     }
 
+    /// A hub that had been lost is back under another number, and says why the job ended there.
+    pub(crate) fn former_hub_ended(&mut self, shape: &HubShape, end: &JobEnd, now: Now) -> Transition {
+        let was_here = self.members.iter().any(|member| member.shape.interfaces == shape.interfaces);
+        if end.finished || !was_here {
+            return Transition::None;
+        }
+        self.explain(cause_of(end, now))
+    }
+
     /// A hub is gone, and what it held with it.
-    pub(crate) fn hub_lost(&mut self, hub: u32, message: &str, now: Now) -> Transition {
+    pub(crate) fn hub_lost(&mut self, hub: u32, cause: Cause, now: Now) -> Transition {
         let Some(index) = self.member_index(hub) else { return Transition::None };
-        self.members[index].ended = true;
-        match self.fail(ErrorCode::JobEnded, message.to_string(), now) {
-            Transition::None => self.note_cleared(),
-            transition => transition,
+        // It had ended the job before it was lost.
+        if std::mem::replace(&mut self.members[index].ended, true) {
+            return Transition::None;
+        }
+        let was_over = self.state.has_ended();
+        let transition = self.fail_because(ErrorCode::JobEnded, cause, now);
+        match was_over.then(|| self.note_cleared()) {
+            Some(cleared) if transition == Transition::None => cleared,
+            _ => transition,
         }
     }
 
@@ -253,6 +283,13 @@ impl Job {
     fn member_index(&self, hub: u32) -> Option<usize> {
         self.members.iter().position(|member| member.hub == hub)
     }
+}
+
+/// What a hub tells, not longer than is worth keeping.
+fn cause_of(end: &JobEnd, now: Now) -> Cause {
+    let ago_s = if end.ago_s.is_finite() { end.ago_s.clamp(0.0, AGO_S_MAX) } else { 0.0 };
+    let message = end.reason[..end.reason.floor_char_boundary(MESSAGE_BYTES_MAX)].to_owned();
+    Cause { kind: end.cause, rank: end.rank, began: now.earlier(ago_s), message }
 }
 
 /// A hub by its number and first address, as people look for it.

@@ -6,7 +6,7 @@ use paramhub_core::auth::Proof;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, Imbalance, InterfaceShape};
 use paramhub_core::scheme::{HubPlace, Plan};
-use paramhub_core::service::LeaveService;
+use paramhub_core::service::{CauseKind, JobEnd, LeaveService};
 
 fn now() -> Now {
     Now::read()
@@ -104,13 +104,31 @@ fn running(workers: u32, hub_count: u32) -> Job {
     job
 }
 
+/// A hub says that every worker has left.
+fn finish(job: &mut Job, hub: u32) -> Transition {
+    let end = JobEnd::finished(job.namespace);
+    job.hub_ended(hub, &end, now())
+}
+
+/// A hub says that the job has failed there.
+fn fail_at(job: &mut Job, hub: u32, cause: CauseKind, reason: &str) -> Transition {
+    let end = JobEnd::failed(job.namespace, reason.into(), cause);
+    job.hub_ended(hub, &end, now())
+}
+
+/// A hub is lost that was heard until now.
+fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
+    let cause = Cause { kind: CauseKind::HubLost, rank: None, began: now(), message: message.into() };
+    job.hub_lost(hub, cause, now())
+}
+
 #[test]
 fn a_job_goes_from_rendezvous_to_its_end() {
     let mut job = running(3, 2);
     assert_eq!(job.initialised(0).unwrap().placement_hash, "hash");
-    assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
-    assert_eq!(job.hub_ended(0, true, "", now()), Transition::None);
-    assert_eq!(job.hub_ended(1, true, "", now()), Transition::Ended { stop: vec![] });
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
     assert_eq!((job.state(), stage(&job)), (JobState::Finished, Stage::Cleared));
     assert_eq!(job.status().connected, [0, 1, 2]);
     let refused = job.connect(&call(0, 0), now()).unwrap_err();
@@ -208,10 +226,10 @@ fn a_job_waits_for_hubs_that_serve_everybody() {
 fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
     let mut job = placing(1, 2);
     assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::None);
-    assert_eq!(job.hub_ended(1, true, "", now()), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::None);
     assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
     assert_eq!(job.state(), JobState::Running);
-    assert!(matches!(job.hub_ended(0, true, "", now()), Transition::Ended { .. }));
+    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
     assert_eq!(job.state(), JobState::Finished);
 }
 
@@ -257,8 +275,8 @@ fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
     assert_eq!(refused.code, ErrorCode::DoesNotFit);
     assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
     assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
-    assert_eq!(job.hub_ended(0, false, "stopped", now()), Transition::None);
-    assert_eq!(job.hub_ended(2, false, "stopped", now()), Transition::Advanced);
+    assert_eq!(fail_at(&mut job, 0, CauseKind::PeerLost, "stopped"), Transition::None);
+    assert_eq!(fail_at(&mut job, 2, CauseKind::PeerLost, "stopped"), Transition::Advanced);
     assert_eq!(stage(&job), Stage::Cleared);
     assert_eq!(job.status().message, refused.message);
 }
@@ -273,18 +291,21 @@ fn a_hub_that_places_otherwise_fails_the_job_loudly() {
 #[test]
 fn a_hub_that_ends_a_job_early_fails_it_with_its_reason() {
     let mut job = running(2, 2);
-    assert_eq!(job.hub_ended(1, false, "rank 0 was lost", now()), Transition::Ended { stop: vec![0] });
+    assert_eq!(
+        fail_at(&mut job, 1, CauseKind::PeerLost, "rank 0 was lost"),
+        Transition::Ended { stop: vec![0] }
+    );
     assert_eq!((job.state(), job.status().message.as_str()), (JobState::Failed, "rank 0 was lost"));
     let mut job = running(1, 1);
-    assert_eq!(job.hub_lost(0, "hub 0 was lost", now()), Transition::Ended { stop: vec![] });
+    assert_eq!(lose(&mut job, 0, "hub 0 was lost"), Transition::Ended { stop: vec![] });
     assert_eq!(stage(&job), Stage::Cleared);
-    assert_eq!(job.hub_lost(0, "hub 0 was lost", now()), Transition::None);
+    assert_eq!(lose(&mut job, 0, "hub 0 was lost"), Transition::None);
 }
 
 #[test]
 fn events_of_a_hub_that_does_not_serve_the_job_change_nothing() {
     let mut job = running(1, 1);
-    assert_eq!(job.hub_ended(5, false, "nonsense", now()), Transition::None);
+    assert_eq!(fail_at(&mut job, 5, CauseKind::PeerLost, "nonsense"), Transition::None);
     assert_eq!(job.hub_refused(5, "nonsense", now()), Transition::None);
     assert_eq!(job.hub_noticed(5, "nonsense".into()), Transition::None);
     assert_eq!((job.state(), job.status().message.as_str()), (JobState::Running, ""));
@@ -444,4 +465,112 @@ fn a_job_has_the_checkpoints_that_all_its_hubs_have() {
     job.hub_kept(9, status(None));
     let told = job.status().checkpoints.unwrap();
     assert_eq!((told.step, told.failure.len()), (Some(10), 1024));
+}
+
+/// The launcher of a job whose workers have all left asks before its hubs have said so.
+#[test]
+fn a_job_whose_workers_have_left_finishes_although_its_launcher_is_quicker_than_its_hubs() {
+    let mut job = running(2, 2);
+    let reason = "stopped: its workers ended without leaving".to_string();
+    let asked = Transition::Asked { hubs: vec![0, 1], reason: reason.clone(), when: StopWhen::WorkersEnded };
+    assert_eq!(job.conclude(reason, now()), asked);
+    assert_eq!(job.state(), JobState::Running, "the hubs decide");
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
+    assert_eq!((job.state(), &*job.status().message), (JobState::Finished, ""));
+    assert_eq!(job.check_time(later(1e6)), Transition::None);
+}
+
+#[test]
+fn a_hub_that_has_said_how_a_job_ended_is_not_asked_again_and_not_believed_otherwise() {
+    let mut job = running(1, 2);
+    let _ = finish(&mut job, 0);
+    let reason = "stopped: its workers ended without leaving".to_string();
+    let asked = Transition::Asked { hubs: vec![1], reason: reason.clone(), when: StopWhen::WorkersEnded };
+    assert_eq!(job.conclude(reason, now()), asked);
+    // It was asked before its report had arrived, and does not know the job any more.
+    assert_eq!(fail_at(&mut job, 0, CauseKind::Hearsay, "stopped"), Transition::None);
+    assert!(matches!(finish(&mut job, 1), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
+}
+
+#[test]
+fn a_job_whose_workers_have_ended_fails_with_what_its_hubs_say() {
+    let mut job = running(2, 1);
+    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
+    let told = "rank 1 was lost: it has not been heard for 30 s";
+    assert!(matches!(fail_at(&mut job, 0, CauseKind::PeerLost, told), Transition::Ended { .. }));
+    assert_eq!(job.status().message, told);
+}
+
+#[test]
+fn hubs_that_do_not_answer_leave_a_job_to_what_its_launcher_said() {
+    let mut job = running(2, 1);
+    let reason = "stopped: its workers ended without leaving";
+    let _ = job.conclude(reason.into(), now());
+    assert_eq!(job.check_time(later(59.0)), Transition::None);
+    assert_eq!(job.check_time(later(61.0)), Transition::Ended { stop: vec![0] });
+    assert_eq!(job.status().message, reason);
+}
+
+#[test]
+fn a_job_that_no_hub_serves_yet_ends_with_its_workers() {
+    for mut job in [job(2), initialising(2, 1), placing(2, 1)] {
+        let _ = job.conclude("stopped: its workers ended without joining".into(), now());
+        assert_eq!(job.status().message, "stopped: its workers ended without joining");
+        assert_eq!(job.state(), JobState::Failed);
+    }
+}
+
+#[test]
+fn an_announced_end_explains_the_ranks_that_are_lost_after_it() {
+    let mut job = running(2, 2);
+    let reason = "stopped: its launcher was interrupted by SIGTERM";
+    let hubs = vec![0, 1];
+    let asked = Transition::Asked { hubs, reason: reason.into(), when: StopWhen::WorkersEnding };
+    assert_eq!(job.announce(reason.into(), now()), asked);
+    assert!(!job.is_kept() && job.state() == JobState::Running);
+    job.hub_kept_last(0);
+    assert!(!job.is_kept());
+    job.hub_kept_last(1);
+    assert!(job.is_kept());
+    let _ = fail_at(&mut job, 1, CauseKind::PeerLost, "rank 0 was lost");
+    assert_eq!(job.status().message, reason);
+    let _ = fail_at(&mut job, 0, CauseKind::GaveUp, "rank 1 gave up");
+    assert_eq!(job.status().message, reason);
+}
+
+#[test]
+fn workers_that_leave_after_an_announced_end_finish_their_job() {
+    let mut job = running(2, 1);
+    let _ = job.announce("stopped: its launcher was interrupted by SIGTERM".into(), now());
+    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
+    assert_eq!((job.state(), &*job.status().message), (JobState::Finished, ""));
+}
+
+#[test]
+fn a_hub_that_shuts_down_is_named_although_another_hub_was_quicker_to_blame_a_rank() {
+    let mut job = running(2, 2);
+    let blamed =
+        fail_at(&mut job, 1, CauseKind::PeerLost, "rank 1 was lost: its connection ended without a goodbye");
+    assert_eq!(blamed, Transition::Ended { stop: vec![0] });
+    assert_eq!(fail_at(&mut job, 0, CauseKind::Known, "the hub is shutting down"), Transition::Explained);
+    assert_eq!((job.status().message.as_str(), stage(&job)), ("the hub is shutting down", Stage::Cleared));
+    // Ranks that come late hear the same.
+    let refused = job.connect(&call(0, 0), now()).unwrap_err();
+    assert!(refused.message.contains("the hub is shutting down"), "{}", refused.message);
+}
+
+#[test]
+fn a_hub_that_was_cut_off_says_so_when_it_is_back_under_another_number() {
+    let mut job = running(2, 1);
+    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
+    let _ = lose(&mut job, 0, "hub 0 (10.0.0.0:7771) was lost");
+    assert_eq!(job.status().message, "hub 0 (10.0.0.0:7771) was lost");
+    let reason = "the hub's interface eth1 (10.0.0.0) is down: it has lost its carrier";
+    let end = JobEnd { ago_s: 20.0, ..JobEnd::failed(job.namespace, reason.into(), CauseKind::Known) };
+    let shapes = hubs(2).into_iter().map(|(_, (shape, _))| shape).collect::<Vec<_>>();
+    assert_eq!(job.former_hub_ended(&shapes[1], &end, now()), Transition::None, "another hub");
+    assert_eq!(job.former_hub_ended(&shapes[0], &end, now()), Transition::Explained);
+    assert_eq!(job.status().message, reason);
 }

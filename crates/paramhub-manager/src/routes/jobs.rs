@@ -8,7 +8,7 @@ use axum::http::StatusCode;
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
     ConnectService, CreateService, InitService, JobStatus, LeaveService, ServiceConnected, ServiceCreated,
-    ServiceError, ServiceInitialised, StopService,
+    ServiceError, ServiceInitialised, StopService, StopWhen,
 };
 
 use super::{Asked, Segment, namespace};
@@ -193,10 +193,14 @@ pub(crate) async fn membership(
         ("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace."),
         ("reason" = Option<String>, Query, min_length = 1, max_length = 256, pattern = "^[ -~]+$",
          description = "Why, for the job's status, its workers and the logs. Left out, they show `stopped by an operator`."),
+        ("when" = Option<StopWhen>, Query,
+         description = "What the stop waits for. Left out or `now`: nothing. `workers_ending`, from a launcher that is about to end \
+                        them: the hubs take a last checkpoint, and the job goes on. `workers_ended`: if all had left, the job \
+                        finishes."),
     ),
     security(("admin_token" = [])),
     responses(
-        (status = 200, description = "The job is over and its memory free.", body = JobStatus),
+        (status = 200, description = "The job is over and its memory free; with `workers_ending`, its last checkpoint is taken.", body = JobStatus),
         (status = 400, description = "The path or the reason is malformed.", body = ServiceError),
         (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),

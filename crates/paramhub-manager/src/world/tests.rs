@@ -113,11 +113,12 @@ fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
         })
     };
     let refused = |namespace| HubEvent::Refused { namespace, reason: "it is full".into() };
-    let ended = |namespace| HubEvent::Ended { namespace, finished: false, reason: "rank 0 was lost".into() };
+    let ended =
+        |namespace| HubEvent::Ended(JobEnd::failed(namespace, "rank 0 was lost".into(), CauseKind::PeerLost));
     assert_eq!(report(refused), [Level::INFO]);
     assert_eq!(report(ended), [Level::INFO]);
     // What the manager decides nobody else tells.
-    let early = |namespace| HubEvent::Ended { namespace, finished: true, reason: String::new() };
+    let early = |namespace| HubEvent::Ended(JobEnd::finished(namespace));
     assert_eq!(report(early), [Level::WARN]);
     let stopped = logged(|world, _, namespace| {
         let fail = |job: &mut Job| ((), job.fail(ErrorCode::JobEnded, "stopped".into(), Now::read()));

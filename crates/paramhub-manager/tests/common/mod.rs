@@ -14,9 +14,9 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::{
-    ConnectService, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubJobCounters,
-    HubRegistered, HubReport, InitService, JobCounters, JobOptions, JobPlan, LeaveService, PollCommands,
-    RegisterHub, ServiceConnected, ServiceInitialised,
+    CauseKind, ConnectService, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubJobCounters,
+    HubRegistered, HubReport, InitService, JobCounters, JobEnd, JobOptions, JobPlan, LeaveService, PollCommands,
+    RegisterHub, ServiceConnected, ServiceInitialised, StopWhen,
 };
 use paramhub_core::settings::Settings;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
@@ -208,8 +208,7 @@ impl Hub {
     }
 
     pub(crate) fn finish(&self, job: &Job) {
-        let namespace = job.namespace;
-        self.report(HubEvent::Ended { namespace, finished: true, reason: String::new() });
+        self.report(HubEvent::Ended(JobEnd::finished(job.namespace)));
     }
 
     pub(crate) fn count(&self, job: &Job, counters: JobCounters) {
@@ -252,9 +251,12 @@ fn serve(
             let event = match &numbered.command {
                 HubCommand::Allocate(plan) => allocate(plan, manner),
                 HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => None,
-                HubCommand::Stop { namespace, reason } => {
-                    let (namespace, reason) = (*namespace, reason.clone());
-                    Some(HubEvent::Ended { namespace, finished: false, reason })
+                HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
+                    Some(HubEvent::Kept { namespace: *namespace })
+                }
+                // A hub that knows of no other end says what it was told, as a real one.
+                HubCommand::Stop { namespace, reason, .. } => {
+                    Some(HubEvent::Ended(JobEnd::failed(*namespace, reason.clone(), CauseKind::Hearsay)))
                 }
             };
             taken.push(numbered.command);

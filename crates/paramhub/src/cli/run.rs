@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -18,7 +19,9 @@ use super::checkpoints::check;
 use super::{ManagerUrl, Usage, deployment, overlay};
 use crate::cli::ExitCode;
 use crate::config::{Config, Deployment};
-use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port};
+use crate::launch::{
+    Charge, Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, free_port, interrupted_by,
+};
 use crate::service::{JobState, OnInterfaceDown, ServiceCreated};
 use crate::{ManagerClient, Stragglers};
 use lookout::Lookout;
@@ -161,7 +164,12 @@ pub(super) fn run(config: &Config, command: Vec<OsString>) -> anyhow::Result<Exi
     let supervise = || {
         let lookout =
             (section.hosts > 1).then(|| Lookout::start(venue.client.clone(), &venue.job)).transpose()?;
-        let launch = Launch::start(commands(config, &venue, &command)?)?;
+        let charge = venue.outlives_the_launcher().then(|| Charge {
+            url: venue.client.url().to_owned(),
+            token: config.admin_token(),
+            job: venue.job.namespace,
+        });
+        let launch = Launch::start(commands(config, &venue, &command)?, charge.as_ref())?;
         let mut watch =
             Printer { venue: &venue, lookout, first_rank: first_rank as usize, checked: Instant::now() };
         Ok(Ended { first_rank, ..launch.supervise(&signals, &mut watch) })
@@ -226,12 +234,28 @@ pub(super) fn end_job(client: &ManagerClient, job: &ServiceCreated, ended: Optio
     if status.state.has_ended() {
         return;
     }
-    let reason = match ended {
-        Some(ended) => ended.reason(status.state != JobState::Connecting),
-        None => "its launcher could not start its workers".into(),
+    // There is nobody left to tell of a failure.
+    let _ = match ended {
+        Some(ended) => client.workers_have_ended(&name, &ended.reason(status.state != JobState::Connecting)),
+        None => client.stop_job_because(&name, "its launcher could not start its workers"),
     };
-    // There is nobody left to tell.
-    let _ = client.stop_job_because(&name, &reason);
+}
+
+/// Tells the job's hubs that its workers are about to be ended: they take a last checkpoint, if the job has any. What is returned
+/// is dropped when they have; none where nobody can tell them.
+pub(super) fn announce_end(
+    client: &ManagerClient,
+    job: &ServiceCreated,
+    signal: i32,
+) -> Option<Receiver<()>> {
+    let (client, name, reason) = (client.clone(), job.namespace.to_string(), interrupted_by(signal));
+    let (told, is_told) = channel();
+    let tell = move || {
+        // Where the manager does not answer, workers end all the same.
+        let _ = client.announce_workers_end(&name, &reason);
+        drop(told);
+    };
+    std::thread::Builder::new().name("farewell".into()).spawn(tell).ok().map(|_| is_told)
 }
 
 /// Says how often which rank was left out. Hubs tell their manager of a job's end a little later than they tell workers.
@@ -269,8 +293,8 @@ impl Watch for Printer<'_> {
         };
     }
 
-    fn interrupted(&mut self) {
-        self.venue.leave_checkpoints();
+    fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {
+        announce_end(&self.venue.client, &self.venue.job, signal)
     }
 
     fn tick(&mut self) -> Result<(), String> {

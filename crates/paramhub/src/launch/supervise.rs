@@ -1,7 +1,7 @@
 //! Watches over all workers of a launch until the last has ended.
 
 use std::process::{Command, ExitStatus};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use super::lines::{Line, Post};
 use super::signals::Signals;
-use super::warden::Warden;
+use super::warden::{Charge, Warden};
 use super::worker::{Worker, describe, exit_code};
 
 /// Lines that may wait to be printed.
@@ -20,6 +20,8 @@ const TICK: Duration = Duration::from_millis(20);
 const KILL_GRACE: Duration = Duration::from_secs(5);
 /// How long the others get when one has failed: longer than hubs take to tell them why.
 const PEER_GRACE: Duration = Duration::from_secs(8);
+/// How long whoever wants to know of an interruption may hold up the signal.
+const FAREWELL: Duration = Duration::from_secs(9);
 /// How long what was printed may take to arrive after the last worker has ended.
 const OUTPUT_GRACE: Duration = Duration::from_secs(2);
 
@@ -28,8 +30,10 @@ pub(crate) trait Watch {
     /// A worker printed a line.
     fn line(&mut self, line: Line);
 
-    /// The launcher has been told to end, and its workers will be.
-    fn interrupted(&mut self) {}
+    /// The launcher has been told to end, and its workers will be: at once, or when the other end of what is returned is dropped.
+    fn interrupted(&mut self, _signal: i32) -> Option<Receiver<()>> {
+        None
+    }
 
     /// Called some fifty times a second. An error stops the workers, after a grace in which they can report.
     fn tick(&mut self) -> Result<(), String> {
@@ -67,6 +71,8 @@ pub(crate) struct Ended {
     pub(crate) failed: Vec<usize>,
     /// The first signal that was passed on.
     pub(crate) signal: Option<i32>,
+    /// Whether that came before any of them had failed.
+    pub(crate) was_interrupted_first: bool,
     /// Why [`Watch::tick`] stopped the workers.
     pub(crate) stopped: Option<String>,
 }
@@ -79,9 +85,8 @@ impl Ended {
 
     /// Why a job is over that these workers leave behind; `joined` says whether any of them had come to it.
     pub(crate) fn reason(&self, joined: bool) -> String {
-        if let Some(signal) = self.signal {
-            let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-            return format!("its launcher was interrupted by {name}");
+        if let Some(signal) = self.signal.filter(|_| self.was_interrupted_first) {
+            return interrupted_by(signal);
         }
         match (self.failed.first(), joined) {
             (Some(&rank), _) => {
@@ -93,12 +98,22 @@ impl Ended {
     }
 }
 
+/// Why a job is over whose launcher was interrupted.
+pub(crate) fn interrupted_by(signal: i32) -> String {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+    format!("its launcher was interrupted by {name}")
+}
+
 impl Launch {
-    /// Starts one worker per command, in rank order. If one cannot be started, those before it are ended.
-    pub(crate) fn start(commands: Vec<Command>) -> anyhow::Result<Launch> {
+    /// Starts one worker per command, in rank order. If one cannot be started, those before it are ended. `charge` is their job, where
+    /// its hubs outlive the launcher.
+    pub(crate) fn start(commands: Vec<Command>, charge: Option<&Charge>) -> anyhow::Result<Launch> {
         let (sender, lines): (SyncSender<Post>, _) = sync_channel(LINES_MAX);
         let warden = Warden::start().context("cannot start a process to watch over the workers")?;
         let mut launch = Launch { workers: Vec::new(), lines, open_pipes: 0, stop: None, warden };
+        if let Some(charge) = charge {
+            launch.warden.entrust(charge).context("the process that watches over the workers is gone")?;
+        }
         for (rank, command) in commands.into_iter().enumerate() {
             let program = command.get_program().to_string_lossy().into_owned();
             let worker = Worker::spawn(command, rank, &sender)
@@ -114,17 +129,33 @@ impl Launch {
     /// Stays until every worker has ended.
     pub(crate) fn supervise(mut self, signals: &Signals, watch: &mut dyn Watch) -> Ended {
         let mut failed = Vec::new();
-        let mut first_signal = None;
+        let (mut first_signal, mut was_interrupted_first) = (None, false);
+        let mut farewell: Option<(i32, Receiver<()>, Instant)> = None;
         let mut stopped = None;
         let mut ended_at: Option<Instant> = None;
         loop {
             self.pass_lines(watch);
             if let Some(signal) = signals.poll() {
-                if first_signal.is_none() {
-                    watch.interrupted();
+                let said = match first_signal {
+                    None if failed.is_empty() => watch.interrupted(signal),
+                    _ => None,
+                };
+                match said {
+                    Some(said) => farewell = Some((signal, said, Instant::now() + FAREWELL)),
+                    None => {
+                        farewell = None;
+                        self.pass_signal(signal, first_signal.is_some());
+                    }
                 }
-                self.pass_signal(signal, first_signal.is_some());
-                first_signal.get_or_insert(signal);
+                if first_signal.is_none() {
+                    (first_signal, was_interrupted_first) = (Some(signal), failed.is_empty());
+                }
+            }
+            let is_said = |(_, said, until): &mut (i32, Receiver<()>, Instant)| {
+                said.try_recv() != Err(TryRecvError::Empty) || Instant::now() >= *until
+            };
+            if let Some((signal, ..)) = farewell.take_if(is_said) {
+                self.pass_signal(signal, false);
             }
             failed.extend(self.reap());
             if self.workers.iter().all(|worker| worker.exit.is_some()) {
@@ -143,7 +174,7 @@ impl Launch {
             self.enforce_stop();
         }
         let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
-        Ended { first_rank: 0, exits, failed, signal: first_signal, stopped }
+        Ended { first_rank: 0, exits, failed, signal: first_signal, was_interrupted_first, stopped }
     }
 
     /// Hands over lines as they come, for one tick at most.

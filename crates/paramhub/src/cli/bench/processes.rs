@@ -76,7 +76,7 @@ pub(super) fn launch_all<M: Send>(
     let listener = UnixListener::bind(&socket).context("cannot listen for the processes to start")?;
     let (names, commands): (Vec<String>, Vec<Command>) =
         commands(&socket)?.into_iter().map(|Named { name, command }| (name, command)).unzip();
-    let launch = Launch::start(commands)?;
+    let launch = Launch::start(commands, None)?;
     let is_over = AtomicBool::new(false);
     let (ended, measured) = std::thread::scope(|threads| {
         let conductor = threads.spawn(|| conduct(&listener, &is_over));

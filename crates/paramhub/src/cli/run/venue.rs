@@ -171,19 +171,16 @@ impl Venue {
         embedded.or_else(|| self.hub.as_ref().and_then(RunningHub::has_failed))
     }
 
-    /// Has the hub that runs here take a last checkpoint of the job, while its workers still are there.
-    pub(super) fn leave_checkpoints(&self) {
-        if let Some(hub) = &self.embedded {
-            hub.leave_checkpoints();
-        }
-        if let Some(hub) = &self.hub {
-            hub.leave_checkpoints();
-        }
+    /// Whether the job's connection manager is not inside this process.
+    pub(super) fn outlives_the_launcher(&self) -> bool {
+        self.embedded.is_none() && self.manager.is_none()
     }
 
     /// Leaves nothing of the run behind. What other hosts still use stays until the job has ended, or a signal comes.
     pub(super) fn close(self, ended: Option<&Ended>, signals: &Signals) {
         if let Some(hub) = self.embedded {
+            // It may not have heard yet that the workers have left.
+            end_job(&self.client, &self.job, ended);
             return hub.stop();
         }
         let is_well = ended.is_some_and(|ended| {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -13,9 +14,10 @@ use super::report::Summary;
 use super::spec::{self, Message, Spec, WorkerReport};
 use super::venue::Venue;
 use crate::cli::checkpoints::check;
+use crate::cli::run::announce_end;
 use crate::cli::{ExitCode, Usage};
 use crate::config::{Config, ExchangeKind, TrainSection};
-use crate::launch::{Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, this_program};
+use crate::launch::{Charge, Ended, Launch, Line, Seat, Signals, Stream, Watch, describe, this_program};
 use crate::service::CoreCounters;
 
 /// Trains in processes that it starts.
@@ -31,9 +33,24 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
         .tempdir()
         .context("cannot create a folder for the workers' parameters")?;
     let venue = Venue::open(config)?;
-    let commands = commands(section, &venue, scratch.path())?;
-    let mut observer = Observer::new(section, &venue, commands.len());
-    let ended = Launch::start(commands)?.supervise(&signals, &mut observer);
+    let charge = venue.job().filter(|_| venue.outlives_the_launcher()).map(|(client, job)| Charge {
+        url: client.url().to_owned(),
+        token: config.admin_token(),
+        job: job.namespace,
+    });
+    let launched = commands(section, &venue, scratch.path()).and_then(|commands| {
+        let processes = commands.len();
+        Ok((processes, Launch::start(commands, charge.as_ref())?))
+    });
+    let (processes, launch) = match launched {
+        Ok(launched) => launched,
+        Err(error) => {
+            venue.close(None);
+            return Err(error);
+        }
+    };
+    let mut observer = Observer::new(section, &venue, processes);
+    let ended = launch.supervise(&signals, &mut observer);
     if section.stragglers.leaves_out() {
         venue.say_left_out();
     }
@@ -44,10 +61,10 @@ pub(super) fn launch(config: &Config) -> anyhow::Result<ExitCode> {
     } else {
         "its workers"
     };
-    let Observer { display, reports, .. } = observer;
+    let Observer { display, reported, .. } = observer;
     display.finish();
     venue.close(Some(&ended));
-    let reports = match judge(ended, reports) {
+    let reports = match judge(ended, &reported, scratch.path())? {
         Verdict::Done(reports) => reports,
         Verdict::Interrupted(signal) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -96,7 +113,8 @@ fn commands(section: &TrainSection, venue: &Venue, scratch: &Path) -> anyhow::Re
 struct Observer<'a> {
     venue: &'a Venue,
     display: Display,
-    reports: Vec<Option<WorkerReport>>,
+    /// Which have written their report.
+    reported: Vec<bool>,
     /// The cores' counters at the first step, so that their share is of the training alone.
     cores_before: Option<Vec<CoreCounters>>,
     /// And when the first worker was done.
@@ -111,7 +129,7 @@ impl<'a> Observer<'a> {
         Observer {
             venue,
             display: Display::new(section, examples_factor),
-            reports: vec![None; processes],
+            reported: vec![false; processes],
             cores_before: None,
             cores_after: None,
             checked: Instant::now(),
@@ -147,20 +165,19 @@ impl Watch for Observer<'_> {
                 }
                 self.display.update(&progress);
             }
-            Some(Message::Report(report)) => {
+            Some(Message::Reported) => {
                 if self.cores_after.is_none() {
                     self.cores_after = Some(self.venue.cores());
                 }
-                self.reports[line.rank] = Some(*report);
+                self.reported[line.rank] = true;
             }
             None => self.display.print(&format!("[{}] {}", line.rank, String::from_utf8_lossy(&line.bytes))),
         }
     }
 
-    fn interrupted(&mut self) {
-        if let Venue::Embedded(hub, _) = self.venue {
-            hub.leave_checkpoints();
-        }
+    fn interrupted(&mut self, signal: i32) -> Option<Receiver<()>> {
+        let (client, job) = self.venue.job()?;
+        announce_end(client, job, signal)
     }
 
     fn tick(&mut self) -> Result<(), String> {
@@ -181,20 +198,21 @@ enum Verdict {
     Failed(String),
 }
 
-fn judge(ended: Ended, reports: Vec<Option<WorkerReport>>) -> Verdict {
+fn judge(ended: Ended, reported: &[bool], folder: &Path) -> anyhow::Result<Verdict> {
     if let Some(signal) = ended.signal {
-        return Verdict::Interrupted(signal);
+        return Ok(Verdict::Interrupted(signal));
     }
     if let Some(reason) = ended.stopped {
-        return Verdict::Failed(reason);
+        return Ok(Verdict::Failed(reason));
     }
     // One that was killed explains the others, who report what its death did to them.
     let killed = ended.failed.iter().find(|&&rank| ended.exits[rank].code().is_none());
     if let Some(&rank) = killed.or(ended.failed.first()) {
-        return Verdict::Failed(format!("worker {rank} {}", describe(ended.exits[rank])));
+        return Ok(Verdict::Failed(format!("worker {rank} {}", describe(ended.exits[rank]))));
     }
-    match reports.into_iter().collect() {
-        Some(reports) => Verdict::Done(reports),
-        None => Verdict::Failed("a worker ended without a report".into()),
+    if let Some(rank) = reported.iter().position(|is_reported| !is_reported) {
+        return Ok(Verdict::Failed(format!("worker {rank} ended without a report")));
     }
+    let reports = (0..reported.len()).map(|rank| WorkerReport::read(folder, rank));
+    Ok(Verdict::Done(reports.collect::<anyhow::Result<_>>()?))
 }

@@ -184,7 +184,7 @@ fn at_hubs_of_rank_0(mut config: Config, ranks: &dyn Communicator) -> anyhow::Re
     taught.conclude(ranks)?;
     ranks.leave()?;
     if let Some(venue) = venue {
-        venue.close(None);
+        venue.close_when_all_have_left();
     }
     Ok(ExitCode::SUCCESS)
 }

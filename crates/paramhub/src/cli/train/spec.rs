@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use paramhub_core::scheme::LayerSettings;
 use paramhub_train::net::Network;
 use paramhub_train::trainer::{Epoch, Evaluate, Progress, Report, TrainConfig};
@@ -28,7 +29,8 @@ pub(super) struct Spec {
 #[serde(tag = "event", rename_all = "snake_case")]
 pub(super) enum Message {
     Progress(StepsDone),
-    Report(Box<WorkerReport>),
+    /// The worker's report is in the folder.
+    Reported,
 }
 
 /// Where rank 0 is.
@@ -88,6 +90,21 @@ impl From<&Epoch> for EpochDone {
 }
 
 impl WorkerReport {
+    /// Leaves it for the launcher.
+    pub(super) fn write(&self, folder: &Path, rank: usize) -> anyhow::Result<()> {
+        let path = report_file(folder, rank);
+        let text = serde_json::to_vec(self).context("the report is no JSON")?;
+        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// What a worker has left.
+    pub(super) fn read(folder: &Path, rank: usize) -> anyhow::Result<WorkerReport> {
+        let path = report_file(folder, rank);
+        let text = std::fs::read(&path)
+            .with_context(|| format!("cannot read worker {rank}'s report, {}", path.display()))?;
+        serde_json::from_slice(&text).with_context(|| format!("{} is no worker's report", path.display()))
+    }
+
     pub(super) fn new(report: &Report, transport: &str) -> Self {
         WorkerReport {
             steps: report.steps,
@@ -104,6 +121,10 @@ impl WorkerReport {
             epochs: report.epochs.iter().map(EpochDone::from).collect(),
         }
     }
+}
+
+fn report_file(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("report-{rank}.json"))
 }
 
 impl TrainSection {

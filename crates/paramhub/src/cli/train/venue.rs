@@ -89,12 +89,42 @@ impl Venue {
         }
     }
 
-    /// Leaves nothing of the job behind.
-    pub(super) fn close(self, ended: Option<&Ended>) {
+    /// The job, and its manager's client.
+    pub(super) fn job(&self) -> Option<(&ManagerClient, &ServiceCreated)> {
         match self {
-            Venue::Local => {}
+            Venue::Local => None,
+            Venue::Embedded(hub, job) => Some((hub.client(), job)),
+            Venue::Running(client, job) | Venue::Meeting(_, client, job) => Some((client, job)),
+        }
+    }
+
+    /// Whether the job's connection manager is not inside this process.
+    pub(super) fn outlives_the_launcher(&self) -> bool {
+        matches!(self, Venue::Running(..))
+    }
+
+    /// Leaves nothing of the job behind; `ended` is how its workers ended, where they could be started at all.
+    pub(super) fn close(self, ended: Option<&Ended>) {
+        if let Some((client, job)) = self.job() {
+            end_job(client, job, ended);
+        }
+        self.stop();
+    }
+
+    /// Leaves nothing of a job behind whose ranks have all left.
+    pub(super) fn close_when_all_have_left(self) {
+        if let Some((client, job)) = self.job() {
+            // There is nobody left to tell of a failure.
+            let _ =
+                client.workers_have_ended(&job.namespace.to_string(), "its workers ended without leaving");
+        }
+        self.stop();
+    }
+
+    fn stop(self) {
+        match self {
+            Venue::Local | Venue::Running(..) => {}
             Venue::Embedded(hub, _) => hub.stop(),
-            Venue::Running(client, job) => end_job(&client, &job, ended),
             Venue::Meeting(manager, ..) => manager.stop(),
         }
     }

@@ -47,7 +47,9 @@ pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
     };
     let file = parameters::file_of(&folder, rank as usize);
     parameters::save(&file, network.keys(), &learnt.report.parameters)?;
-    send(&Message::Report(Box::new(WorkerReport::new(&learnt.report, learnt.transport))));
+    // It grows with the epochs, and a launcher takes no lines without end.
+    WorkerReport::new(&learnt.report, learnt.transport).write(&folder, rank as usize)?;
+    send(&Message::Reported);
     Ok(ExitCode::SUCCESS)
 }
 

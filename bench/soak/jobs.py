@@ -1,0 +1,169 @@
+"""Many short jobs at running hubs, several at once: how many of those that end well are recorded as anything but finished?
+
+    python bench/soak/jobs.py --paramhub target/release/paramhub --jobs 5000 --python python
+
+One half of the jobs runs at a manager with one hub, the other at one with two, all with checkpoints. They come in turn from
+``paramhub train``, from ``paramhub run`` and, where ``--python`` names an interpreter with the package and NumPy, from ``python -m
+paramhub run`` with a worker in Python. Of every job it is checked, at once after its launcher has ended with 0, that the manager has
+it as finished, and in the end that the checkpoint of its last step is complete. Every job that is not so is printed; the exit code
+is 1 if there is any. All processes are ended by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("worker.py")
+STEPS = 22
+"""Of each job: of `train` two epochs of the 1,437 digits in batches of 2 x 64."""
+TRAIN = ["--epochs", "2", "--batch", "64", "--net", "mlp"]
+EVERY = ["--checkpoint-every", "5"]
+PATIENCE_S = 120
+
+
+class Room:
+    """A manager and hubs that share a folder of checkpoints."""
+
+    def __init__(self, paramhub: str, hubs: int, folder: Path) -> None:
+        self.hubs, self.checkpoints = hubs, folder / "checkpoints"
+        self.log = (folder / "log").open("w")
+        self.processes: list[subprocess.Popen[str]] = []
+        ready = self._start([paramhub, "manager", "--listen", "127.0.0.1:0"])
+        self.url = next(word for word in ready.split() if word.startswith("http://"))
+        for _ in range(hubs):
+            kept = ["--checkpoints", str(self.checkpoints), "--checkpoint-keep", "1"]
+            self._start([paramhub, "hub", "--listen", "127.0.0.1:0", "--join", self.url, *kept])
+
+    def _start(self, command: list[str]) -> str:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.processes.append(process)
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        if " ready: " not in ready:
+            raise RuntimeError(f"{' '.join(command)} is not ready: {ready or 'see ' + self.log.name}")
+        return ready
+
+    def job(self, name: str) -> dict[str, object]:
+        with urllib.request.urlopen(f"{self.url}/v1/jobs/{name}", timeout=20) as answer:
+            return json.load(answer)
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.log.close()
+
+
+def command(arguments: argparse.Namespace, way: str, room: Room, name: str) -> list[str]:
+    """What starts one job of two workers."""
+    job = ["--hub", room.url, "--hubs", str(room.hubs), "--name", name, *EVERY]
+    if way == "train":
+        return [arguments.paramhub, "train", "--workers", "2", *job, *TRAIN]
+    if way == "run":
+        return [arguments.paramhub, "run", "-n", "2", *job, "--", arguments.paramhub, "train", *TRAIN]
+    work = [arguments.python, str(WORKER), str(STEPS)]
+    return [arguments.python, "-m", "paramhub", "run", "-n", "2", *job, "--", *work]
+
+
+def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]]) -> list[str]:
+    """Runs these jobs, several at once; what was wrong with each that was not as it should be."""
+    waiting, wrong, lock = iter(jobs), [], threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                way, name = next(waiting, (None, None))
+            if way is None or name is None:
+                return
+            problem = one(arguments, room, way, name)
+            if problem is not None:
+                with lock:
+                    wrong.append(f"{name}: {problem}")
+                    print(wrong[-1], flush=True)
+
+    threads = [threading.Thread(target=work) for _ in range(arguments.parallel)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def one(arguments: argparse.Namespace, room: Room, way: str, name: str) -> str | None:
+    try:
+        ended = subprocess.run(
+            command(arguments, way, room, name), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"has not ended within {PATIENCE_S} s"
+    if ended.returncode != 0:
+        return f"the launcher ended with {ended.returncode}: {ended.stderr.strip().splitlines()[-3:]}"
+    job = room.job(name)
+    if job["state"] != "finished":
+        return f"is recorded as {job['state']}: {job['message']}"
+    return None
+
+
+def without_last_checkpoint(room: Room, names: list[str]) -> list[str]:
+    """Jobs whose newest complete checkpoint is not of their last step; every hub writes its part."""
+
+    def is_there(name: str) -> bool:
+        folders = (room.checkpoints / name).glob(f"step-{STEPS:010}.*")
+        return any((folder / f"hub-{room.hubs - 1}.json").exists() for folder in folders)
+
+    deadline = time.monotonic() + PATIENCE_S
+    missing = list(names)
+    while missing and time.monotonic() < deadline:
+        missing = [name for name in missing if not is_there(name)]
+        time.sleep(0.1)
+    return missing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--paramhub", default="paramhub", help="the program")
+    parser.add_argument("--python", help="an interpreter with the package and NumPy; without one no job comes from Python")
+    parser.add_argument("--jobs", type=int, default=5000)
+    parser.add_argument("--parallel", type=int, default=3, help="jobs at once")
+    arguments = parser.parse_args()
+    ways = ["train", "run"] + (["python"] if arguments.python else [])
+    wrong: list[str] = []
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+    for hubs in (1, 2):
+        with tempfile.TemporaryDirectory(prefix="paramhub-soak-") as folder:
+            room = Room(arguments.paramhub, hubs, Path(folder))
+            try:
+                share = arguments.jobs // 2 if hubs == 1 else arguments.jobs - arguments.jobs // 2
+                jobs = [(ways[index % len(ways)], f"{hubs}-hubs-{index}") for index in range(share)]
+                counts.update(f"{way}, {hubs} hubs" for way, _ in jobs)
+                failed = play(arguments, room, jobs)
+                wrong += failed
+                spoken_for = {problem.split(":")[0] for problem in failed}
+                missing = without_last_checkpoint(room, [name for _, name in jobs if name not in spoken_for])
+                wrong += [f"{name}: the checkpoint of its last step is missing" for name in missing]
+                for problem in wrong[len(wrong) - len(missing) :] if missing else []:
+                    print(problem, flush=True)
+            finally:
+                room.close()
+    of_each = ", ".join(f"{count} from {way}" for way, count in sorted(counts.items()))
+    print(f"{arguments.jobs} jobs in {time.monotonic() - began:.0f} s ({of_each}): {len(wrong)} recorded wrongly")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
