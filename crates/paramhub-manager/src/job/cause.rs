@@ -57,9 +57,11 @@ mod tests {
     use CauseKind::{GaveUp, Hearsay, HubLost, Known, PeerLost};
     use std::time::Duration;
 
-    /// So many seconds after `start`.
+    /// So many seconds after `start`, or before it where they are negative.
     fn cause(start: Now, kind: CauseKind, rank: Option<u32>, at_s: f64) -> Cause {
-        let began = Now { instant: start.instant + Duration::from_secs_f64(at_s), ..start };
+        let distance = Duration::from_secs_f64(at_s.abs());
+        let instant = if at_s < 0.0 { start.instant - distance } else { start.instant + distance };
+        let began = Now { instant, ..start };
         Cause { kind, rank, began, message: format!("{kind:?} {rank:?} at {at_s}") }
     }
 

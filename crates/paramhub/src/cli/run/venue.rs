@@ -178,9 +178,12 @@ impl Venue {
 
     /// Leaves nothing of the run behind. What other hosts still use stays until the job has ended, or a signal comes.
     pub(super) fn close(self, ended: Option<&Ended>, signals: &Signals) {
+        let state = self.state();
         if let Some(hub) = self.embedded {
-            // It may not have heard yet that the workers have left.
-            end_job(&self.client, &self.job, ended);
+            // It may not have heard yet that the workers have left. What they have never joined ends with it.
+            if state == Some(JobState::Running) {
+                end_job(&self.client, &self.job, ended);
+            }
             return hub.stop();
         }
         let is_well = ended.is_some_and(|ended| {
