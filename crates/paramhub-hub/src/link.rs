@@ -248,11 +248,8 @@ impl Absence {
     fn note(&self, conversation: Conversation, error: &ControlError, asked: Instant) -> Duration {
         let mut current = self.current.lock().expect("no panic while holding it");
         let is_news = current.is_none();
-        let away = current.get_or_insert_with(|| Away {
-            since: asked,
-            is_failing: [false; 2],
-            pause: RETRY / 2,
-        });
+        let away =
+            current.get_or_insert_with(|| Away { since: asked, is_failing: [false; 2], pause: RETRY / 2 });
         away.is_failing[conversation as usize] = true;
         away.pause = (away.pause * 2).min(AWAY_MAX);
         if is_news {

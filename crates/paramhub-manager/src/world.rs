@@ -15,8 +15,8 @@ use paramhub_core::cost::Rate;
 use paramhub_core::limits::{CORES_MAX, MESSAGE_BYTES_MAX};
 use paramhub_core::scheme::{Book, Roster};
 use paramhub_core::service::{
-    AwaitedRanks, CauseKind, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport, HubStatus,
-    JobEnd, JobOptions, JobState, JobStatus, LeaveService, OnInterfaceDown, Presence, RegisterHub,
+    AwaitedRanks, CauseKind, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubReport,
+    HubStatus, JobEnd, JobOptions, JobState, JobStatus, LeaveService, OnInterfaceDown, Presence, RegisterHub,
     STOP_REASON_CHARS_MAX, ServiceError, StopWhen,
 };
 use paramhub_core::settings::Settings;

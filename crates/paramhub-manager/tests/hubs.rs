@@ -194,7 +194,12 @@ fn a_hub_that_leaves_gets_no_further_jobs_and_is_not_waited_for() {
     assert_eq!(code(&told(Presence::Gone)), ErrorCode::NotFound);
     assert_eq!(client.job("later").unwrap().state, JobState::Running);
     staying.finish(&later);
-    assert!(!leaving.die().iter().any(|command| matches!(command, HubCommand::Allocate(plan) if plan.name == "later")));
+    assert!(
+        !leaving
+            .die()
+            .iter()
+            .any(|command| matches!(command, HubCommand::Allocate(plan) if plan.name == "later"))
+    );
 }
 
 #[test]

@@ -273,8 +273,19 @@ fn a_running_hub_serves_two_trainings_at_once_and_forgets_both() {
 /// A report of so many epochs is longer than any line that a launcher takes.
 #[test]
 fn a_training_of_a_thousand_epochs_reports_all_of_them() {
-    let arguments =
-        ["train", "--workers", "2", "--batch", "700", "--epochs", "1000", "--json", "report.json"];
+    let arguments = [
+        "train",
+        "--net",
+        "mlp",
+        "--workers",
+        "2",
+        "--batch",
+        "700",
+        "--epochs",
+        "1000",
+        "--json",
+        "report.json",
+    ];
     let ended =
         paramhub(arguments.into_iter().chain(["--save", "learnt.safetensors"])).finish().expect_code(0);
     let report = ended.read("report.json");

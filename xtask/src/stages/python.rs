@@ -52,7 +52,8 @@ fn lint(tools: &Environment) -> Result<(), Failure> {
     tools.program("mypy").run()
 }
 
-/// What `pip install .` builds, and with its profile; in cargo's own target folder.
+/// What `pip install .` builds, but with the profile of the other tests: most of it has been built already, while with that of
+/// releases everything would be built again. It lies in cargo's own target folder.
 fn build_wheel(tools: &Environment) -> Result<String, Failure> {
     // An earlier version's wheel would lie beside the new one.
     let _ = std::fs::remove_dir_all(WHEELS);
@@ -60,6 +61,7 @@ fn build_wheel(tools: &Environment) -> Result<String, Failure> {
         .program("uv")
         .args(["build", "--wheel", "--no-build-isolation", "--out-dir", WHEELS])
         .args(["--python", &tools.interpreter()])
+        .env("MATURIN_PEP517_ARGS", "--profile dev")
         .run()?;
     let is_wheel = |file: &std::fs::DirEntry| file.path().extension().is_some_and(|name| name == "whl");
     let wheel = std::fs::read_dir(WHEELS)

@@ -15,8 +15,8 @@ use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
 use paramhub_core::scheme::Plan;
 use paramhub_core::service::{
     CauseKind, ConnectService, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubJobCounters,
-    HubRegistered, HubReport, InitService, JobCounters, JobEnd, JobOptions, JobPlan, LeaveService, PollCommands,
-    RegisterHub, ServiceConnected, ServiceInitialised, StopWhen,
+    HubRegistered, HubReport, InitService, JobCounters, JobEnd, JobOptions, JobPlan, LeaveService,
+    PollCommands, RegisterHub, ServiceConnected, ServiceInitialised, StopWhen,
 };
 use paramhub_core::settings::Settings;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
