@@ -3,10 +3,10 @@
     python bench/soak/jobs.py --paramhub target/release/paramhub --jobs 5000 --python python
 
 One half of the jobs runs at a manager with one hub, the other at one with two, all with checkpoints. They come in turn from
-``paramhub train``, from ``paramhub run`` and, where ``--python`` names an interpreter with the package and NumPy, from ``python -m
-paramhub run`` with a worker in Python. Of every job it is checked, at once after its launcher has ended with 0, that the manager has
-it as finished, and in the end that the checkpoint of its last step is complete. Every job that is not so is printed; the exit code
-is 1 if there is any. All processes are ended by it.
+``paramhub train``, from ``paramhub run`` and, where ``--python`` names an interpreter with the package and NumPy, from
+``python -m paramhub run`` with a worker in Python. As soon as a job's launcher has ended with 0, the manager must have the job as
+finished, and in the end the checkpoint of its last step must be complete. Every job for which that is not so is printed; the exit
+code is 1 if there is any. This program ends all processes that it starts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]])
 def one(arguments: argparse.Namespace, room: Room, way: str, name: str) -> str | None:
     try:
         ended = subprocess.run(
-            command(arguments, way, room, name), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            command(arguments, way, room, name),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"has not ended within {PATIENCE_S} s"
@@ -136,7 +140,9 @@ def without_last_checkpoint(room: Room, names: list[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--paramhub", default="paramhub", help="the program")
-    parser.add_argument("--python", help="an interpreter with the package and NumPy; without one no job comes from Python")
+    parser.add_argument(
+        "--python", help="an interpreter with the package and NumPy; without one no job comes from Python"
+    )
     parser.add_argument("--jobs", type=int, default=5000)
     parser.add_argument("--parallel", type=int, default=3, help="jobs at once")
     arguments = parser.parse_args()
@@ -161,7 +167,9 @@ def main() -> int:
             finally:
                 room.close()
     of_each = ", ".join(f"{count} from {way}" for way, count in sorted(counts.items()))
-    print(f"{arguments.jobs} jobs in {time.monotonic() - began:.0f} s ({of_each}): {len(wrong)} recorded wrongly")
+    print(
+        f"{arguments.jobs} jobs in {time.monotonic() - began:.0f} s ({of_each}): {len(wrong)} recorded wrongly"
+    )
     return 1 if wrong else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy
+
 import paramhub
 
 weight, gradient = numpy.zeros((512, 64), "f4"), numpy.full((512, 64), 1e-3, "f4")

@@ -181,6 +181,7 @@ impl ListeningHub {
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
             job_limits: config.job_limits,
+            descriptors_max,
             jobs: HashMap::new(),
             interfaces_down: BTreeMap::new(),
             interface_names: listening.iter().map(Listening::called).collect(),

@@ -47,6 +47,16 @@ pub(crate) struct JobMemory {
     common: Option<Arc<Segment>>,
 }
 
+/// The system drops descriptors that a receiver has no numbers for, and says nothing.
+fn wrong_descriptors(count: usize) -> String {
+    let cause = if count < 2 {
+        ": this hub's process may have none left; if so, raise its limit (ulimit -n, or LimitNOFILE= of its systemd unit)"
+    } else {
+        ""
+    };
+    format!("{count} descriptors came with it instead of 2{cause}")
+}
+
 impl JobMemory {
     /// `stands_still` is [`JobOptions::stands_still`](paramhub_core::service::JobOptions::stands_still).
     pub(crate) fn new(settings: &Settings, hubs: usize, stands_still: bool) -> Self {
@@ -71,8 +81,8 @@ impl JobMemory {
         if self.quantises {
             return Err("some keys are quantised, and shared memory carries raw tensors: use TCP".into());
         }
-        let [arena, rings] = <[OwnedFd; 2]>::try_from(descriptors)
-            .map_err(|found| format!("{} descriptors came with it instead of 2", found.len()))?;
+        let [arena, rings] =
+            <[OwnedFd; 2]>::try_from(descriptors).map_err(|found| wrong_descriptors(found.len()))?;
         let rings = Segment::adopt(rings, rings_bytes(RING_BYTES_DEFAULT))
             .map_err(|error| format!("its rings cannot be used: {error}"))?;
         let arena = Segment::adopt(arena, self.layout.bytes() as usize)

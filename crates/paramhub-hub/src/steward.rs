@@ -98,6 +98,8 @@ pub(crate) struct Steward {
     pub(crate) shape: HubShape,
     pub(crate) memory_bytes: u64,
     pub(crate) job_limits: JobLimits,
+    /// How many files and sockets this process may have open.
+    pub(crate) descriptors_max: u64,
     pub(crate) jobs: HashMap<Namespace, Job>,
     /// Interfaces that do not work, with the reason.
     pub(crate) interfaces_down: BTreeMap<u16, Down>,
@@ -197,6 +199,7 @@ impl Steward {
             ))
         })?;
         self.job_limits.admit(&job, self.jobs.values())?;
+        limits::check_descriptors(&job, self.jobs.values(), self.descriptors_max)?;
         let taken: u64 = self.jobs.values().map(|job| job.memory_bytes).sum();
         let free = self.memory_bytes.saturating_sub(taken);
         if job.memory_bytes > free {

@@ -192,6 +192,12 @@ impl Guest {
         self.prove(Kind::Rank(job), |state| {
             if gathers && !state.reserved.contains_key(&job) {
                 let reserved: usize = state.reserved.values().sum();
+                if workers > ranks_max {
+                    return Err(busy(format!(
+                        "the {workers} ranks of this job wait for one another at the connection manager, which has places for \
+                         {ranks_max}: raise its limit of open files (ulimit -n, or LimitNOFILE= of its systemd unit)"
+                    )));
+                }
                 if reserved + workers > ranks_max {
                     return Err(busy(format!(
                         "jobs with {reserved} ranks wait at the connection manager, which has places for {ranks_max}: the \

@@ -50,7 +50,7 @@ fn start() -> std::io::Result<Thread> {
         let _ends = ends;
         for call in received {
             // None: the interpreter is shutting down though this thread has not ended, because a callback did not return in time.
-            if Python::try_attach(|py| call(py)).is_none() {
+            if Python::try_attach(call).is_none() {
                 return;
             }
         }

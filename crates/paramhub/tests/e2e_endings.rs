@@ -21,7 +21,7 @@ const ENDLESS: [&str; 4] = ["--steps", "1000000", "--compute-ms", "1"];
 /// Of `train`, the same.
 const EPOCHS: [&str; 4] = ["--epochs", "1000000", "--workers", "2"];
 
-fn workers<'a>(url: &str, created: &ServiceCreated, count: u32, arguments: &[&'a str]) -> Vec<Process> {
+fn workers(url: &str, created: &ServiceCreated, count: u32, arguments: &[&str]) -> Vec<Process> {
     let worker = |rank: u32| {
         example("exchange", arguments.iter().copied())
             .env("PARAMHUB_URL", url)
@@ -115,8 +115,8 @@ fn read_request(from: &mut TcpStream) -> String {
     loop {
         let text = String::from_utf8_lossy(&request);
         if let Some((head, body)) = text.split_once("\r\n\r\n") {
-            let lines = head.lines().filter_map(|line| line.split_once(": "));
-            let length = lines.filter(|(name, _)| name.eq_ignore_ascii_case("content-length")).last();
+            let mut lines = head.lines().filter_map(|line| line.split_once(": "));
+            let length = lines.rfind(|(name, _)| name.eq_ignore_ascii_case("content-length"));
             if length.is_none_or(|(_, length)| length.parse().is_ok_and(|bytes: usize| body.len() >= bytes)) {
                 return text.into_owned();
             }

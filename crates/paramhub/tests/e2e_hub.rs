@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{example, hub, paramhub, wait_until};
+use common::{Process, example, hub, paramhub, program, wait_until};
 use paramhub::ManagerClient;
 use paramhub::service::{CreateService, JobStatus, ServiceCreated};
 use rustix::process::Signal;
@@ -44,6 +44,40 @@ fn streams_that_a_hub_cannot_offer_are_wrong_usage() {
         let refused = paramhub(hub.into_iter().chain(more)).finish().expect_code(2);
         refused.expect_error(&[&format!("not {streams}"), "streams a core and address"]);
     }
+}
+
+/// A program that may have so many files and sockets open.
+fn with_files(most: u32, arguments: &[&str]) -> Process {
+    let limited = format!("ulimit -n {most} && exec \"$0\" \"$@\"");
+    let arguments =
+        ["-c", &limited, env!("CARGO_BIN_EXE_paramhub")].into_iter().chain(arguments.iter().copied());
+    program(Path::new("/bin/sh"), arguments).start()
+}
+
+#[test]
+fn a_limit_of_open_files_refuses_the_job_that_exceeds_it_and_is_named() {
+    let manager = paramhub(["manager", "--listen", "127.0.0.1:0"]).start();
+    let ready = manager.wait_for("manager ready: ");
+    let url = ready.split_whitespace().find(|word| word.starts_with("http://")).unwrap();
+    let hub = with_files(48, &["hub", "--listen", "127.0.0.1:0", "--join", url, "--cores", "1"]);
+    hub.wait_for("hub ready: ");
+    let train = |url: &str, workers: &str| {
+        paramhub(["train", "--hub", url, "--workers", workers, "--net", "mlp", "--epochs", "1"]).finish()
+    };
+    let refused = train(url, "20").expect_code(1).stderr;
+    assert!(
+        refused.contains("would open 20 streams to this hub, whose process may have 48 files"),
+        "{refused}"
+    );
+    train(url, "2").expect_code(0);
+
+    let both = ["hub", "--listen", "127.0.0.1:0", "--manager", "127.0.0.1:0", "--cores", "1"];
+    let both = with_files(48, &both);
+    let ready = both.wait_for("hub ready: ");
+    let url = ready.split_whitespace().find(|word| word.starts_with("http://")).unwrap();
+    let refused = train(url, "30").expect_code(1).stderr;
+    assert!(refused.contains("the 30 ranks of this job wait for one another"), "{refused}");
+    assert!(refused.contains("ulimit -n"), "{refused}");
 }
 
 #[test]

@@ -15,7 +15,8 @@ use environment::Environment;
 /// wheel is built without an environment of its own, whose changing path would make cargo build everything again.
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
-const OUR_PYTHON: [&str; 5] = ["python", "examples/pytorch", "bench/pytorch", "bench/models", "xtask"];
+const OUR_PYTHON: [&str; 6] =
+    ["python", "examples/pytorch", "bench/pytorch", "bench/models", "bench/soak", "xtask"];
 /// What docs/pytorch.md has recipes for, and an example, which the tests run.
 const FRAMEWORKS: [&str; 3] =
     ["accelerate==1.15.0", "transformers==5.23.0; python_version >= '3.11'", "lightning==2.6.6"];

@@ -4,6 +4,32 @@ use crate::config::JobLimits;
 
 use super::{Job, mebibytes};
 
+/// Descriptors that are needed beside those of jobs' streams: of ports, queues, the log, the manager and handshakes under way.
+const DESCRIPTORS_SPARE: u64 = 32;
+
+/// Whether each stream of the job can have a descriptor beside those of the others, or why not. Streams through shared memory have
+/// two, which is not known of a job before they come.
+pub(super) fn check_descriptors<'a>(
+    job: &Job,
+    others: impl Iterator<Item = &'a Job>,
+    most: u64,
+) -> Result<(), String> {
+    let streams = streams_of(job);
+    let taken: u64 = others.map(streams_of).sum();
+    if taken + streams + DESCRIPTORS_SPARE <= most {
+        return Ok(());
+    }
+    Err(format!(
+        "job `{}` would open {streams} streams to this hub, whose process may have {most} files and sockets open, {taken} of them for \
+         streams of other jobs: raise that limit (ulimit -n, or LimitNOFILE= of its systemd unit), or use more hubs",
+        job.name
+    ))
+}
+
+fn streams_of(job: &Job) -> u64 {
+    job.ports.values().map(|ports| u64::from(ports.len())).sum()
+}
+
 impl JobLimits {
     /// Whether the hub takes the job beside the others that it has, or why not and what would fit.
     pub(super) fn admit<'a>(
@@ -30,7 +56,7 @@ impl JobLimits {
     }
 
     fn streams(&self, job: &Job) -> Result<(), String> {
-        let streams: u64 = job.ports.values().map(|ports| u64::from(ports.len())).sum();
+        let streams = streams_of(job);
         let Some(most) = self.streams.map(u64::from).filter(|&most| streams > most) else { return Ok(()) };
         let routes = job.ports.len() as u64;
         let fits = match most / routes {
