@@ -45,6 +45,7 @@ def connect(
     rack: str | None = None,
     host: str | None = None,
     peers: bool = False,
+    hub_rank: int | None = None,
 ) -> Member: ...
 
 @final

@@ -62,11 +62,11 @@ impl Connected {
 }
 
 /// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others, for layers that go
-/// by factors.
+/// by factors. `hub_rank` is the rank in whose process all hubs run, if they do.
 #[pyfunction]
 #[pyo3(signature = (
     url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
-    rendezvous_timeout = None, rack = None, host = None, peers = false
+    rendezvous_timeout = None, rack = None, host = None, peers = false, hub_rank = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn connect(
@@ -83,6 +83,7 @@ pub(crate) fn connect(
     rack: Option<String>,
     host: Option<String>,
     peers: bool,
+    hub_rank: Option<u32>,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
     let membership = seat::membership(py, url, namespace, secret, rank)?;
@@ -96,6 +97,7 @@ pub(crate) fn connect(
             return Err(errors::misuse(py, &problem));
         }
     };
+    options.hub_rank = hub_rank;
     options.spin = Duration::from_micros(spin_us);
     let meeting = peers.then(|| Meeting::listen(&membership, Ports::ANY)).transpose();
     let meeting = meeting.map_err(|error| errors::factors(py, &error))?;

@@ -169,7 +169,8 @@ impl Admission {
         let dead_after = Duration::try_from_secs_f64(self.job_options.dead_after_s).unwrap_or(Duration::MAX);
         // A job that is quick to give up on a silent worker needs quicker heartbeats.
         let heartbeat = options.heartbeat.min(dead_after / 4).max(HEARTBEAT_MIN);
-        let pace = Pace { heartbeat, dead_after, spin: options.spin, scratch_bytes: options.scratch_bytes };
+        let (spin, scratch_bytes, hub_rank) = (options.spin, options.scratch_bytes, options.hub_rank);
+        let pace = Pace { heartbeat, dead_after, spin, scratch_bytes, hub_rank };
         let moving = self.job_options.continues().then(|| {
             let (news, told) = sync_channel(2 * lanes.len() + NEWS);
             let ways = Ways {

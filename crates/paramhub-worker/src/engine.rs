@@ -48,6 +48,8 @@ pub(crate) struct Engine {
     heartbeat: Duration,
     dead_after: Duration,
     spin: Duration,
+    /// The rank in whose process the hubs run, for errors.
+    hub_rank: Option<u32>,
     last_turn: Instant,
 }
 
@@ -74,6 +76,7 @@ pub(crate) struct Pace {
     pub(crate) heartbeat: Duration,
     pub(crate) dead_after: Duration,
     pub(crate) spin: Duration,
+    pub(crate) hub_rank: Option<u32>,
     pub(crate) scratch_bytes: usize,
 }
 
@@ -106,6 +109,7 @@ impl Engine {
             heartbeat: pace.heartbeat,
             dead_after: pace.dead_after,
             spin: pace.spin,
+            hub_rank: pace.hub_rank,
             last_turn: Instant::now(),
         })
     }
@@ -117,6 +121,7 @@ impl Engine {
             let who = self.desk.shared.who.clone();
             Err(WorkerError::Internal { who, message: panic_message(&*panic) })
         });
+        let outcome = outcome.map_err(|error| error.with_hub_rank(self.hub_rank));
         let shared = Arc::clone(&self.desk.shared);
         let reason = outcome.clone().err().unwrap_or_else(|| WorkerError::Left { who: shared.who.clone() });
         let queued = shared.inbox.close(&reason);
@@ -372,7 +377,7 @@ impl Engine {
     fn lose(&mut self, index: usize, reason: &str, now: Instant) {
         if matches!(self.phase, Phase::Running | Phase::Leaving { .. }) {
             let (who, hub) = (self.desk.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
-            let error = WorkerError::Lost { who, hub, reason: reason.into() };
+            let error = WorkerError::Lost { who, hub, rank: None, reason: reason.into() };
             self.phase = Phase::Doomed { error, deadline: now + LAST_WORDS };
         }
     }
@@ -409,7 +414,7 @@ impl Engine {
             let silent = now.saturating_duration_since(lane.last_heard);
             if silent > self.dead_after {
                 let (who, hub) = (self.desk.shared.who.clone(), Arc::clone(&lane.hub));
-                let error = WorkerError::Silent { who, hub, seconds: silent.as_secs_f64() };
+                let error = WorkerError::Silent { who, hub, rank: None, seconds: silent.as_secs_f64() };
                 return self.give_up_hub(error, now);
             }
             if !lane.has_work() && now.saturating_duration_since(lane.last_sent) >= self.heartbeat {

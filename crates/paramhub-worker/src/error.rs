@@ -171,24 +171,29 @@ pub enum WorkerError {
         message: Arc<str>,
     },
     /// A hub went away.
-    #[error("{who}: lost the hub at {hub}: {reason}. Is it still running? Its log says more")]
+    #[error("{who}: lost the hub at {hub}{}: {reason}. Is it still running? Its log says more", InProcessOf(*.rank))]
     Lost {
         /// Who lost it.
         who: Who,
         /// The hub's address.
         hub: Arc<str>,
+        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says it.
+        rank: Option<u32>,
         /// How.
         reason: Arc<str>,
     },
     /// Nothing came from a hub for too long.
     #[error(
-        "{who}: the hub at {hub} has been silent for {seconds:.0} s: it hangs, or the network between is cut (the job's dead_after_s bounds this)"
+        "{who}: the hub at {hub}{} has been silent for {seconds:.0} s: it hangs, or the network between is cut (the job's dead_after_s bounds this)",
+        InProcessOf(*.rank)
     )]
     Silent {
         /// Who waited.
         who: Who,
         /// The hub's address.
         hub: Arc<str>,
+        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says it.
+        rank: Option<u32>,
         /// How long.
         seconds: f64,
     },
@@ -253,12 +258,30 @@ pub enum WorkerError {
 }
 
 impl WorkerError {
-    /// The rank that a hub named as the one at fault, if this is such an error.
+    /// The rank at fault, if a hub has named one, or if the hub itself is lost and runs in a rank's process.
     pub fn culprit(&self) -> Option<u32> {
         match self {
             WorkerError::Failed { culprit, .. } => *culprit,
+            WorkerError::Lost { rank, .. } | WorkerError::Silent { rank, .. } => *rank,
             _ => None,
         }
+    }
+
+    /// Notes in whose process the job's hubs run, where the error is of a hub that was lost.
+    pub(crate) fn with_hub_rank(mut self, hub_rank: Option<u32>) -> Self {
+        if let WorkerError::Lost { rank, .. } | WorkerError::Silent { rank, .. } = &mut self {
+            *rank = hub_rank;
+        }
+        self
+    }
+}
+
+/// Follows a hub's address with the rank whose process it is in.
+struct InProcessOf(Option<u32>);
+
+impl fmt::Display for InProcessOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |rank| write!(f, ", in the process of rank {rank},"))
     }
 }
 

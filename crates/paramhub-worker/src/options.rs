@@ -74,6 +74,8 @@ pub struct Options {
     pub rack: Option<String>,
     /// What hubs that serve a single host know this one by; by default what tells it and its network namespace from all others.
     pub host: Option<String>,
+    /// The rank in whose process all hubs of the job run, if they do: errors about a lost hub name it.
+    pub hub_rank: Option<u32>,
     /// Where this worker listens for the job's other workers, if they are to reach it: the connection manager tells them.
     pub peer_address: Option<SocketAddr>,
     /// From which of this host's interfaces streams over TCP leave. A stream to a hub's interface number i leaves from number i
@@ -206,6 +208,7 @@ impl Default for Options {
             transport: Transport::Auto,
             rack: None,
             host: None,
+            hub_rank: None,
             peer_address: None,
             interfaces: Selector::Auto,
             shared_parameters: Sharing::Never,

@@ -201,7 +201,7 @@ impl Ways {
             Some(down) => WorkerError::InterfaceDown { who, what: format!("{down}; {why}").into() },
             None => {
                 let reason = format!("{}, and {why}", cut.reason).into();
-                WorkerError::Lost { who, hub: Arc::clone(&cut.hub), reason }
+                WorkerError::Lost { who, hub: Arc::clone(&cut.hub), rank: None, reason }
             }
         }
     }

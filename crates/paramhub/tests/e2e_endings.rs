@@ -164,8 +164,9 @@ fn workers_that_end_without_a_goodbye_fail_their_job_at_once() {
     ranks.into_iter().for_each(|rank| drop(rank.finish().expect_code(137)));
     let status = client.workers_have_ended("rude", "its workers ended without leaving").unwrap();
     assert_eq!(status.state, JobState::Failed);
+    // Its connection has ended, inside a frame, or was reset: that depends on what it was sending.
     assert!(
-        status.message.contains("was lost: its connection ended without a goodbye"),
+        status.message.starts_with("rank ") && status.message.contains(" was lost: "),
         "{}",
         status.message
     );

@@ -304,6 +304,10 @@ class World:
             # After the manager's own, which names who is missing.
             rendezvous_timeout=self.options.timeout + 30.0,
             peers=peers,
+            # Where several hosts have hubs, it is not known which one is lost.
+            hub_rank=members.index(0)
+            if self.hub.is_embedded and self.is_on_one_host and 0 in members
+            else None,
         )
         job = member.init(json.dumps({"reproducible": self.options.reproducible, **settings}))
         self._jobs.append(job)

@@ -55,6 +55,26 @@ def test_survivors_raise_what_names_the_rank_that_ended(
         assert RANK_1.search(row["message"]), row
 
 
+def test_survivors_name_rank_0_that_ran_their_hub(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    try:
+        ways = ["--way", "optimizer", "--way", "hook", "--death", "killed", "--victim", "0"]
+        code, output = launcher.launch(PYTHON, PROGRAM, *ways, "--json", timeout=300)
+    finally:
+        launcher.end()
+    assert code == 0, output
+    found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
+    assert found is not None, output
+    rows = json.loads(found[0])
+    assert [(row["way"], row["rank"]) for row in rows] == [
+        (way, rank) for way in ("optimizer", "hook") for rank in (1, 2)
+    ]
+    for row in rows:
+        assert row["code"] == 1, row
+        assert row["message"].startswith("JobFailedError: "), row
+        assert ", in the process of rank 0," in row["message"], row
+
+
 def patiently() -> None:
     """Lets every wait of a good end take for ever."""
     from paramhub.torch import _collectives, _world
