@@ -25,6 +25,7 @@ from paramhub.torch._spans import Spans
 from paramhub.torch._tensors import memory_range
 from paramhub.torch._watch import INTERVAL, Watch
 from paramhub.torch._work import Work
+from paramhub.torch._world import say
 
 if TYPE_CHECKING:
     from paramhub.torch._world import World
@@ -308,8 +309,14 @@ class Group:
             haste.wait(2 * INTERVAL)
         self._watch.close()
         self._sums.close(abandon=abandon or failure is not None)
-        if not abandon and failure is None:
+        if abandon or failure is not None:
+            return
+        try:
             self._mesh.leave(max(1.0, deadline - time.monotonic()))
+        except JobFailedError as error:
+            # All operations have ended, and those that failed have said so where they were waited for.
+            say(f"rank {self._world.rank}: {error}")
+            haste.has_failed()
 
     def _give_up(self, message: str, culprit: int | None) -> None:
         """An operation has not ended in time: nothing that comes after it can be right."""
