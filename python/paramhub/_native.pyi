@@ -9,6 +9,9 @@ Range = tuple[int, int]
 """Address and bytes."""
 
 def main(arguments: list[str], started_as: list[str]) -> int: ...
+def unread_variables() -> list[str]:
+    """A line for each variable of the environment that looks like the package's and that nothing reads."""
+
 def after_fork_in_child() -> None: ...
 def end_callbacks() -> None:
     """Waits for the callbacks of requests that have ended, 5 seconds at most. Later ones are not called."""

@@ -8,3 +8,9 @@ use pyo3::prelude::*;
 pub(crate) fn main(py: Python<'_>, arguments: Vec<OsString>, started_as: Vec<OsString>) -> u8 {
     py.detach(|| paramhub::cli::main(arguments, Some(started_as)).0)
 }
+
+/// A line for each variable of the environment that looks like ours and that nothing reads.
+#[pyfunction]
+pub(crate) fn unread_variables() -> Vec<String> {
+    paramhub::cli::unread_variables()
+}

@@ -29,7 +29,7 @@ mod _native {
     #[pymodule_export]
     use crate::callbacks::end_callbacks;
     #[pymodule_export]
-    use crate::command::main;
+    use crate::command::{main, unread_variables};
     #[pymodule_export]
     use crate::fork::after_fork_in_child;
     #[pymodule_export]

@@ -108,6 +108,10 @@ class World:
             raise
         if self.rank == 0:
             say(self.describe())
+            # The launcher of `paramhub run` has said so already.
+            if self._inherited is None:
+                for line in _native.unread_variables():
+                    say(line)
 
     def _meet_hub(self, url: str | None, place: Launched) -> tuple[HubAccess, dict[str, Any] | None]:
         """Rank 0 decides which hub is used, and starts one if none is named, and whether a trace is made; the

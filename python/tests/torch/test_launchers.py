@@ -39,6 +39,15 @@ def test_torchrun(launch: Callable[..., Ended], program: Path) -> None:
         assert f"torchrun: rank {rank} of 2 has 3" in output
 
 
+def test_a_variable_that_nothing_reads_is_named_once(launch: Callable[..., Ended], program: Path) -> None:
+    wrong = {"PARAMHUB_TRASNPORT": "tcp"}
+    said = "the environment sets PARAMHUB_TRASNPORT, which nothing reads: did you mean PARAMHUB_TRANSPORT?"
+    for launcher in ([*TORCHRUN, "--nproc-per-node=2"], [*PARAMHUB, "run", "-n", "2", "--", PYTHON]):
+        code, output = launch(*launcher, program, env=wrong)
+        assert code == 0, output
+        assert output.count(said) == 1, output
+
+
 def test_paramhub_run(launch: Callable[..., Ended], program: Path) -> None:
     code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, program)
     assert code == 0, output

@@ -18,8 +18,8 @@ const OF_WORKERS: [&str; 8] = [
     "PARAMHUB_TRACE",
 ];
 
-/// One line for each variable that is set in vain.
-pub(super) fn unread() -> Vec<String> {
+/// One line for each variable of the environment that begins with `PARAMHUB_` and that neither the command line nor a worker reads.
+pub fn unread_variables() -> Vec<String> {
     let mut known: Vec<String> = OF_WORKERS.map(str::to_owned).into();
     collect(&super::Cli::command(), &mut known);
     let mut names: Vec<String> = std::env::vars_os()

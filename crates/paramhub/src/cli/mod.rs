@@ -34,6 +34,7 @@ use crate::config::{self, Config, Secret};
 use crate::embedded::EmbeddedError;
 use crate::service::ErrorCode;
 use crate::{ControlError, HubError, ManagerClient, ManagerConfig, ManagerError};
+pub use environment::unread_variables;
 pub use exit::ExitCode;
 
 /// Exchanges gradients and parameters between the workers of distributed training jobs.
@@ -219,7 +220,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
     let verb = cli.verb.apply(&mut config);
     if !verb.is_started_by_us() {
-        environment::unread().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
+        unread_variables().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
     }
     if common.print_config {
         print!("{}", config.to_toml());
