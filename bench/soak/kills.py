@@ -57,9 +57,10 @@ class Run:
             process = self.servers.get(number)
             if process is None or process.poll() is not None:
                 self.servers[number] = self._start(self._server(number))
-        if self.launcher is None or self.launcher.poll() not in (None, 0):
+        if (self.launcher is None or self.launcher.poll() not in (None, 0)) and self.manager_answers():
             self.launches += 1
-            resume = [] if self.launches == 1 else ["--resume"]
+            # Before the first checkpoint is complete there is nothing to resume.
+            resume = ["--resume"] if self.has_checkpoint() else []
             job = ["train", "--hub", self.url, "--hubs", "2", "--name", "killed", *EVERY, *resume]
             self.launcher = self._start(
                 [*job, *TRAIN, "--epochs", str(self.epochs), "--save", str(self.saved)]
@@ -83,6 +84,19 @@ class Run:
     def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([self.paramhub, *arguments], stdout=self.log, stderr=self.log)
 
+    def manager_answers(self) -> bool:
+        host, _, port = self.addresses[0].partition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def has_checkpoint(self) -> bool:
+        """Whether both hubs have written their part of some step."""
+        steps = (self.folder / "checkpoints" / "killed").glob("step-*")
+        return any(all((step / f"hub-{hub}.json").exists() for hub in range(2)) for step in steps)
+
     @property
     def saved(self) -> Path:
         return self.folder / "parameters.safetensors"
@@ -96,12 +110,10 @@ class Run:
             processes = [self.servers[0].pid]
         elif target == "hub":
             processes = [process.pid for number, process in self.servers.items() if number > 0]
+        elif self.launcher is None or self.launcher.poll() is not None:
+            return False
         else:
-            assert self.launcher is not None
-            is_there = self.launcher.poll() is None
-            processes = [self.launcher.pid] if is_there else []
-            if target == "worker":
-                processes = workers_of(self.launcher.pid) if is_there else []
+            processes = workers_of(self.launcher.pid) if target == "worker" else [self.launcher.pid]
         if not processes:
             return False
         with contextlib.suppress(ProcessLookupError):
