@@ -544,7 +544,7 @@ impl Steward {
         if matches!(job.state, State::Ending { .. }) {
             return;
         }
-        // Whoever is lost now was ended by its launcher.
+        // The launcher has ended the rank that is lost now.
         let (cause, rank, reason) = match &job.announced {
             Some(announced) if cause != CauseKind::Known => (CauseKind::Known, None, announced.clone()),
             _ => (cause, rank, reason),

@@ -163,7 +163,7 @@ impl Registry {
         };
         self.with(|world| {
             let job = world.job(namespace)?;
-            // Whoever ends workers does not wait longer for a checkpoint than for this.
+            // A launcher that ends its workers waits no longer than this for a checkpoint.
             if in_time || when == StopWhen::WorkersEnding {
                 return Ok(job.status());
             }

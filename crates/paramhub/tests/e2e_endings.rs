@@ -18,7 +18,7 @@ use rustix::process::Signal;
 
 /// More steps than any test lets happen.
 const ENDLESS: [&str; 4] = ["--steps", "1000000", "--compute-ms", "1"];
-/// Of `train`, the same.
+/// More epochs than any test lets `train` reach.
 const EPOCHS: [&str; 4] = ["--epochs", "1000000", "--workers", "2"];
 
 fn workers(url: &str, created: &ServiceCreated, count: u32, arguments: &[&str]) -> Vec<Process> {

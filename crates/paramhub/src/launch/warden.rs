@@ -76,7 +76,7 @@ impl Warden {
 
 impl Drop for Warden {
     fn drop(&mut self) {
-        // Whoever gets here has not been killed and tells of the job itself.
+        // A launcher that comes here was not killed, and tells the manager itself how the job ended.
         let _ = self.write("=\n");
         drop(self.pipe.take());
         let _ = self.process.wait();
