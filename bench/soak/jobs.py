@@ -22,6 +22,8 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
+from processes import end_all
+
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 22
 """Of each job: of `train` two epochs of the 1,437 digits in batches of 2 x 64."""
@@ -57,14 +59,7 @@ class Room:
             return json.load(answer)
 
     def close(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(reversed(self.processes))
         self.log.close()
 
 

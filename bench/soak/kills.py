@@ -25,6 +25,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from processes import end_all
+
 WORKERS = 3
 TRAIN = ["--workers", str(WORKERS), "--reproducible", "--net", "mlp", "--batch", "8"]
 EVERY = ["--checkpoint-every", "50"]
@@ -121,16 +123,7 @@ class Run:
         return True
 
     def close(self) -> None:
-        processes = [process for process in (self.launcher, *self.servers.values()) if process is not None]
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(process for process in (self.launcher, *self.servers.values()) if process is not None)
         self.log.close()
 
 
