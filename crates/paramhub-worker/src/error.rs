@@ -281,7 +281,7 @@ struct InProcessOf(Option<u32>);
 
 impl fmt::Display for InProcessOf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |rank| write!(f, ", in the process of rank {rank},"))
+        self.0.map_or(Ok(()), |rank| write!(f, " (in the process of rank {rank})"))
     }
 }
 
