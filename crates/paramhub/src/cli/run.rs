@@ -255,7 +255,7 @@ pub(super) fn announce_end(
         let _ = client.announce_workers_end(&name, &reason);
         drop(told);
     };
-    std::thread::Builder::new().name("farewell".into()).spawn(tell).ok().map(|_| is_told)
+    std::thread::Builder::new().name("announce-end".into()).spawn(tell).ok().map(|_| is_told)
 }
 
 /// Says how often which rank was left out. Hubs tell their manager of a job's end a little later than they tell workers.

@@ -1,9 +1,8 @@
 //! Worker processes: started, watched, stopped, and never left behind.
 //!
 //! Each worker leads a process group of its own, so that a signal reaches what it started too. A [`Warden`] process
-//! holds the other end of a pipe from the launcher. Should the launcher itself be killed, it tells the job's connection manager so and
-//! ends those groups. (The
-//! kernel's parent-death signal would reach the leaders only, not what they started.)
+//! holds the other end of a pipe from the launcher. Should the launcher itself be killed, the warden tells the job's connection
+//! manager so and ends those groups. (The kernel's parent-death signal would reach the leaders only, not what they started.)
 
 mod environment;
 mod lines;

@@ -20,7 +20,7 @@ const TICK: Duration = Duration::from_millis(20);
 const KILL_GRACE: Duration = Duration::from_secs(5);
 /// How long the others get when one has failed: longer than hubs take to tell them why.
 const PEER_GRACE: Duration = Duration::from_secs(8);
-/// How long whoever wants to know of an interruption may hold up the signal.
+/// How long the workers may be kept from the signal while the job's hubs take a last checkpoint.
 const FAREWELL: Duration = Duration::from_secs(9);
 /// How long what was printed may take to arrive after the last worker has ended.
 const OUTPUT_GRACE: Duration = Duration::from_secs(2);
