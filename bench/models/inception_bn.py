@@ -1,7 +1,7 @@
-"""BN-Inception (Ioffe and Szegedy, 2015) for 1,000 classes, as MXNet's example `inception-bn` has it.
+"""BN-Inception (Ioffe and Szegedy, 2015) for 1,000 classes, after MXNet's example `inception-bn`.
 
-Convolutions have biases beside their batch normalisations there, and pooling without padding rounds down. The modules
-stand in the order in which MXNet lists a network's arguments, which is that of its keys: the branches of a block one after
+There, convolutions have biases beside their batch normalisations, and pooling without padding rounds down. The modules are
+in the order in which MXNet lists a network's arguments, which is the order of its keys: the branches of a block one after
 the other.
 """
 
@@ -24,7 +24,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """Branches side by side, whose outputs are concatenated."""
+    """Parallel branches, whose outputs are concatenated."""
 
     def __init__(self, branches: dict[str, nn.Module], *, filters: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def chain(**modules: nn.Module) -> nn.Sequential:
 
 
 def narrow(channels: int, filters: list[int], pool: nn.Module) -> Block:
-    """Keeps the area. Filters: 1x1; before and of the 3x3; before and of the two 3x3; after the pooling."""
+    """A block that keeps the area. Filters: 1x1; before and of the 3x3; before and of the two 3x3; after the pooling."""
     one, before, three, before_double, double, projected = filters
     branches = {
         "1x1": Convolution(channels, one, 1),

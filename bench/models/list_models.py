@@ -1,13 +1,13 @@
-"""Writes models/*.json: a model's tensors, front layers first, as torchvision has them, or inception_bn.py.
+"""Writes models/*.json: the tensors of models of torchvision and of inception_bn.py, first layers first.
 
     pip install torch torchvision
     python bench/models/list_models.py models
     python bench/models/list_models.py models --only inception-bn    # which needs no torchvision
 
-The weights of fully connected layers, outputs by inputs, are marked. ``positions`` says at how many places of one sample a
-weight is applied, so that a forward pass takes its elements times its positions multiplications and additions: 1 for a fully
-connected layer, the area of the output for a convolution. Tensors without it take next to nothing. Shapes and positions come
-from a pass without data.
+The weights of fully connected layers, outputs by inputs, are marked. ``positions`` is the number of places of one sample at
+which a weight is applied: 1 for a fully connected layer, the area of the output for a convolution. A forward pass makes as many
+multiplications and additions as the weight's elements times its positions. Tensors without ``positions`` take next to nothing.
+Shapes and positions come from a pass without data.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from inception_bn import inception_bn
 
-# Of the images, which Inception has larger.
+# The side of the images, where it is not 224.
 SIDES = {"inception_v3": 299}
 NAMES = ["alexnet", "vgg11", "vgg19", "googlenet", "inception_v3", "resnet18", "resnet50", "resnet152"]
 INCEPTION_BN = "inception-bn"
 
 
 def model_of(name: str) -> tuple[torch.nn.Module, str]:
-    """A model and where it is from, without GoogLeNet's and Inception's auxiliary classifiers, as in the papers' sizes."""
+    """A model and its source. GoogLeNet and Inception are without their auxiliary classifiers, as in the papers' sizes."""
     if name == INCEPTION_BN:
         return inception_bn(), "bench/models/inception_bn.py, after MXNet's example"
     import torchvision
@@ -37,7 +37,7 @@ def model_of(name: str) -> tuple[torch.nn.Module, str]:
 
 
 def tensors(name: str) -> tuple[list[dict[str, object]], str]:
-    """The tensors of one model, and where it is from."""
+    """The tensors of one model, and its source."""
     with torch.device("meta"):
         model, source = model_of(name)
         model.eval()

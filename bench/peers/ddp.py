@@ -1,4 +1,4 @@
-"""The model's parameters in DistributedDataParallel over gloo, with a backward pass that computes nothing."""
+"""DistributedDataParallel over gloo with the model's parameters and a backward pass that computes nothing."""
 
 import os
 
@@ -9,12 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradients
 
-# A mean is a sum divided: exact where the number of workers is a power of two, else rounded in the last place.
+# The mean is exact if the number of workers is a power of two, else it is rounded in the last place.
 TOLERANCE = 1e-6
 
 
 class HandOut(torch.autograd.Function):
-    """Its backward hands out gradients that are there already, all of them at once."""
+    """An operation whose backward returns gradients that exist already, all at once."""
 
     @staticmethod
     def forward(ctx, ready, *parameters):
@@ -23,7 +23,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        # Nobody may hold on to them, or autograd would copy what it now takes as `parameter.grad`.
+        # No other reference may exist, or autograd would copy the gradients instead of taking them as `parameter.grad`.
         handed_out = (None, *ctx.ready)
         ctx.ready.clear()
         return handed_out
@@ -66,7 +66,7 @@ class Peer:
     def prepare(self, form: str) -> None:
         model = self.models[form]
         model.zero_grad(set_to_none=True)
-        # DDP writes the means where it found the gradients.
+        # DDP writes the means into the gradients' memory.
         numpy.copyto(self.working, self.pristine)
         self.loss = model([part.detach() for part in self.parts])
 

@@ -29,7 +29,7 @@ class Peer:
         self.parts = {form: [whole[start:end] for start, end in spans] for form, spans in spans.items()}
 
     def prepare(self, form: str) -> None:
-        # The sums of the last exchange lie where the gradients were.
+        # The last exchange has written its sums into the gradients' memory.
         numpy.copyto(self.working, self.pristine)
 
     def exchange(self, form: str) -> None:

@@ -1,4 +1,4 @@
-"""Puts what is compared into virtual environments of its own, beside this file, and nothing elsewhere."""
+"""Installs the peers into virtual environments of their own beside this file, and nothing elsewhere."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ class NotInstalled(Exception):
 
 
 def install_all(teams, python: str):
-    """Where each team's programs are, and why those of others are nowhere."""
+    """The folder of each team's programs, and for each team that could not be installed the reason."""
     binaries, missing = {}, {}
     for team in teams:
         try:
@@ -28,7 +28,7 @@ def install(environment: Environment, python: str) -> Path:
     """The folder of the environment's programs."""
     folder = HERE / f".venv-{environment.name}"
     binaries = folder / "bin"
-    # Written last, so that an installation that was broken off is repeated.
+    # Written last, so that an interrupted installation is repeated.
     receipt = folder / "installed"
     wanted = "\n".join(environment.packages) + "\n"
     if receipt.is_file() and receipt.read_text() == wanted:
@@ -42,7 +42,7 @@ def install(environment: Environment, python: str) -> Path:
 
 def command(words: list) -> None:
     try:
-        # Not in the terminal's group: Ctrl-C is for the conductor.
+        # Not in the terminal's process group: only the driver handles Ctrl-C.
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     except OSError as error:
         raise NotInstalled(f"{words[0]}: {error}") from None

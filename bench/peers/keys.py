@@ -1,6 +1,6 @@
-"""Which tensors are exchanged: a list in models/, a file of the same form, or one made from a rule.
+"""The tensors that are exchanged: a list in models/, a file of the same form, or a list made by a rule.
 
-Every candidate gets the same file, paramhub included, so nobody can mean another model by the same name.
+Every peer gets the same file, and so does paramhub, so no name can mean different models.
 """
 
 import json
@@ -48,19 +48,20 @@ def read(path: Path) -> KeyList:
 
 
 def many_small(count: int = 10_000, elements: int = 256) -> KeyList:
-    """As many keys of 1 KB, where the cost of a key shows and not that of its bytes."""
+    """Many keys of 1 KB, which show the cost of a key and not that of its bytes."""
     tensors = [{"name": f"small.{number}", "shape": [elements]} for number in range(count)]
     return KeyList(f"{count} keys of {elements} elements", tensors)
 
 
 def one_key(whole: KeyList) -> KeyList:
-    """A single key with all elements of another list, where the cost of a key does not show at all."""
+    """A single key with all elements of another list, which does not show the cost of a key."""
     tensor = {"name": "all", "shape": [sum(whole.elements)]}
     return KeyList(f"{whole.model} as one key", [tensor])
 
 
 def scaled(whole: KeyList, scale: int) -> KeyList:
-    """Every tensor's elements divided and rounded up, as `paramhub bench exchange --scale` does it."""
+    """A list whose tensors have their numbers of elements divided by ``scale`` and rounded up, as with
+    `paramhub bench exchange --scale`."""
     if scale == 1:
         return whole
     tensors = [

@@ -1,6 +1,6 @@
 """MPI's all-reduce by mpi4py: every tensor by itself, or 25 MB at a time, in place or into a second buffer.
 
-Which MPI it is, and over what it talks, is the launcher's affair.
+The launcher determines the MPI library and its transport.
 """
 
 import numpy
@@ -49,6 +49,6 @@ class Peer:
 
 
 def version() -> str:
-    """Libraries name themselves at length; the first words tell which."""
+    """The library's name and version. The library's own text is long; its first words are enough."""
     first_line = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
     return " ".join(first_line.replace("Version:", "").split())

@@ -7,7 +7,7 @@ import gradients
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
-# Some steps in f32 against the same steps in f64, and parameters below ten or so.
+# The difference of some steps in f32 from the same steps in f64, for parameters below about ten.
 TOLERANCE = 1e-3
 
 
@@ -18,7 +18,7 @@ class Peer:
         self.store = mxnet.kv.create("dist_sync")
         self.is_on_server = task["optimizer"] == "nesterov"
         if self.is_on_server:
-            # As gluon.Trainer does with update_on_kvstore: the workers' sum, divided on the server.
+            # The same as gluon.Trainer with update_on_kvstore: the server divides the workers' sum.
             optimizer = mxnet.optimizer.NAG(
                 learning_rate=LEARNING_RATE, momentum=MOMENTUM, rescale_grad=1.0 / self.workers
             )
@@ -35,13 +35,13 @@ class Peer:
         mxnet.nd.waitall()
 
     def prepare(self, form: str) -> None:
-        # A pull arrives in the memory that was pushed before it is copied to where it was asked for.
+        # A pull writes into the pushed memory first, and copies from there into its output.
         for pristine, gradient in zip(self.pristine, self.gradients):
             pristine.copyto(gradient)
         mxnet.nd.waitall()
 
     def exchange(self, form: str) -> None:
-        # The order and the priorities of gluon.Trainer: back layers are ready first, front layers are needed first.
+        # The order and the priorities of gluon.Trainer: last layers are ready first, first layers are needed first.
         for key in reversed(range(len(self.gradients))):
             self.store.push(key, self.gradients[key], priority=-key)
             self.store.pull(key, out=self.parameters[key], priority=-key)
@@ -59,12 +59,12 @@ class Peer:
         return gradients.compare(self.layout, self.workers, tensors, lambda total: total * factor, tolerance)
 
     def leave(self) -> None:
-        # The servers are told to end when the last store is gone.
+        # The last store that is deleted ends the servers.
         del self.store
 
 
 def nesterov_factor(steps: int) -> float:
-    """Where parameters that began at 0 are after as many steps with one and the same gradient, in units of it."""
+    """The parameters after this many steps from 0 with the same gradient in each, in units of that gradient."""
     velocity, position = 0.0, 0.0
     for _ in range(steps):
         velocity = MOMENTUM * velocity + 1.0

@@ -1,4 +1,4 @@
-"""paramhub's own rows: `paramhub bench exchange`, which starts and ends its workers and its hub by itself."""
+"""paramhub's rows: `paramhub bench exchange`, which starts and ends its workers and its hub by itself."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ WRONG_USAGE = 2
 
 
 class Refused(Exception):
-    """This program does not have that row."""
+    """This build of paramhub does not support that row."""
 
 
 class Failed(Exception):
@@ -25,7 +25,7 @@ class Program:
         self.scratch = scratch
 
     def probe(self, row: Ours, optimizer: str) -> None:
-        """Next to nothing, to hear whether the flags exist before anybody is timed: a key for each of many hubs."""
+        """A tiny exchange that shows before any timing whether the flags exist. It has 64 keys, enough for many hubs."""
         tiny = self.scratch / "tiny.json"
         tiny.write_text(json.dumps([{"name": f"tiny.{number}", "shape": [1]} for number in range(64)]))
         self._run(tiny, row, optimizer, iterations=1, warmup=0)
@@ -34,7 +34,7 @@ class Program:
         return self._run(self.keys, row, optimizer, iterations, warmup)
 
     def command(self, row: Ours, optimizer: str) -> str:
-        """As a user would repeat it, but for the keys."""
+        """The command for users who repeat the row, without the keys."""
         words = ["paramhub", "bench", "exchange", *self._size(row), "--optimizer", optimizer, *row.flags]
         return shlex.join(words)
 
@@ -52,7 +52,7 @@ class Program:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            # Ctrl-C is for the conductor, who then ends this one too.
+            # Only the driver handles Ctrl-C, and then ends this process, too.
             start_new_session=True,
             preexec_fn=processes.die_with_parent,
         )
@@ -64,7 +64,7 @@ class Program:
 
 
 def path_of_program(given, repository: Path) -> Path:
-    """The release build, made if there is none."""
+    """The path of the release build, which this builds if there is none."""
     if given:
         if not given.is_file():
             raise SystemExit(f"--paramhub {given}: there is no such program")

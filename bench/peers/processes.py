@@ -1,4 +1,4 @@
-"""Processes that end with whoever started them, and their processor time."""
+"""Processes that end with the process that started them, and their processor time."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ class Interrupted(BaseException):
 
 
 def supervised(work) -> int:
-    """Gives `work` a folder of its own; however it ends, so do all processes that it started."""
+    """Calls `work` with a folder of its own. At its end, in whatever way, this ends all processes that it started."""
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in caught:
         signal.signal(number, interrupt)
@@ -50,13 +50,13 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """What mpirun and the like leave behind becomes this process's child, where it can be found and ended."""
+    """Makes processes that mpirun and the like leave behind children of this process, which can find and end them."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def cpu_seconds(pid: int) -> float:
     """Processor time of a whole process; 0 once it is gone."""
-    # The kernel's clock ids of other processes, as clock_getcpuclockid(3) makes them.
+    # The kernel's clock id of another process, computed as clock_getcpuclockid(3) does.
     clock = (~pid << 3) | CPUCLOCK_SCHED
     try:
         return time.clock_gettime(clock)
@@ -71,10 +71,10 @@ def descendants(pid: int) -> list:
             continue
         try:
             with open(f"/proc/{entry}/stat") as file:
-                # The name before it is in parentheses and may contain anything.
+                # The process's name comes before it, in parentheses, and may contain any character.
                 parent = int(file.read().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         children.setdefault(parent, []).append(int(entry))
     found = []
     frontier = [pid]
@@ -86,7 +86,7 @@ def descendants(pid: int) -> list:
 
 
 def shared_segments(pid: int) -> set:
-    """Files in /dev/shm that a process has mapped and that still have a name."""
+    """Files in /dev/shm that a process has mapped and that were not deleted."""
     try:
         with open(f"/proc/{pid}/maps") as file:
             paths = {line.split(maxsplit=5)[5].strip() for line in file if "/dev/shm/" in line}
@@ -104,7 +104,7 @@ def kill(pids: list) -> None:
 
 
 def kill_all_descendants() -> None:
-    """What is started while others are killed is found the next time around."""
+    """Kills in several rounds, because processes may start others meanwhile."""
     for _ in range(100):
         alive = descendants(os.getpid())
         if not alive:
@@ -119,7 +119,7 @@ def kill_all_descendants() -> None:
 
 
 def loopback_bytes() -> int:
-    """Everything the loopback interface has carried, of whoever."""
+    """All bytes that the loopback interface has carried, of all processes."""
     with open("/proc/net/dev") as file:
         for line in file:
             name, _, counters = line.partition(":")

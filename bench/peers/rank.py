@@ -1,13 +1,14 @@
-"""One rank of a peer: takes orders, exchanges, and says how long it took.
+"""One rank of a peer: receives orders, exchanges, and reports the time.
 
     python rank.py MODULE SOCKET
 
 MODULE is the peer (gloo, ddp, mpi, mxnet_kvstore); its class `Peer` has
 
-    version              what was measured
+    version              the library and its version
     prepare(form)        makes all gradients ready; not timed
     exchange(form)       returns once this rank has every result; timed
-    check(form)          one more exchange, compared with what the gradients must give
+    check(form)          makes one more exchange and compares its results with the known sums
+    leave()              ends the peer
 """
 
 import importlib
@@ -17,27 +18,27 @@ import time
 import traceback
 
 import processes
-from line import Line
+from json_connection import JsonConnection
 
 
 def main() -> None:
     module, path = sys.argv[1:]
-    # A launcher such as mpirun that is killed must not leave its ranks behind.
+    # If a launcher such as mpirun is killed, its ranks must end, too.
     processes.die_with_parent()
-    line = Line.dial(path)
-    line.say({"pid": os.getpid()})
-    task = line.hear()
+    connection = JsonConnection.dial(path)
+    connection.send({"pid": os.getpid()})
+    task = connection.receive()
     if task is None:
         return
     try:
         peer = importlib.import_module(module).Peer(task)
-        line.say({"version": peer.version})
-        while (order := line.hear()) is not None:
-            line.say(obey(peer, order))
+        connection.send({"version": peer.version})
+        while (order := connection.receive()) is not None:
+            connection.send(obey(peer, order))
     except Exception as error:
         traceback.print_exc()
-        line.say({"failed": f"{type(error).__name__}: {error}"})
-        # The other ranks may hang in a collective that this one has left: no farewell that waits for them.
+        connection.send({"failed": f"{type(error).__name__}: {error}"})
+        # The other ranks may hang in a collective that this rank has left, so this rank ends without waiting for them.
         os._exit(1)
     peer.leave()
 
@@ -53,7 +54,7 @@ def obey(peer, order: dict) -> dict:
 
 
 def exchange(peer, form: str, start: float) -> dict:
-    # All ranks were told the same instant, so that no order is under way while anyone is timed.
+    # All ranks start at the same instant, so that no order is being sent while a rank is timed.
     time.sleep(max(0.0, start - time.monotonic()))
     cpu_seconds = time.process_time()
     started = time.monotonic()

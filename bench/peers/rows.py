@@ -1,30 +1,30 @@
-"""What is compared: the teams of processes, the rows of the table, and what is installed for them.
+"""The teams of processes, the rows of the table, and the packages that are installed for them.
 
-A new row of ours is a line in OURS; a peer's new form is a line in its team.
+A new row of paramhub is a line in OURS; a new form of a peer is a line in its team.
 """
 
 from dataclasses import dataclass, field
 
-# Thread pools of one: as many processes as workers share the machine already.
+# Each library gets one thread, because the workers' processes already share the machine.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-# By default all of them would also listen on, or even talk through, the machine's other interfaces.
+# Without these variables the libraries would also listen on the machine's other interfaces, or even use them.
 LOOPBACK_ONLY = {
     "gloo": {"GLOO_SOCKET_IFNAME": "lo"},
-    # Its `mpirun` finds its own control channel no loopback interface, so that one listens elsewhere, unused.
+    # `mpirun`'s own control channel does not accept the loopback interface, so it listens elsewhere, unused.
     "openmpi": {"OMPI_MCA_btl_tcp_if_include": "lo", "UCX_NET_DEVICES": "lo"},
     "mpich": {"FI_TCP_IFACE": "lo", "UCX_NET_DEVICES": "lo"},
     "mxnet": {"DMLC_INTERFACE": "lo", "DMLC_NODE_HOST": "127.0.0.1"},
 }
 
-# More ranks than processors, wherever the scheduler wants them, also as root in a container.
+# Allows more ranks than processors, binds them to none, and runs as root in a container, too.
 OPENMPI = ["{bin}/mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "{workers}"]
 MPICH = ["{bin}/mpiexec", "-iface", "lo", "-bind-to", "none", "-n", "{workers}"]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: one MPI each, because both bring an `mpirun`."""
+    """A virtual environment. Each MPI has its own, because both bring an `mpirun`."""
 
     name: str
     packages: tuple
@@ -44,32 +44,32 @@ class Form:
 
     name: str
     label: str
-    # Shown, but not compared with ours: it exchanges nothing.
+    # Shown, but not compared with paramhub, because it exchanges nothing.
     is_control: bool = False
 
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that stay alive while the benchmark runs, and sleep while it is not their turn."""
+    """Processes that stay alive while the benchmark runs, and sleep between their turns."""
 
     name: str
     title: str
     environment: str
     module: str
     forms: tuple
-    # What ours has to do to be compared.
+    # The optimizer of the rows of paramhub that are compared with this team.
     optimizer: str = "mean"
-    # Starts all ranks; without it each is started by itself.
+    # The command that starts all ranks; without it the driver starts each rank.
     launcher: tuple = ()
     variables: dict = field(default_factory=dict)
     # Roles of further processes: MXNet's scheduler and server.
     helpers: tuple = ()
-    # How often a rank holds the model, roughly, and its helpers do.
+    # About how many copies of the model a rank has in memory, and how many all helpers have.
     copies: float = 2.0
     helper_copies: float = 0.0
 
 
-# All of gloo's are in place; MPI's users have the choice, and which is faster depends on the number of workers.
+# All of gloo's forms are in place. MPI's users can choose, and which form is faster depends on the number of workers.
 OF_GLOO = (Form("tensors", "per tensor"), Form("buckets", "25 MB buckets"))
 OF_MPI = (
     Form("tensors-in-place", "per tensor, in place"),
@@ -148,12 +148,12 @@ TEAMS = (
 
 @dataclass(frozen=True)
 class Ours:
-    """A way to run `paramhub bench exchange`; one that the program refuses is skipped and named."""
+    """A way to run `paramhub bench exchange`. A way that the program refuses is skipped and named."""
 
     name: str
     label: str
     flags: tuple
-    # Where they differ from everybody else's.
+    # Where they differ from those of the other rows; 0 otherwise.
     workers: int = 0
     cores: int = 0
 

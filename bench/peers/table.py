@@ -1,4 +1,4 @@
-"""What was found, for people and as JSON. Nothing is printed that was not measured in this run."""
+"""The results as text and as JSON. All numbers were measured in this run."""
 
 import statistics
 
@@ -49,7 +49,7 @@ def peers(results) -> list:
 
 
 def ratios(peer, mine) -> list:
-    """Of the same round each, so that a machine that is slow for a while is slow for both."""
+    """The peer's time by ours in each round: a machine that is slow for a while is slow for both."""
     if peer.optimizer != mine.optimizer:
         return []
     pairs = zip(peer.rounds, mine.rounds)
@@ -67,7 +67,7 @@ def of_rows(results) -> str:
 
 
 def of_ratios(results) -> str:
-    """Each team by its fastest form, which is the one that its users would choose."""
+    """The ratios of each team's fastest form, which is the one that its users would choose."""
     best = {}
     for row in peers(results):
         other = best.get(row.title)
@@ -88,7 +88,7 @@ def of_notes(results) -> str:
     notes += [f"{name}: {command}" for name, command in sorted(results.commands.items())]
     if results.idle_shares:
         idle = sum(results.idle_shares.values())
-        # gloo's threads wake now and then even if nothing is to be done.
+        # gloo's threads wake now and then even without work.
         notes.append(f"while they slept, all teams together used {idle:.1%} of a processor")
     by_reason = {}
     for name, reason in results.missing.items():

@@ -1,4 +1,4 @@
-"""A team's processes and the conversation with them."""
+"""A team's processes and the messages to and from them."""
 
 import os
 import select
@@ -12,44 +12,44 @@ from pathlib import Path
 
 import processes
 import rows
-from line import Line
+from json_connection import JsonConnection
 
 HERE = Path(__file__).resolve().parent
-# Four processes that import PyTorch on two busy processors.
+# Seconds for four processes to import PyTorch on two busy processors.
 START_PATIENCE = 120.0
-# A very large exchange, or the check of its numbers.
+# Seconds for a very large exchange, or for the check of its numbers.
 ANSWER_PATIENCE = 600.0
 PART_PATIENCE = 5.0
-# From the first order to the start: all ranks have theirs by then.
+# Seconds from the first order to the start, in which all ranks receive their orders.
 LEAD = 0.005
 
 
 class Failed(Exception):
-    """A team that cannot go on; the others can."""
+    """A team cannot continue; the others can."""
 
 
 @dataclass
 class Timed:
     """One iteration."""
 
-    # The slowest rank's.
+    # The time of the slowest rank.
     seconds: float
-    # Mean of the ranks, each during its own time.
+    # The mean over the ranks, each during its own exchange.
     cpu_seconds_worker: float
     # Servers and launchers, from before the order to after the last answer.
     cpu_seconds_server: float
     cpu_seconds_all: float
-    # Of everybody on this machine, so an upper bound.
+    # It counts all processes on this machine, so it is an upper bound.
     loopback_bytes: int
 
 
-class Company:
+class TeamProcesses:
     """A started team."""
 
     def __init__(self, team: rows.Team, binaries: Path, task: dict, scratch: Path, entrances: list):
         self.team, self.entrances = team, entrances
         self.lines, self.ranks, self.started = [], [], []
-        # Of shared memory, by name.
+        # The paths of shared memory segments.
         self.segments = set()
         self.version = ""
         self.scratch = scratch
@@ -71,7 +71,7 @@ class Company:
         variables = environment(self.team, workers)
         rank = [str(binaries / "python"), str(HERE / "rank.py"), self.team.module, path]
         for role in self.team.helpers:
-            # Importing the module is what runs a server, says MXNet's documentation.
+            # MXNet's documentation says that importing the module runs the server.
             self._spawn([str(binaries / "python"), "-c", "import mxnet"], {**variables, "DMLC_ROLE": role})
         if self.team.launcher and self.entrances:
             raise Failed("its launcher starts ranks on this machine only")
@@ -83,7 +83,7 @@ class Company:
                 self._spawn([*entrance, *rank], variables)
         self._accept(listener, workers)
         for number, line in enumerate(self.lines):
-            line.say({**task, "rank": number, "scratch": str(self.scratch)})
+            line.send({**task, "rank": number, "scratch": str(self.scratch)})
         self.version = self._hear_all()[0]["version"]
         self.sleep()
 
@@ -95,7 +95,7 @@ class Company:
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
-                # A group of its own: Ctrl-C is for the conductor, who ends everybody in order.
+                # A process group of its own: only the driver handles Ctrl-C, and ends all processes in order.
                 start_new_session=True,
                 preexec_fn=processes.die_with_parent,
             )
@@ -113,9 +113,9 @@ class Company:
                     raise Failed(self._complaint("did not start")) from None
                 continue
             connected.settimeout(ANSWER_PATIENCE)
-            line = Line(connected)
+            line = JsonConnection(connected)
             self.lines.append(line)
-            self.ranks.append(line.hear()["pid"])
+            self.ranks.append(line.receive()["pid"])
         listener.close()
 
     def iterate(self, form: str) -> Timed:
@@ -142,7 +142,7 @@ class Company:
         }
 
     def wake(self) -> None:
-        """Counts what the team used while it should have slept."""
+        """Adds the processor time that the team used while it should have slept."""
         self.idle_seconds += time.monotonic() - self.asleep_since
         self.idle_cpu_seconds += self._cpu_of_all() - self.cpu_then
 
@@ -152,14 +152,14 @@ class Company:
         self.asleep_since, self.cpu_then = time.monotonic(), self._cpu_of_all()
 
     def idle_share(self) -> float:
-        """Of one processor, over all of its naps."""
+        """The share of one processor that the team used in all its sleeps."""
         return self.idle_cpu_seconds / max(self.idle_seconds, 1e-9)
 
     def stop(self) -> None:
         for line in self.lines:
             line.hang_up()
         deadline = time.monotonic() + PART_PATIENCE
-        # Who has not been given work yet may wait for others that will never come.
+        # A rank without a task may wait for other ranks that never start, so only a started team is waited for.
         if self.version:
             for process in self.started:
                 try:
@@ -170,12 +170,12 @@ class Company:
         for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-        # Only what still is below this process: a number may belong to somebody else by now.
+        # Only descendants of this process are killed, because an id may belong to another process by now.
         mine = set(processes.descendants(os.getpid()))
         processes.kill([pid for pid in {*left, *self.ranks} if pid in mine])
         for process in self.started:
             process.wait()
-        # Where one rank is killed, mpirun kills the others before they can remove what they share.
+        # If one rank is killed, mpirun kills the others before they can remove their shared memory.
         for segment in self.segments:
             Path(segment).unlink(missing_ok=True)
         self.log.close()
@@ -183,7 +183,7 @@ class Company:
     def _order(self, order: dict) -> list:
         try:
             for line in self.lines:
-                line.say(order)
+                line.send(order)
         except OSError:
             raise Failed(self._complaint("ended too early")) from None
         return self._hear_all()
@@ -194,7 +194,7 @@ class Company:
         for number, line in enumerate(self.lines):
             self._await(line, f"rank {number}", deadline)
             try:
-                report = line.hear()
+                report = line.receive()
             except OSError:
                 report = None
             if report is None:
@@ -204,8 +204,9 @@ class Company:
             reports.append(report)
         return reports
 
-    def _await(self, line: Line, name: str, deadline: float) -> None:
-        """Ranks whose server is gone would wait for it forever."""
+    def _await(self, line: JsonConnection, name: str, deadline: float) -> None:
+        """Waits for a rank's answer. Checks meanwhile whether the team's processes live: a rank whose server has ended would
+        wait for it forever."""
         while not select.select([line.socket], [], [], 0.5)[0]:
             if any(process.poll() is not None for process in self.started):
                 raise Failed(self._complaint("one of its processes ended too early"))
@@ -220,7 +221,7 @@ class Company:
         return self._cpu_of_helpers() + sum(processes.cpu_seconds(pid) for pid in self.ranks)
 
     def _complaint(self, what: str) -> str:
-        """The last thing that its processes printed says more than that they are gone."""
+        """The complaint with the last lines that the team's processes printed, which say more than that they have ended."""
         self.log.flush()
         text = (self.scratch / "log").read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
@@ -242,7 +243,7 @@ def environment(team: rows.Team, workers: int) -> dict:
 
 
 def free_port() -> int:
-    """Free a moment ago: MXNet's scheduler cannot choose one itself."""
+    """A port that was free a moment ago, because MXNet's scheduler cannot choose one itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

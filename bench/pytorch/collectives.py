@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 bench/pytorch/collectives.py [--transport tcp] [--dtype bfloat16]
 
-Rounds of the three are interleaved, so that what disturbs one disturbs all; times are medians, of the slowest rank. The
-columns are those of nccl-tests: busbw is what a ring would move over each link in that time. From this comes
-`HUB_BYTES_MIN` in python/paramhub/torch/_hub_sums.py.
+Rounds of the three are interleaved, so that a disturbance affects all of them. Times are medians of the slowest rank. The
+columns are those of nccl-tests: busbw is the rate at which a ring would move its bytes over each link in that time.
+`HUB_BYTES_MIN` in python/paramhub/torch/_hub_sums.py comes from these measurements.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the other ranks see when one of them ends, for every way to train under PyTorch.
+"""Measures how the other ranks end when one of them ends, for every way to train under PyTorch.
 
     python bench/pytorch/ends.py
     python bench/pytorch/ends.py --way backend --death stalled --json
 
-Ranks are processes of their own on this host, with the variables that torchrun sets. One of them, rank 1 if nothing else is
-said, raises an exception after some steps, is killed, ends early, or stalls. Of every other rank a row says how its process
-ended (0 and above an exit code, below 0 a signal), how long after the death it raised an exception, how long it took from there
-until this library had left and until the process had ended, and what the exception says. A rank that has not ended within the
-limit is killed; its code is then that of SIGKILL, and standard error has its stacks.
+Ranks are processes on this host, with the variables that torchrun sets. One of them, by default rank 1, raises an exception
+after some steps, is killed, ends early, or stalls. For every other rank a row has its process's end (from 0 an exit code, below 0
+a signal), the time from the death to the rank's exception, the times from there until this library had left and until the
+process had ended, and the exception's message. A rank that has not ended within the limit is killed. Its code is then that of
+SIGKILL, and standard error has its stacks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = ["optimizer", "hook", "distributed", "backend", "backend-small"]
-"""`backend-small` has a model whose gradients go from rank to rank; those of the others go through the hub."""
+"""With `backend-small` gradients go over the mesh; with all others they go through the hub."""
 TORCHS_OWN = "gloo"
-"""DDP over gloo, to compare with: this library is not even imported."""
+"""DDP over gloo, for comparison. This way does not even import this library."""
 DEATHS = ["raised", "killed", "ended", "stalled"]
 STALL_SECONDS = 3.0
-"""How long a collective may take where a rank stalls."""
+"""Seconds that a collective may take if a rank stalls in its own code."""
 SILENCE_SECONDS = 4.0
-"""After so long a rank that is silent counts as lost, where one stops altogether."""
+"""Seconds after which a silent rank counts as lost, if its whole process stops."""
 STEPS_BEFORE = 3
 
 
@@ -59,23 +59,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one surviving rank."""
+    """The end of one surviving rank."""
 
     way: str
     death: str
     rank: int
     code: int
     told_s: float | None
-    """From the death to the exception."""
+    """Seconds from the death to the exception."""
     left_s: float | None
-    """From the exception to the end of what is registered for the end of the process."""
+    """Seconds from the exception to the end of the functions registered at ``atexit``."""
     end_s: float | None
-    """From the exception to the end of the process, of which torch's own share, under load, can be seconds."""
+    """Seconds from the exception to the end of the process. Under load, torch alone can take seconds of it."""
     message: str
 
 
 class Part:
-    """A rank's part in a case, which its process plays."""
+    """The program of one rank in a case."""
 
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
         self.case = case
@@ -83,7 +83,7 @@ class Part:
         self.folder = folder
 
     def play(self) -> None:
-        # What is registered first is called last.
+        # atexit calls in reverse order, so this runs last.
         atexit.register(self._note, "left", "")
         try:
             self._train()
@@ -132,7 +132,7 @@ class Part:
             optimizer.step()
 
     def _die(self) -> bool:
-        """Whether it is to return."""
+        """Ends the rank as the case says. Returns True if the rank must return early."""
         death = self.case.death
         if death == "ended":
             self._note("died", "")
@@ -143,7 +143,7 @@ class Part:
         if death == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.case.way.startswith(("backend", TORCHS_OWN)):
-            # Its connections answer all the same: what it does not do is call the collective.
+            # Its connections still answer, but it does not call the collective.
             time.sleep(3600)
         else:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -170,19 +170,19 @@ def small_model() -> nn.Sequential:
 
 
 def large_model() -> nn.Sequential:
-    """Its gradients are several buckets of DDP's, each large enough for the hub."""
+    """A model whose gradients are several buckets of DDP, each large enough for the hub."""
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256) for _ in range(4)]
     return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())), nn.Linear(256, 10))
 
 
 def main() -> Part | None:
-    """Returns a part in the processes that are ranks."""
+    """Returns a `Part` in the processes that are ranks, and None in this program's own."""
     arguments = parse()
-    # Ranks are forked from this process, which has imported once for all of them what takes seconds: it must have one thread.
+    # Ranks are forked from this process, which makes the slow imports once for all of them. So it must have one thread.
     importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
-    # Taking this down at the end of every rank would take longer than what is measured.
+    # To free these objects at the end of every rank would take longer than the measured times.
     gc.freeze()
     cases = [
         Case(way, death, arguments.ranks, arguments.victim, arguments.cleans_up)
@@ -210,7 +210,7 @@ def main() -> Part | None:
 
 
 def run(case: Case, folder: Path, limit: float) -> list[Row] | Part:
-    """Starts a case's ranks and waits for their ends; in a rank's process it returns at once."""
+    """Starts a case's ranks and waits for their ends. In a rank's process it returns at once."""
     port = free_port()
     processes: dict[int, int] = {}
     for rank in range(case.ranks):
@@ -251,7 +251,7 @@ def become(case: Case, rank: int, port: int, folder: Path) -> None:
 def wait_for(
     processes: dict[int, int], ranks: set[int], ended: dict[int, tuple[float, int]], limit: float
 ) -> None:
-    """Notes when and how processes end, until all of ``ranks`` have or the limit is over."""
+    """Stores when and how processes end, until all of ``ranks`` have ended or the limit is over."""
     deadline = time.monotonic() + limit
     files = {os.pidfd_open(process): rank for rank, process in processes.items() if rank not in ended}
     while ranks - ended.keys() and (left := deadline - time.monotonic()) > 0:
@@ -288,7 +288,7 @@ def line(row: Row) -> str:
 
 
 def free_port() -> int:
-    """A port of loopback below those that the system gives to connections, so that none of these takes it meanwhile."""
+    """A loopback port below those that the system gives to connections, so that no connection takes it meanwhile."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     for _ in range(1000):

@@ -1,11 +1,11 @@
-"""What a step's exchange takes under PyTorch: DDP over gloo beside DDP with the hub, in turns, without computation.
+"""Measures a step's exchange under PyTorch, without computation: DDP over gloo and the ways through the hub, in turns.
 
     torchrun --nproc-per-node 4 bench/pytorch/exchange.py --model resnet50
     PARAMHUB_TRANSPORT=tcp torchrun --nproc-per-node 4 bench/pytorch/exchange.py --model resnet50
 
-Every row has a model of its own with the tensors of a list in models/. A backward pass hands out gradients that exist
-already, so that nothing but the exchange is timed: from backward() until every rank has its result. A round runs every
-row once; a row's time in a round is that of the slowest rank; ratios are taken within rounds, and medians over them.
+Every row has a model of its own with the tensors of a list in models/. A backward pass returns gradients that exist
+already, so that only the exchange is timed: from backward() until every rank has its result. A round runs every row once. A
+row's time in a round is that of the slowest rank. Ratios are taken within rounds, and medians over rounds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RATE, MOMENTUM = 0.01, 0.9
 
 
 class HandOut(torch.autograd.Function):
-    """Its backward pass hands out gradients that are there already."""
+    """An operation whose backward pass returns gradients that exist already."""
 
     @staticmethod
     def forward(ctx, ready, *parameters):
@@ -37,14 +37,14 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        # Nobody else may hold them, or autograd would copy what it now takes as `parameter.grad`.
+        # No other reference may exist, or autograd would copy the gradients instead of taking them as `parameter.grad`.
         handed_out = (None, *ctx.ready)
         ctx.ready.clear()
         return handed_out
 
 
 class Tensors(nn.Module):
-    """A model that is nothing but its parameters, back to front as backward passes meet them."""
+    """A model that has only parameters and computes nothing."""
 
     def __init__(self, shapes: list) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Row:
 
     def prepare(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        # DDP writes the means where it finds the gradients, so each round has its own.
+        # DDP writes the means into the gradients' memory, so each round needs copies.
         self.loss = self.train([gradient.clone() for gradient in self.gradients])
 
     def run(self) -> None:
         self.loss.backward()
 
     def check(self, rank: int, size: int) -> None:
-        """The mean of what the ranks have put in."""
+        """Checks that each gradient is the mean of the ranks' gradients."""
         expected = sum(range(1, size + 1)) / size
         for parameter in self.model.parameters():
             if not torch.allclose(parameter.grad, torch.full_like(parameter, expected)):
@@ -155,7 +155,7 @@ class Hub(Row):
         self.steps += 1
 
     def check(self, rank: int, size: int) -> None:
-        """Nesterov's momentum on a mean that never changes."""
+        """Checks the parameters after all steps: the mean gradient is the same in each."""
         mean = sum(range(1, size + 1)) / size
         velocity = value = 0.0
         for _ in range(self.steps):

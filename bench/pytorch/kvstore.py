@@ -1,8 +1,8 @@
-"""Measures what calls of a key-value store cost Python, beside a copy of what they are given, and a whole exchange.
+"""Measures the time of a key-value store's calls in Python, beside a copy of a value, and of a whole exchange.
 
     paramhub run -n 2 -- python bench/pytorch/kvstore.py --kvstore depcha
 
-Every round pushes all keys, pulls all, and waits. Times are medians of rank 0's.
+Every round pushes all keys, pulls all keys, and waits. Times are medians of rank 0's times.
 """
 
 from __future__ import annotations

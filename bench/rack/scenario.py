@@ -1,4 +1,4 @@
-"""What a scenario file says: a testbed, and rows that are measured on its hosts."""
+"""Scenario files: a testbed, and rows that are measured on its hosts."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -14,22 +14,22 @@ except ImportError:
 
 @dataclass
 class Row:
-    """One of ours: `paramhub bench exchange`, with its processes on hosts."""
+    """A row of paramhub: `paramhub bench exchange`, with its processes on hosts."""
 
     name: str
     label: str
     deployment: str = "ncc"
-    # The scenario's, unless the row has others.
+    # The hosts of workers; the scenario's if empty.
     hosts: list = field(default_factory=list)
     hub_hosts: list = field(default_factory=list)
-    # Of each hub, how many are used; 0 for all.
+    # The number of interfaces that each hub uses; 0 for all.
     interfaces: int = 0
     cores: int = 0
     transport: str = "auto"
-    # Whether hosts and hubs belong to the racks their names begin with, as r0w3 and r1hub.
+    # Whether hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
     racks: bool = False
     flags: list = field(default_factory=list)
-    # What its busiest link must carry, in models by the rate of a worker's link, where that is not 1.
+    # The least that the busiest link must carry, in units of a model over a worker's link.
     least: float = 1.0
 
     def as_ours(self, testbed, scenario) -> rows.Ours:
@@ -52,13 +52,13 @@ class Scenario:
     model: str = "resnet18"
     scale: int = 1
     optimizer: str = "mean"
-    # Of each hub.
+    # The cores of each hub.
     cores: int = 1
     rounds: int = 5
     iterations: int = 3
     warmup: int = 1
     ours: list = field(default_factory=list)
-    # Names of bench/peers/rows.py, as gloo-buckets.
+    # Names from bench/peers/rows.py: team and form, such as gloo-buckets.
     peers: list = field(default_factory=list)
 
     @staticmethod
@@ -71,7 +71,7 @@ class Scenario:
             raise SystemExit(f"{path}: {error}") from None
 
     def least(self) -> dict:
-        """Of our rows, by their names in the results."""
+        """`Row.least` of paramhub's rows, by the rows' names in the results."""
         suffix = "" if self.optimizer == "mean" else f"-{self.optimizer}"
         return {f"ours-{row.name}{suffix}": row.least for row in self.ours}
 
@@ -79,7 +79,7 @@ class Scenario:
         return " ".join(f"--{name} {value}" for name, value in self.testbed.items())
 
     def teams(self) -> list:
-        """The peers' teams, each with the forms that are wanted of it."""
+        """The peers' teams, each with the forms that the scenario names."""
         found = []
         for team in rows.TEAMS:
             forms = tuple(form for form in team.forms if f"{team.name}-{form.name}" in self.peers)

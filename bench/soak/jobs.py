@@ -1,12 +1,12 @@
-"""Many short jobs at running hubs, several at once: how many of those that end well are recorded as anything but finished?
+"""Runs many short jobs at running hubs, several at once, and counts the wrong records of jobs that have ended well.
 
     python bench/soak/jobs.py --paramhub target/release/paramhub --jobs 5000 --python python
 
-One half of the jobs runs at a manager with one hub, the other at one with two, all with checkpoints. They come in turn from
-``paramhub train``, from ``paramhub run`` and, where ``--python`` names an interpreter with the package and NumPy, from
-``python -m paramhub run`` with a worker in Python. As soon as a job's launcher has ended with 0, the manager must have the job as
-finished, and in the end the checkpoint of its last step must be complete. Every job for which that is not so is printed; the exit
-code is 1 if there is any. This program ends all processes that it starts.
+One half of the jobs runs at a manager with one hub, the other half at a manager with two, all with checkpoints. They are started
+in turn by ``paramhub train``, by ``paramhub run`` and, if ``--python`` names an interpreter with the package and NumPy, by
+``python -m paramhub run`` with a worker in Python. As soon as a job's launcher has ended with 0, the manager must record the job
+as finished, and in the end the checkpoint of its last step must be complete. The program prints every job for which this is not
+so; its exit code is 1 if there is any. It ends all processes that it starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from processes import end_all
 
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 22
-"""Of each job: of `train` two epochs of the 1,437 digits in batches of 2 x 64."""
+"""The steps of each job: for `train` two epochs of the 1,437 digits in batches of 2 x 64."""
 TRAIN = ["--epochs", "2", "--batch", "64", "--net", "mlp"]
 EVERY = ["--checkpoint-every", "5"]
 PATIENCE_S = 120
@@ -64,7 +64,7 @@ class Room:
 
 
 def command(arguments: argparse.Namespace, way: str, room: Room, name: str) -> list[str]:
-    """What starts one job of two workers."""
+    """The command that starts one job of two workers."""
     job = ["--hub", room.url, "--hubs", str(room.hubs), "--name", name, *EVERY]
     if way == "train":
         return [arguments.paramhub, "train", "--workers", "2", *job, *TRAIN]
@@ -75,7 +75,7 @@ def command(arguments: argparse.Namespace, way: str, room: Room, name: str) -> l
 
 
 def play(arguments: argparse.Namespace, room: Room, jobs: list[tuple[str, str]]) -> list[str]:
-    """Runs these jobs, several at once; what was wrong with each that was not as it should be."""
+    """Runs these jobs, several at once. Returns a line for each job with a problem."""
     waiting, wrong, lock = iter(jobs), [], threading.Lock()
 
     def work() -> None:
@@ -118,11 +118,12 @@ def one(arguments: argparse.Namespace, room: Room, way: str, name: str) -> str |
 
 
 def without_last_checkpoint(room: Room, names: list[str]) -> list[str]:
-    """Jobs whose newest complete checkpoint is not of their last step; every hub writes its part."""
+    """Jobs without a complete checkpoint of their last step. Every hub writes its part."""
 
     def is_there(name: str) -> bool:
         folders = (room.checkpoints / name).glob(f"step-{STEPS:010}.*")
-        return any((folder / f"hub-{room.hubs - 1}.json").exists() for folder in folders)
+        parts = [f"hub-{hub}.json" for hub in range(room.hubs)]
+        return any(all((folder / part).exists() for part in parts) for folder in folders)
 
     deadline = time.monotonic() + PATIENCE_S
     missing = list(names)

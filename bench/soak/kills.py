@@ -1,13 +1,13 @@
-"""A training whose processes are killed at random ends at the bits of one that nobody has disturbed.
+"""Kills a training's processes at random and checks that it ends bit-equal to an undisturbed training.
 
     python bench/soak/kills.py --paramhub target/release/paramhub --runs 20 --kills 10 --seed 1
 
 Each run has a connection manager, two hubs that share a folder of checkpoints, and ``paramhub train --reproducible`` with three
-workers. One after the other, processes that the seed chooses are ended with SIGKILL: workers, hubs, manager, or launcher. This
-program then does what an operator would do: it starts a hub or manager that is gone again at its address, and a launcher that has
-ended with an error again with ``--resume``. A run is right if the training ends, within a bound, with the parameters of the
-undisturbed one, bit for bit. Each run prints its seed; the exit code is 1 if any was wrong. This program ends all processes that
-it starts.
+workers. The program ends processes that the seed chooses with SIGKILL, one after the other: workers, hubs, manager, or launcher.
+Then it does what an operator would do: it starts a killed hub or manager again at its address, and a launcher that has ended with
+an error again with ``--resume``. A run is right if the training ends within a bound, with parameters that are bit-equal to those
+of the undisturbed training. Each run prints its seed; the exit code is 1 if any run was wrong. This program ends all processes
+that it starts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WORKERS = 3
 TRAIN = ["--workers", str(WORKERS), "--reproducible", "--net", "mlp", "--batch", "8"]
 EVERY = ["--checkpoint-every", "50"]
 BOUND_S = 120.0
-"""For the training to end, or for a killed part to be back, after the last kill."""
+"""Seconds within which the training must end after its last launch."""
 PAUSES_S = (0.1, 2.0)
-"""Between two kills, at least and at most."""
+"""Seconds between two kills, at least and at most."""
 TARGETS = ("worker", "hub", "manager", "launcher")
 
 
 class Stuck(Exception):
-    """Something has not happened within the bound."""
+    """The training has not ended within the bound, or the undisturbed training failed."""
 
 
 class Run:
@@ -54,14 +54,14 @@ class Run:
         self.launches = 0
 
     def keep_up(self) -> None:
-        """Starts what is gone again."""
+        """Starts servers that have ended again, and a launcher that has failed."""
         for number in range(len(self.addresses)):
             process = self.servers.get(number)
             if process is None or process.poll() is not None:
                 self.servers[number] = self._start(self._server(number))
         if (self.launcher is None or self.launcher.poll() not in (None, 0)) and self.manager_answers():
             self.launches += 1
-            # Before the first checkpoint is complete there is nothing to resume.
+            # Without a complete checkpoint `--resume` would fail.
             resume = ["--resume"] if self.has_checkpoint() else []
             job = ["train", "--hub", self.url, "--hubs", "2", "--name", "killed", *EVERY, *resume]
             self.launcher = self._start(
@@ -95,7 +95,7 @@ class Run:
         return True
 
     def has_checkpoint(self) -> bool:
-        """Whether both hubs have written their part of some step."""
+        """Whether both hubs have written their parts of some checkpoint."""
         steps = (self.folder / "checkpoints" / "killed").glob("step-*")
         return any(all((step / f"hub-{hub}.json").exists() for hub in range(2)) for step in steps)
 
@@ -107,7 +107,7 @@ class Run:
         return self.launcher is not None and self.launcher.poll() == 0
 
     def kill(self, target: str, random_: random.Random) -> bool:
-        """Whether there was one to kill."""
+        """Kills a process of this kind. Returns whether there was one."""
         if target == "manager":
             processes = [self.servers[0].pid]
         elif target == "hub":
@@ -137,14 +137,14 @@ def workers_of(launcher: int) -> list[int]:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             command = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # It has just ended.
+            continue  # The process has just ended.
         if int(parent) == launcher and b"train-worker" in command:
             found.append(int(folder.name))
     return sorted(found)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback below those that the system gives to connections: they stay free while their server is away."""
+    """Loopback ports below those that the system gives to connections, so that they stay free while their server is down."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports: list[int] = []
     while len(ports) < count:
@@ -169,7 +169,7 @@ def undisturbed(arguments: argparse.Namespace) -> bytes:
 
 
 def disturbed(arguments: argparse.Namespace, seed: int, expected: bytes) -> str | None:
-    """What was wrong with a run, if anything."""
+    """Runs a training with kills. Returns what was wrong with it, or None."""
     random_ = random.Random(seed)
     kills: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="paramhub-kills-") as folder:
@@ -204,7 +204,8 @@ def disturbed(arguments: argparse.Namespace, seed: int, expected: bytes) -> str 
 
 
 def await_end(run: Run) -> None:
-    """The bound begins anew with every launch: it takes a while until a job's name is free again."""
+    """Waits until the training ends. The bound begins anew with every launch, because a job's name becomes free only after a
+    while."""
     launches, since = run.launches, time.monotonic()
     first = since
     while not run.has_ended():

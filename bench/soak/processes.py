@@ -1,4 +1,4 @@
-"""The end of the processes that a soak has started."""
+"""Ends the processes that a soak test has started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 PATIENCE_S = 90
-"""A hub takes up to 60 s to write its last checkpoints."""
+"""Seconds that a process may take to end. A hub takes up to 60 s to write its last checkpoints."""
 
 
 def end_all(processes: Iterable[subprocess.Popen[Any]]) -> None:
-    """Asks them to end, in this order, and waits until they have; those that take too long are killed."""
+    """Sends SIGTERM to the processes, in this order, and waits until they have ended. Kills those that take too long."""
     processes = list(processes)
     for process in processes:
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""A rank of a short job, started with ``paramhub run``: some steps of one tensor, then it leaves."""
+"""A rank of a short job, which ``paramhub run`` starts: it makes some steps with one tensor and leaves."""
 
 from __future__ import annotations
 

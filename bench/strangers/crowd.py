@@ -1,4 +1,4 @@
-"""Strangers: connections that prove nothing, in processes of their own."""
+"""Strangers: connections that never authenticate, made by processes of their own."""
 
 import multiprocessing
 import os
@@ -8,9 +8,9 @@ import time
 
 PROCESSES = 4
 ADDRESSES = 100
-# Between two bytes of a stranger that drips.
+# Seconds between two bytes of a dripping stranger.
 DRIP_S = 1.0
-# Between two attempts of a stranger that was turned away.
+# Seconds between two attempts of a stranger whose connection was closed.
 RETURN_S = 0.05
 
 JOB = "/v1/jobs/" + "0" * 32
@@ -22,11 +22,11 @@ def head(path: str, length: int) -> bytes:
 
 
 def hello() -> bytes:
-    """A Hello as docs/protocol.md has it, of a job that the hub does not know."""
+    """A Hello (docs/protocol.md) of a job that the hub does not know."""
     return b"PHUB" + bytes([1, 0]) + bytes(2 + 4 + 4) + bytes(range(16)) + bytes(16 + 32) + os.urandom(32)
 
 
-# Of each kind what it sends to the manager at first, what to a data port, and whether bytes follow one by one.
+# For each kind its first bytes to the manager, its first bytes to a data port, and whether single bytes follow.
 KINDS = {
     "silent": (b"", b"", False),
     "half-open": (b"POST /v1/jobs HTTP/1.1\r\nhost: local", hello()[:50], False),
@@ -39,7 +39,7 @@ KINDS = {
 
 
 class Crowd:
-    """Keeps so many connections to both ports for as long as it is entered."""
+    """A context that keeps so many connections to both ports."""
 
     def __init__(self, kind: str, manager: tuple[str, int], data: tuple[str, int], strangers: int, many: bool):
         self.strangers = strangers
@@ -63,7 +63,7 @@ class Crowd:
             process.join()
 
     def called(self) -> int:
-        """How many connections were made; more than there are strangers where some were turned away and came back."""
+        """The number of connections that were made. A stranger whose connection was closed connects again and counts anew."""
         return sum(count.value for count in self.counts)
 
     def wait_until_all_have_called(self) -> None:
@@ -106,12 +106,12 @@ def _be(kind, manager, data, numbers, many, quit, count) -> None:
                     if failed:
                         raise OSError(failed)
                     count.value += 1
-                    # What does not fit at once is not sent: the port has been given enough to hold.
+                    # Bytes that do not fit at once are not sent: the port has enough to hold.
                     if text:
                         stranger.send(text)
                     is_reader = text.startswith(b"GET")
                     if is_reader:
-                        # It takes nothing of its answer, and is not told when it was turned away; it comes back in a while.
+                        # A reader never reads its answer, so it does not notice a closed connection. It connects again later.
                         selector.unregister(stranger)
                         absent.append((now + 1, number))
                         present[stranger] = (None, text)

@@ -1,4 +1,4 @@
-"""What the system's buffers hold for the connections at some local ports, as sock_diag(7) tells."""
+"""The bytes in the system's buffers for the connections at some local ports, from sock_diag(7)."""
 
 import socket
 import struct
@@ -14,7 +14,7 @@ MESSAGE_BYTES = 72
 # struct inet_diag_req_v2: family, protocol, extensions, padding, states; then a socket's id.
 REQUEST = struct.Struct("=BBBxI48s")
 EVERY_STATE = 0xFFFFFFFF
-# Of the numbers in skmeminfo: bytes received and not read, bytes to be sent, and reserved, what is queued, other memory.
+# Indices in skmeminfo: bytes received and not read, bytes to be sent, other memory, and the backlog.
 RMEM, WMEM, OPTMEM, BACKLOG = 0, 2, 6, 7
 
 

@@ -1,4 +1,4 @@
-//! Compiles what of `mpi.h` only a C compiler can read.
+//! Compiles the parts of `mpi.h` that only a C compiler can read.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -3,7 +3,7 @@
     pip install accelerate
     torchrun --nproc-per-node 4 examples/pytorch/accelerate_digits.py
 
-Without a hub at PARAMHUB_URL rank 0 runs one, and of several hosts each has one.
+If PARAMHUB_URL names no hub, rank 0 runs one. On several hosts each host has one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import paramhub.torch  # noqa: F401 - torch 2.14 and later find the backend without it
+import paramhub.torch  # noqa: F401 - torch 2.14 and later find the backend without this import
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "digits"
 
@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def accelerate() -> Accelerator:
-    """Accelerate on paramhub's backend, which takes tensors of the host."""
-    # Accelerate takes the process group that it finds; the backends that it makes itself on the CPU are gloo and MPI.
+    """Accelerate on paramhub's backend, which exchanges host tensors."""
+    # Accelerate uses an existing process group. By itself it can make only gloo's or MPI's on the CPU.
     dist.init_process_group("paramhub")
     return Accelerator(cpu=True)
 

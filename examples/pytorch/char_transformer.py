@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/pytorch/char_transformer.py
 
-Gradients travel as bf16, half of their bytes; the hub sums them in f32 and keeps f32 parameters. A learning-rate scheduler
-of torch's drives the hub, and gradients are clipped by their global norm there.
+Gradients are sent as bf16, which halves their bytes; the hub sums them in f32 and keeps f32 parameters. A learning-rate
+scheduler of torch sets the hub's learning rate, and the hub clips gradients by their global norm.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import nn
 import paramhub
 import paramhub.torch
 
-TEXT = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
+TEXT = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 CONTEXT = 64
 
 
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn [default: ARCHITECTURE.md]")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn [default: docs/protocol.md]")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="windows of each rank a step")
     parser.add_argument("--width", type=int, default=144)

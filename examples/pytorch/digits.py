@@ -1,9 +1,9 @@
-"""Trains a small convolutional network on handwritten digits, by any of the ways to use paramhub.
+"""Trains a small convolutional network on handwritten digits, with any of the ways to use paramhub.
 
     torchrun --nproc-per-node 4 examples/pytorch/digits.py --way optimizer
 
-`hook` and `optimizer` differ from an ordinary script by the two lines that say so. Without a hub at PARAMHUB_URL rank 0
-runs one, and of several hosts each has one.
+`hook` and `optimizer` differ from an ordinary script in two lines. If PARAMHUB_URL names no hub, rank 0 runs one. On
+several hosts each host has one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     images, labels = read("train")
     for epoch in range(arguments.epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
-        # Every rank the same number of batches of the same size, or a step would wait for a gradient that never comes.
+        # Every rank needs the same number of batches, or the others would wait for a gradient that never comes.
         mine = order[: len(order) // size * size][rank::size]
         for batch in mine[: len(mine) // arguments.batch * arguments.batch].split(arguments.batch):
             optimizer.zero_grad()
@@ -53,7 +53,7 @@ def main() -> None:
             optimizer.step()
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.3f}, test accuracy {accuracy(model):.3f}", flush=True)
-    # Every rank looks at its parameters once more, so that the last step's have arrived everywhere.
+    # Every rank reads its parameters once more, so that those of the last step have arrived at every rank.
     reached = accuracy(model)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -63,13 +63,13 @@ def main() -> None:
 
 
 def through_hub_optimizer(model: nn.Module):
-    """The full path: the hub runs the optimizer."""
+    """HubOptimizer: the hub sums gradients and runs the optimizer."""
     optimizer = paramhub.torch.HubOptimizer(model, optimizer=paramhub.Nesterov(lr=0.05, momentum=0.9))
     return model, optimizer
 
 
 def by_schemes(model: nn.Module):
-    """The same, but Linears go by their factors where these are fewer numbers than the gradient."""
+    """HubOptimizer that exchanges Linears as factors where these have fewer numbers than the gradient."""
     optimizer = paramhub.Nesterov(lr=0.05, momentum=0.9)
     return model, paramhub.torch.HubOptimizer(model, optimizer, scheme="auto")
 
@@ -83,13 +83,13 @@ def through_hook(model: nn.Module):
 
 
 def through_backend(model: nn.Module):
-    """DDP as it is, on paramhub's backend."""
+    """DDP on paramhub's backend."""
     dist.init_process_group("paramhub")
     return DistributedDataParallel(model), local_optimizer(model)
 
 
 def through_distributed_optimizer(model: nn.Module):
-    """As with Horovod."""
+    """Horovod's DistributedOptimizer: the hub averages gradients, and each rank runs torch's optimizer."""
     paramhub.torch.init()
     optimizer = paramhub.torch.DistributedOptimizer(
         local_optimizer(model), named_parameters=model.named_parameters()

@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits, in a script written for Horovod: its import is the one line that was changed.
+"""Trains a small network on handwritten digits with a script for Horovod, of which only the import was changed.
 
 torchrun --nproc-per-node 4 examples/pytorch/horovod_digits.py
 """

@@ -1,9 +1,9 @@
-"""Trains a small convolutional network on handwritten digits through a key-value store, under MXNet's names.
+"""Trains a small convolutional network on handwritten digits through a key-value store with MXNet's API.
 
     paramhub run -n 4 -- python examples/pytorch/kvstore_digits.py --kvstore depcha
 
-A gradient is pushed as soon as backward has made it and those of the layers behind it. What follows from all of them is pulled
-into the parameters, and each layer's next forward pass waits for its own.
+A gradient is pushed as soon as backward has computed it and those of all later layers. After the last push all parameters are
+pulled, and each layer's next forward pass waits for its own.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import paramhub.kvstore as kvs
 
 def main() -> None:
     arguments = parse()
-    # Ranks begin with different parameters, which the store makes rank 0's.
+    # Ranks begin with different parameters; the store replaces them with rank 0's.
     with kvs.create(arguments.kvstore) as kv:
         torch.manual_seed(arguments.seed + kv.rank)
         torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def main() -> None:
             if epoch == arguments.epochs // 2:
                 kv.set_hyperparameters(learning_rate=arguments.lr / 2)
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
-            # Every rank the same number of batches of the same size, or a step would wait for a gradient that never comes.
+            # Every rank needs the same number of batches, or the others would wait for a gradient that never comes.
             mine = order[: len(order) // kv.size * kv.size][kv.rank :: kv.size]
             for batch in mine[: len(mine) // arguments.batch * arguments.batch].split(arguments.batch):
                 model.zero_grad()
@@ -58,12 +58,12 @@ def main() -> None:
 
 
 class Exchange:
-    """Gradients of a model go to a store, and parameters come from it."""
+    """Pushes a model's gradients to a store and pulls its parameters from it."""
 
     def __init__(self, kv: kvs.KVStore, model: nn.Module, lr: float) -> None:
         self.kv = kv
         self.parameters = dict(model.named_parameters())
-        # The last layer's gradient is there first.
+        # Backward computes the last layer's gradient first.
         self.order = list(reversed(self.parameters))
         self.ready: set[str] = set()
         self.pushed = 0
@@ -77,7 +77,7 @@ class Exchange:
             module.register_forward_pre_hook(lambda *_, names=names: kv.wait(names))
 
     def push(self, name: str) -> None:
-        # All ranks call the store in one order, and autograd promises none: what is ready too early waits.
+        # All ranks must call the store in the same order. Autograd guarantees no order, so early gradients wait here.
         self.ready.add(name)
         while self.pushed < len(self.order) and self.order[self.pushed] in self.ready:
             name = self.order[self.pushed]
@@ -85,7 +85,7 @@ class Exchange:
             self.pushed += 1
 
     def step(self) -> None:
-        # Pushed gradients are kept until they have been read: the next step has others.
+        # The store keeps pushed gradients alive until it has read them, and the next step has new ones.
         for name in self.order:
             self.kv.pull(name, out=self.parameters[name].data)
         self.ready.clear()

@@ -1,18 +1,19 @@
-//! Whatever bytes a peer sends, decoding ends in a value or an error, reads nothing past them, and what it accepted
-//! it would have sent itself.
+//! Whatever bytes a peer sends, decoding ends in a value or an error and reads nothing past them, and an
+//! accepted value encodes to the same bytes.
 //!
 //! A module of its own because two programs run it: libFuzzer (`fuzz_targets/frame_decoder.rs`) and a seeded test of
-//! the workspace (`crates/paramhub-core/tests/decoders.rs`).
+//! the workspace (`crates/paramhub-core/tests/integration/decoders.rs`).
 
 use paramhub_core::wire::{
     Direction, Factors, Failure, HEADER_BYTES, HELLO_BYTES, Header, Hello, Norm, Notice, Operation, Release,
     Retune, State, VERDICT_BYTES, Verdict,
 };
 
-/// Reads `data` as one end of a stream would and counts the frames. The first byte chooses the end: even is the hub's.
+/// Reads `data` as one end of a stream would and counts the frames. The first byte selects the end: an even
+/// one selects the hub's.
 pub(crate) fn check(data: &[u8]) -> usize {
     let Some((&end, mut stream)) = data.split_first() else { return 0 };
-    // A stream that opens with a good greeting goes on after it; any other bytes are frames from the start.
+    // A stream that opens with a valid Hello goes on after it; any other bytes are frames from the start.
     let direction = if end % 2 == 0 {
         stream = check_hello(stream).unwrap_or(stream);
         Direction::ToHub
@@ -37,7 +38,7 @@ pub(crate) fn check(data: &[u8]) -> usize {
     frames
 }
 
-/// What follows a good greeting.
+/// The bytes after a valid Hello.
 fn check_hello(stream: &[u8]) -> Option<&[u8]> {
     let (wire, rest) = stream.split_first_chunk::<HELLO_BYTES>()?;
     let hello = Hello::decode(wire).ok()?;
@@ -100,7 +101,7 @@ fn check_payload(operation: Operation, payload: &[u8]) {
                 assert_eq!(release.encode(), payload);
             }
         }
-        // Tensor data: any bytes are some numbers. The rest carry nothing.
+        // Tensor data may be any bytes. The other operations carry nothing.
         _ => {}
     }
 }

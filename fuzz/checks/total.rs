@@ -1,11 +1,11 @@
-//! How many frames a target has had accepted, in this run and in all before it.
+//! How many frames of a target were accepted, in this run and in all before it.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Frames of this run that are not in the file yet.
 static FRAMES: AtomicU64 = AtomicU64::new(0);
-/// So many are written down at once.
+/// The number of frames that are written to the file at once.
 const BATCH: u64 = 10_000;
 
 /// Adds frames to `fuzz/corpus/TARGET.accepted`, a number a line, and prints the sum of all lines.
@@ -15,7 +15,7 @@ pub(crate) fn add(target: &str, frames: u64) {
     }
     let batch = FRAMES.swap(0, Ordering::Relaxed);
     let path = format!("{}/corpus/{target}.accepted", env!("CARGO_MANIFEST_DIR"));
-    // Runs that end at any time, or several at once, lose a batch at most.
+    // Runs that end at any time, or run at once, lose a batch at most.
     let file = std::fs::OpenOptions::new().create(true).append(true).open(&path);
     let written = file.and_then(|mut file| file.write_all(format!("{batch}\n").as_bytes()));
     let all = std::fs::read_to_string(&path).unwrap_or_default();

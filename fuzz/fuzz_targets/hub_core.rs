@@ -1,4 +1,5 @@
-//! A hub's core under libFuzzer: authenticated frames over mixed streams, resumes, goodbyes and ends.
+//! A hub's core under libFuzzer: authenticated frames over mixed streams, with resumes, Leave frames and ends
+//! of jobs.
 #![no_main]
 
 #[cfg(not(fuzzing))]

@@ -1,4 +1,4 @@
-"""The ``paramhub`` command: the same program that cargo builds."""
+"""The ``paramhub`` command: the program that cargo builds, without the trainer and most benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paramhub import _native
 
 
 def main() -> int:
-    # Python's own handler would note Ctrl-C and wait for Python code to go on, of which there is none.
+    # Python's own handler runs only between Python instructions, and here there are none: the program is native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _native.main(["paramhub", *sys.argv[1:]], [sys.executable, "-m", "paramhub"])
 

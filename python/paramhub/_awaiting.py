@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 async def ended(handle: Handle) -> None:
-    """Waits in an event loop for a handle's end, and raises what it failed with."""
+    """Waits in an event loop for a handle's end, and raises the handle's error if it failed."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -17,11 +17,11 @@ async def ended(handle: Handle) -> None:
         if not future.done():
             future.set_result(None)
 
-    def tell(_: Handle) -> None:
-        # A loop that was closed meanwhile has nobody who waits.
+    def on_end(_: Handle) -> None:
+        # The loop may have been closed meanwhile. Then no coroutine waits.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve)
 
-    handle.add_done_callback(tell)
+    handle.add_done_callback(on_end)
     await future
     handle.wait()

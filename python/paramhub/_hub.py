@@ -1,4 +1,4 @@
-"""Hubs inside this process, and the jobs of any hub."""
+"""Hubs inside this process, and the creation of jobs at any connection manager."""
 
 from __future__ import annotations
 
@@ -39,29 +39,33 @@ def create_job(
 ) -> JobTicket:
     """Creates a job of ``workers`` ranks at the connection manager at ``url``.
 
-    ``name`` must be that of no living job. ``admin_token`` is asked for by a manager that listens beyond loopback. All times
-    are in seconds: ``rendezvous_timeout`` is how long ranks wait for one another, ``lease`` how long a job without any sign of
-    its workers is kept, ``dead_after`` how long a worker may be silent before the job fails, ``patience`` how long a manager that
-    is just starting is dialled. Ranks wait for ``hubs`` hubs, too, all of which serve the job; by default the first is enough,
-    and a job of collectives alone, as of `paramhub.kvstore`, may have 0.
+    No living job may have the same ``name``. A manager that listens beyond loopback requires ``admin_token``.
 
-    Where hubs serve racks or hosts, ``reduction`` says how their sums become those of all workers: ``auto``, ``flat``, ``tree``,
-    ``ring`` or ``sharded``; and ``optimize_at`` where the optimizer runs: at ``every_site`` on the same gradient, or at each
-    chunk's ``owner``.
+    All times are in seconds. ``rendezvous_timeout`` is how long ranks wait for one another. ``lease`` is how long the manager
+    keeps a job without any sign of its workers. ``dead_after`` is how long a worker may be silent before the job fails.
+    ``patience`` is how long this call dials a manager that is still starting.
 
-    ``on_interface_down`` says what becomes of the job when a network interface goes down: ``fail``, or ``continue`` over those
-    that are left; the latter asks for synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+    Ranks also wait for ``hubs`` hubs, all of which serve the job. By default the first hub is enough. A job of collectives
+    alone, for instance of `paramhub.kvstore`, may have 0.
 
-    ``stragglers`` says what becomes of a worker that comes late to a step: ``wait`` for it; ``drop:FRACTION``, end the step
-    without it when so much longer has gone by as this fraction of the time that the median worker took; or ``backup:N``, end
-    it without the last N. A late contribution is dropped, and its sender goes on with the newest parameters. The latter two ask
-    for synchronous consistency, an optimizer at the hub, no ``reproducible`` and no ``clip_norm``.
+    Where hubs serve racks or hosts, ``reduction`` is how sites combine their sums: ``auto``, ``flat``, ``tree``, ``ring`` or
+    ``sharded``. ``optimize_at`` is where the optimizer runs: at ``every_site`` on the same gradient, or at each chunk's
+    ``owner``.
 
-    A rank that keeps the others waiting for longer than the job's recent steps explain is named in every rank's log. With
-    ``progress_timeout`` the job ends, with that rank's name, when they have waited so long.
-    ``checkpoint_every`` is how often the hubs, which must be started with a folder for them, write a checkpoint: ``"1000"``
-    steps, or ``"30s"``. ``resume`` has the job begin with the one that a job of the same name has left, ``"latest"`` or that of a
-    step.
+    ``on_interface_down`` is what the job does when a network interface goes down: ``fail``, or ``continue`` over the other
+    interfaces. ``continue`` needs synchronous consistency, no ``clip_norm`` and a ``dead_after`` of 15 or more.
+
+    ``stragglers`` is what the hub does when a worker's contribution to a step is late. ``wait`` waits for it. ``drop:FRACTION``
+    ends the step without it once, after the median contribution, FRACTION of the median worker's time has passed.
+    ``backup:N`` ends the step without the last N contributions. The hub drops a late contribution, and its worker continues
+    with the newest parameters. ``drop`` and ``backup`` need synchronous consistency, an optimizer at the hub, no
+    ``reproducible`` and no ``clip_norm``.
+
+    If ranks wait for a rank for longer than the job's recent steps explain, every rank's log names that rank. With
+    ``progress_timeout`` the job ends once ranks have waited for that long; the error names the rank.
+    ``checkpoint_every`` is how often the hubs write a checkpoint: ``"1000"`` steps, or ``"30s"``. The hubs must be started with
+    a folder for checkpoints. With ``resume`` the job starts from a checkpoint of an earlier job of the same name: ``"latest"``,
+    or the number of its step.
     """
     options = {
         "rendezvous_timeout_s": rendezvous_timeout,
@@ -73,7 +77,7 @@ def create_job(
         "stragglers": stragglers,
         "hubs": hubs,
     }
-    # Left out where nothing is asked for, so that older managers understand it.
+    # Options with the value None are not sent, because older managers do not know them.
     wishes = {
         "checkpoint_every": checkpoint_every,
         "resume": resume,
@@ -87,14 +91,16 @@ def create_job(
 
 
 class Hub:
-    """A hub inside this process, with its connection manager, on threads of its own. It ends with the process.
+    """A hub with its connection manager inside this process, on threads of their own. The hub ends with the process.
 
-    By default it listens on free ports of the loopback interface and has one core. ``listen`` are the data addresses
-    (``IP:PORT``, port 0 for any), ``manager`` that of its connection manager; one that others can reach needs an
-    ``admin_token``. ``memory`` bounds the bytes of all jobs' buffers. Without ``shared_memory`` workers of this host use TCP too.
+    By default it listens on free ports of the loopback interface and has one core. ``listen`` are its data addresses
+    (``IP:PORT``, where port 0 is any free port). ``manager`` is the address of its connection manager. A manager that other
+    hosts can reach needs an ``admin_token``. ``memory`` bounds the bytes of the buffers of all jobs. Without ``shared_memory``
+    workers of this host use TCP too.
 
-    With ``join`` it joins the connection manager at that URL instead, under its ``admin_token``. It then may serve the workers
-    of one ``rack``, or of one ``host``, alone: those that connect under the same name. Their sums go on to the other hubs.
+    With ``join`` the hub has no connection manager and joins the one at that URL, with that manager's ``admin_token``. It may
+    then serve only the workers of one ``rack`` or of one ``host``, which connect under the same name. It sends their sums on to
+    the other hubs.
     """
 
     def __init__(
@@ -134,11 +140,11 @@ class Hub:
         return self._native.addresses
 
     def create_job(self, name: str, workers: int, **options: Any) -> JobTicket:
-        """`paramhub.create_job` at this hub."""
+        """`paramhub.create_job` at this hub's connection manager."""
         return create_job(self.url, name, workers, admin_token=self._admin_token, **options)
 
     def memory_bytes(self) -> int:
-        """Bytes of the buffers of all jobs here; 0 while there is no job."""
+        """Bytes of the buffers of all jobs at this hub; 0 while there is no job."""
         return self._native.memory_bytes()
 
     def failure(self) -> str | None:
@@ -146,7 +152,7 @@ class Hub:
         return self._native.failure()
 
     def stop(self) -> None:
-        """Ends it within a second; its jobs fail. Again it does nothing."""
+        """Ends the hub within a second; its jobs fail. A second call does nothing."""
         self._native.stop()
 
     def __enter__(self) -> Hub:

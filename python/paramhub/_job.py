@@ -29,24 +29,28 @@ def connect(
     host: str | None = None,
     peers: bool = False,
 ) -> Job:
-    """Joins a job as one of its ranks and returns when every rank has.
+    """Joins a job as one of its ranks. Returns when every rank has joined.
 
-    What is left out comes from the environment, which ``paramhub run`` fills: ``url`` from ``PARAMHUB_URL`` (the connection
-    manager's), ``job`` from ``PARAMHUB_JOB`` (the namespace that creating the job answered), ``secret`` from
-    ``PARAMHUB_SECRET``, ``rank`` from ``RANK``. ``transport`` is ``auto`` (shared memory beside the hub, TCP elsewhere), ``tcp``
-    or ``shm``; by default what ``PARAMHUB_TRANSPORT`` says, else ``auto``. ``interfaces`` says from which of this host's network
-    interfaces streams leave (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``); by default what ``PARAMHUB_INTERFACES``
-    says, else all that lead to the hub. ``timeout`` in seconds bounds the wait; the job's own
-    rendezvous timeout, usually shorter, names the ranks that are missing.
-    Where hubs serve racks or hosts, ``rack`` and ``host`` are the names of this worker's, by default ``PARAMHUB_RACK`` and
-    ``PARAMHUB_HOST``, else none and the system's own. With ``peers`` this worker listens for the others, on its interface
-    towards the manager and a port that the system chooses: layers that go by factors need it, at every rank.
+    Arguments that are left out come from the environment, which ``paramhub run`` fills: ``url``, the connection manager's,
+    from ``PARAMHUB_URL``; ``job``, the namespace of the created job, from ``PARAMHUB_JOB``; ``secret`` from
+    ``PARAMHUB_SECRET``; ``rank`` from ``RANK``.
 
-    Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
+    ``transport`` is ``auto`` (shared memory to a hub on this host, TCP to others), ``tcp`` or ``shm``. The default is the
+    value of ``PARAMHUB_TRANSPORT``, else ``auto``. ``interfaces`` lists the network interfaces of this host that streams use
+    (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``). The default is the value of ``PARAMHUB_INTERFACES``, else all
+    interfaces that lead to the hub. ``timeout`` in seconds bounds the wait. The job's own rendezvous timeout is usually
+    shorter, and its error names the missing ranks.
+
+    Where hubs serve racks or hosts, ``rack`` and ``host`` name the rack and the host of this worker. The defaults are
+    ``PARAMHUB_RACK``, else no rack, and ``PARAMHUB_HOST``, else the system's host name. With ``peers`` this worker listens
+    for connections of the other workers, on its interface towards the manager and a port that the system chooses. Layers
+    that are exchanged as factors need it at every rank.
+
+    Raises MisuseError if an argument is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
     missing.
     """
     member = _native.connect(
-        *seat_of(url, job, secret, rank, "connect()"),
+        *worker_identity(url, job, secret, rank, "connect()"),
         transport=transport,
         interfaces=interfaces,
         rendezvous_timeout=timeout,
@@ -54,13 +58,13 @@ def connect(
         host=host,
         peers=peers,
     )
-    return Job(member, peers=peers)
+    return Job(member)
 
 
-def seat_of(
+def worker_identity(
     url: str | None, job: str | None, secret: str | None, rank: int | None, call: str
 ) -> tuple[str, str, str, int]:
-    """Who this worker is, by what ``call`` was given or else by the environment: URL, job, secret and rank."""
+    """URL, job, secret and rank of this worker: the arguments of ``call``, or else the environment's variables."""
 
     def given(value: str | None, variable: str, what: str) -> str:
         value = value if value is not None else os.environ.get(variable, "")
@@ -85,14 +89,13 @@ def _number(text: str) -> int:
 
 
 class Job:
-    """A worker's part in a job. Made by `connect`; give it its tensors with `init`, then exchange them.
+    """A worker's part in a job. `connect` makes it, `init` gives it its tensors, then the worker exchanges them.
 
-    As a context manager it leaves the job at the end. It may be used from several threads.
+    As a context manager it leaves the job at the end of the block. Several threads may use it.
     """
 
-    def __init__(self, member: _native.Member, *, peers: bool = False) -> None:
+    def __init__(self, member: _native.Member) -> None:
         self._member: _native.Member | None = member
-        self._listens = peers
         self._native: _native.Job | None = None
         self._keys: dict[str, _Key] = {}
         self._layers: dict[str, _FactorLayer] = {}
@@ -116,44 +119,36 @@ class Job:
         layers: Mapping[str, Mapping[str, Any]] | None = None,
         scheme: str = "hub",
     ) -> Job:
-        """Agrees with the other ranks on the tensors and on what the hub does with them, and returns this job.
+        """Agrees with the other ranks on the tensors and on what the hub does with them. Returns this job.
 
-        ``tensors`` name contiguous host tensors of f32, f16 or bf16, in forward order: earlier ones are more urgent, and
-        ``priorities`` (higher is more urgent) overrules that. With an optimizer they are the parameters: rank 0's are sent to
-        the hub and received, in place, into every other rank's. Without one (`Mean`, the default, or `Sum`) they only tell names,
-        types and shapes.
+        ``tensors`` are contiguous host tensors of f32, f16 or bf16 by name, in forward order. Earlier ones are more urgent;
+        ``priorities`` (higher is more urgent) overrules that order. With an optimizer they are the parameters: rank 0 sends
+        its own to the hub, and every other rank receives them in place. Without one (`Mean`, the default, or `Sum`) only
+        their names, types and shapes are used.
 
         ``consistency`` is ``synchronous``, ``asynchronous``, or ``{"bounded_staleness": steps}``. ``codec`` (``f16``, ``bf16``)
-        is how gradients travel, by default as they lie in memory. ``one-bit`` and ``two-bit`` are for matrices of f32: those
-        travel so both ways, in a synchronous job, over TCP, and what a step loses goes with the next; the other tensors stay as
-        they are. ``codecs`` names codecs of single tensors, whatever their shape. ``chunk_bytes`` is the size of an f32 chunk,
-        32 KiB by default. With ``reproducible`` sums are made in rank order and are bit-equal from run to run. With
-        ``reject_non_finite`` a NaN or an infinity in a gradient fails the job, naming rank and tensor.
+        is the encoding of gradients in frames, by default that of the tensors. ``one-bit`` and ``two-bit`` encode matrices of
+        f32 in both directions, in a synchronous job, over TCP. Error feedback adds what a step loses to the next step. The
+        other tensors then keep their own encoding. ``codecs`` gives single tensors, of any shape, a codec by name.
+        ``chunk_bytes`` is the size of an f32 chunk, 32 KiB by default. With ``reproducible`` sums are made in rank order and
+        are bit-equal from run to run. With ``reject_non_finite`` a NaN or an infinity in a gradient fails the job; the error
+        names rank and tensor.
 
-        ``layers`` say which tensors make up a layer: of a fully connected one
-        ``{"fc6": {"tensors": ["fc6.weight", "fc6.bias"], "samples": 32}}``, where ``samples`` are the vectors that the weight
-        (outputs by inputs) is multiplied by in a step, the batch or in a model of sequences the batch times their length; of any
-        other only its tensors. ``"tied": True`` says that something else uses the weight, too. ``scheme`` is how they are
-        exchanged: ``hub``, ``factors``, or ``auto`` for what moves least, and a layer's own ``"scheme"`` goes before it.
-        Factors travel in the type of the weight, or in a layer's ``"factor_codec"``, ``f16`` or ``bf16``.
-        ``factors-to-hub`` is for programs in Rust and `paramhub train`. See `query` and `best_scheme`. What goes by ``factors``
-        is exchanged with `push_factors`; for that and for ``auto`` the workers connect with ``peers=True``.
+        ``layers`` groups tensors into layers. A fully connected one is
+        ``{"fc6": {"tensors": ["fc6.weight", "fc6.bias"], "samples": 32}}``, where ``samples`` is the number of vectors that
+        the weight (outputs by inputs) is multiplied by in a step: the batch, or in a model of sequences the batch times their
+        length. Any other layer has only its tensors. ``"tied": True`` marks a layer whose weight is used elsewhere, too.
+        ``scheme`` is how layers are exchanged: ``hub``, ``factors``, or ``auto`` for the one that moves the fewest bytes. A
+        layer's own ``"scheme"`` overrules it. Factors are encoded in the type of the weight, or in a layer's
+        ``"factor_codec"``, ``f16`` or ``bf16``. ``factors-to-hub`` is for programs in Rust and `paramhub train`. See `query`
+        and `best_scheme`. Layers with the scheme ``factors`` are exchanged with `push_factors`. For ``factors`` and ``auto``
+        the workers connect with ``peers=True``.
 
-        Raises MisuseError if the ranks disagree on any of it, naming what differs.
+        Raises MisuseError if the ranks disagree on any of it; the error names what differs.
         """
         if self._member is None:
             raise MisuseError(f"job `{self.name}`, rank {self.rank}: it has its tensors already")
         optimizer = optimizer if optimizer is not None else Mean()
-        asked = {scheme, *(layer.get("scheme") for layer in (layers or {}).values())}
-        if "factors-to-hub" in asked:
-            raise MisuseError(
-                f"job `{self.name}`, rank {self.rank}: the Python package sends no factors to hubs: ask for hub, factors or auto"
-            )
-        if not self._listens and not asked.isdisjoint(("auto", "factors")):
-            raise MisuseError(
-                f"job `{self.name}`, rank {self.rank}: factors go from worker to worker, and this one does not listen for the "
-                "others: connect(peers=True) on every rank, or ask for scheme='hub'"
-            )
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(tensors)
         has_parameters = optimizer.name not in ("mean", "sum")
         views = [_native.Memory(tensor, has_parameters and self.rank != 0) for _, tensor in pairs]
@@ -185,9 +180,9 @@ class Job:
         }
         if chunk_bytes is not None:
             settings["chunk_bytes"] = chunk_bytes
-        member, self._member = self._member, None
-        self._native = member.init(json.dumps(settings))
-        # A copy: its numbers may change here, and the caller may use it for another job.
+        self._native = self._member.init(json.dumps(settings))
+        self._member = None
+        # A copy: this job may change the hyperparameters, and the caller may use the optimizer for another job.
         self._optimizer = Optimizer(optimizer.name, **optimizer.hyperparameters)
         self._keys = {
             name: _Key(number, view.dtype, view.nbytes)
@@ -210,30 +205,31 @@ class Job:
 
     @property
     def resumed_step(self) -> int | None:
-        """The step of the checkpoint that the hubs have begun with, whose parameters `init` has received; None where they are
-        rank 0's. Hyperparameters are the checkpoint's, too: change them with `set_hyperparameters`."""
+        """The step of the checkpoint from which the hubs have resumed, whose parameters `init` has received; None where the
+        parameters are rank 0's. Hyperparameters come from the checkpoint, too: change them with `set_hyperparameters`."""
         return self._running().resumed_step
 
     def push(self, name: str, gradient: Any) -> Handle:
-        """Contributes a gradient to the tensor's next step. The handle ends when it has taken effect.
+        """Contributes a gradient to the tensor's next step. The handle ends when the gradient has taken effect.
 
-        Until then ``gradient`` is kept, and must not be written.
+        Until then the handle keeps ``gradient`` alive, and the caller must not write to it.
         """
         key, memory = self._look(name, gradient, writable=False)
         return self._running().push([key.number], [(memory.address, memory.nbytes)], memory)
 
     def pull(self, name: str, out: Any) -> Handle:
-        """Receives the parameters after the last step this worker has pushed into ``out``, which must be left alone until
-        the handle has ended."""
+        """Receives into ``out`` the parameters after the last step that this worker has pushed. The caller must not use
+        ``out`` until the handle has ended."""
         key, memory = self._look(name, out, writable=True)
         return self._running().pull([key.number], [(memory.address, memory.nbytes)], memory)
 
     def push_pull(self, name: str, gradient: Any, out: Any) -> Handle:
-        """Contributes a gradient and receives into ``out`` the parameters that follow from it, or the mean (or sum) of all
-        ranks' gradients where the job has no optimizer.
+        """Contributes a gradient and receives into ``out`` the parameters that follow from it. Where the job has no
+        optimizer, ``out`` receives the mean (or sum) of all ranks' gradients.
 
-        Nothing is copied where the tensors lie in memory of `gradient_tensor` and `parameter_tensor`, or where the hub is on
-        another host. ``out`` may be ``gradient`` itself. Until the handle has ended, both are kept and must be left alone.
+        Nothing is copied if the tensors lie in memory of `gradient_tensor` and `parameter_tensor`, or if the hub is on
+        another host. ``out`` may be ``gradient`` itself. Until the handle has ended, it keeps both alive, and the caller must
+        not use them.
         """
         key, sent = self._look(name, gradient, writable=False)
         _, received = self._look(name, out, writable=True)
@@ -245,16 +241,17 @@ class Job:
     def push_factors(
         self, layer: str, inputs: Any, output_gradients: Any, weight_out: Any, bias_out: Any = None
     ) -> Handle:
-        """Contributes the factors of a layer's gradient, where the plan has it go by ``factors``, and receives the weight that
-        follows from those of all ranks into ``weight_out``, and the bias into ``bias_out``, if given.
+        """Contributes the factors of a layer's gradient, if the layer's scheme is ``factors``. Receives the weight that
+        follows from the factors of all ranks into ``weight_out``, and the bias into ``bias_out``, if given.
 
-        For each sample of this rank's step, ``inputs`` has a row of what went into the layer and ``output_gradients`` one of
-        the loss's gradient by what came out, in the type of the weight or the layer's ``factor_codec``: the gradient is
-        ``output_gradients.T @ inputs``. There may be as many rows as the layer has samples in `init`, fewer, or none: every
-        rank calls it once a step, for all such layers in the same order. The two are copied before this returns;
-        ``weight_out`` and ``bias_out`` are kept until the handle has ended, and must be left alone.
+        For each sample of this rank's step, ``inputs`` has a row with the layer's input, and ``output_gradients`` a row with
+        the gradient of the loss by the layer's output, in the type of the weight or the layer's ``factor_codec``. The gradient
+        is ``output_gradients.T @ inputs``. The number of rows is at most the layer's ``samples`` in `init`, and may be 0.
+        Every rank calls this once a step for each such layer, in the same order of layers. ``inputs`` and
+        ``output_gradients`` are copied before this returns. The handle keeps ``weight_out`` and ``bias_out`` alive until it
+        has ended; the caller must not use them before.
 
-        What comes is equal to the bit at all ranks. Gradients are divided by the number of ranks, as by a hub.
+        All ranks receive bit-equal values. Gradients are divided by the number of ranks, as at a hub.
         """
         native = self._running()
         if layer not in self._layers:
@@ -285,19 +282,22 @@ class Job:
         )
 
     def gradient_tensor(self, name: str) -> Tensor:
-        """Memory for a tensor's gradient that is exchanged where it lies: shared with a hub on this host. Look at it with
-        ``torch.from_dlpack`` or ``numpy.from_dlpack``; one can be had at a time."""
+        """Memory from which a tensor's gradient is exchanged without a copy; a hub on this host shares it. Use it through
+        ``torch.from_dlpack`` or ``numpy.from_dlpack``.
+
+        Raises MisuseError while an earlier result for the same tensor is in use.
+        """
         return self._running().gradient_tensor(self._key(name).number)
 
     def parameter_tensor(self, name: str) -> Tensor:
-        """Memory for a tensor's parameters, otherwise as `gradient_tensor`."""
+        """Memory for a tensor's parameters; otherwise the same as `gradient_tensor`."""
         return self._running().parameter_tensor(self._key(name).number)
 
     def set_hyperparameters(self, first_step: int, **changed: float | bool) -> None:
-        """Changes some of the optimizer's numbers from step ``first_step`` on, by the hub's names (``learning_rate=0.01``).
+        """Changes hyperparameters from step ``first_step`` on, by the hub's names (``learning_rate=0.01``).
 
-        Called by any one rank before that rank's push of ``first_step``, it holds for that step of a synchronous job. Where
-        layers go by factors, that rank is rank 0.
+        Any one rank calls it, before it pushes ``first_step``: then the change applies from that step of a synchronous job.
+        Where layers are exchanged as factors, rank 0 calls it.
         """
         numbers = {**self._optimizer.hyperparameters, **changed}
         self._running().set_hyperparameters(first_step, json.dumps(settings_of(numbers)))
@@ -313,27 +313,29 @@ class Job:
         return self._running().shares_memory
 
     def statistics(self) -> dict[str, float]:
-        """What has been exchanged so far: ``bytes_sent`` and ``bytes_received``, through hubs and by factors, of which
-        ``factor_bytes_sent`` left as factors; ``requests``, ``in_flight_s`` and ``streams_moved`` at the hubs; and
-        ``rebuilding_s``, the time it took to make gradients of factors and to update."""
+        """The totals of the exchange so far: ``bytes_sent`` and ``bytes_received``, through hubs and as factors;
+        ``factor_bytes_sent``, the part of ``bytes_sent`` that was factors; ``requests``, ``in_flight_s`` and
+        ``streams_moved`` of the exchange with hubs; and ``rebuilding_s``, the time spent on making gradients from factors and
+        on updating with them."""
         return self._running().statistics()
 
     def query(self, *properties: str) -> dict[str, Any]:
-        """Looks into the information book, which every node of the job has alike: an object of these names and their values.
+        """Reads properties of the information book, which is equal at every node of the job. Returns a dict from the names
+        to their values.
 
         Properties are ``workers``, ``hubs``, ``place``, ``layers``, ``layers.NAME``, and ``layers.NAME.FIELD`` with the FIELD
-        type, outputs, inputs, samples, parameters, keys, scheme or why. Without any it is the whole book.
+        type, outputs, inputs, samples, parameters, keys, scheme or why. Without arguments it returns the whole book.
         """
         found: dict[str, Any] = json.loads(self._running().query(list(properties)))
         return found
 
     def best_scheme(self, layer: str) -> str:
-        """How a layer is exchanged: ``hub`` or ``factors``. `query` says why."""
+        """The scheme of a layer: ``hub`` or ``factors``. The property ``layers.NAME.why`` of `query` is the reason."""
         scheme: str = json.loads(self._running().best_scheme(layer))["scheme"]
         return scheme
 
     def leave(self) -> None:
-        """Waits for the requests under way and leaves the job. Left before, it does nothing."""
+        """Waits for the requests under way and leaves the job. A second call does nothing."""
         if self._native is not None:
             self._native.leave()
         self._member = None
@@ -347,7 +349,7 @@ class Job:
         if kind is None:
             self.leave()
             return
-        # The error that ends the block is the one to be seen.
+        # leave() could raise another error, which would hide the one that ends the block.
         self._native = None
         self._member = None
 
@@ -380,7 +382,7 @@ class Job:
 def _layer(
     name: str, layer: Mapping[str, Any], tensors: list[str], shapes: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """A layer as the job's settings have it, with its tensors by number."""
+    """A layer in the form of the job's settings, which number its tensors."""
     known = {"tensors", "samples", "scheme", "factor_codec", "tied"}
     if "tensors" not in layer or not known.issuperset(layer):
         raise MisuseError(
@@ -410,7 +412,7 @@ def _layer(
 
 
 class _FactorLayer(NamedTuple):
-    """A layer that goes by factors: its number, the names of its tensors, and the type of its factors."""
+    """A layer that is exchanged as factors: its number, the names of its tensors, and the type of its factors."""
 
     number: int
     weight: str

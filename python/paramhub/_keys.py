@@ -1,4 +1,4 @@
-"""The keys of a key-value store, and the tensors that come with them."""
+"""The keys of a key-value store, and the tensors that a caller passes with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keys = Key | Sequence[Key]
 
 
 class Value:
-    """What is known of a key: how its tensors look, and what is under way."""
+    """The shape and type of a key's tensors, and the handles of its requests under way."""
 
     def __init__(self, name: Key, memory: _native.Memory) -> None:
         self.name = name
@@ -27,10 +27,12 @@ class Value:
         self._handles: list[Handle] = []
 
     def note(self, handle: Handle) -> None:
-        """Forgets those that have ended well, and all but the first that has failed."""
+        """Adds a handle. Drops handles that have ended without an error, and all failed ones but the first."""
         kept: list[Handle] = []
         for one in self._handles:
-            if not one.done() or (one.exception() is not None and not (kept and kept[0].done())):
+            if not one.done() or (
+                one.exception() is not None and not any(earlier.done() for earlier in kept)
+            ):
                 kept.append(one)
         self._handles = [*kept, handle]
 
@@ -61,7 +63,7 @@ def _name(key: Any) -> Key:
 
 
 def grouped(key: Keys, tensors: Any) -> list[tuple[Key, list[Any]]]:
-    """Each key and its tensors: of one that is named several times all of them."""
+    """Each key with its tensors. A key that is named several times gets the tensors of all its occurrences."""
     if not isinstance(key, (list, tuple)):
         return [(_name(key), _listed(tensors))]
     count = len(tensors) if isinstance(tensors, (list, tuple)) else 1

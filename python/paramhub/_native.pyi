@@ -1,4 +1,4 @@
-"""The extension module. Memory is named by address and bytes: callers have looked at it with `Memory`, or own it."""
+"""The extension module. Memory is passed as address and bytes: callers have inspected it with `Memory`, or own it."""
 
 from collections.abc import Callable, Generator
 from typing import Any, final
@@ -10,14 +10,18 @@ Range = tuple[int, int]
 
 def main(arguments: list[str], started_as: list[str]) -> int: ...
 def unread_variables() -> list[str]:
-    """A line for each variable of the environment that looks like the package's and that nothing reads."""
+    """A line for each environment variable that begins with ``PARAMHUB_`` and that neither the command nor a worker reads."""
 
 def after_fork_in_child() -> None: ...
 def end_callbacks() -> None:
-    """Waits for the callbacks of requests that have ended, 5 seconds at most. Later ones are not called."""
+    """Waits for the callbacks of requests that have ended, at most 5 seconds. Later callbacks are not called."""
+
+def conflict(features: list[str], settings: str | None = None) -> tuple[str, str] | None:
+    """Whether features, by their identifiers, combine with one another and with a job's settings in JSON. Returns None if they
+    do, else the message, and the reason alone. docs/combinations.md lists the features."""
 
 def host_identity() -> str:
-    """What tells this host, and its network namespace, from all others."""
+    """An identity of this host and its network namespace."""
 
 def now_ns() -> int:
     """Nanoseconds of the monotonic clock, which all processes of one host share."""
@@ -65,8 +69,8 @@ class Memory:
 
 @final
 class Tensor:
-    """Memory of a job's that is exchanged where it lies. ``torch.from_dlpack`` and ``numpy.from_dlpack`` look at it; it is
-    given back to the job when nobody has it any more."""
+    """Memory of a job that is exchanged without a copy. Use it through ``torch.from_dlpack`` and ``numpy.from_dlpack``. It
+    returns to the job when the last reference to it is dropped."""
 
     @property
     def address(self) -> int: ...
@@ -81,37 +85,37 @@ class Tensor:
 
 @final
 class Handle:
-    """A request under way, or several that end together. It can be awaited in an event loop."""
+    """A request under way, or several that end together. An event loop can await it."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and the job's error if the request failed."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
 
     def exception(self) -> BaseException | None:
-        """What it failed with; None if it ended well or has not ended."""
+        """Its error; None if it has not failed or has not ended."""
 
     def fail(self, message: str, culprit: int | None = None) -> None:
-        """Fails it with JobFailedError if it has not ended. Its requests go on, and their memory is kept until they end."""
+        """Fails it with JobFailedError if it has not ended. Its requests go on, and their memory stays alive until they end."""
 
     def awaited_ranks(self) -> list[int]:
-        """The ranks that it is waiting for, as far as a mesh knows; none once it has ended."""
+        """The ranks that it waits for, as far as a mesh knows; none once it has ended."""
 
     @property
     def source(self) -> int | None:
-        """The rank that a receive got its bytes from, once it has."""
+        """The rank from which a receive got its bytes; None before its end."""
 
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        """Calls ``callback(handle)`` once it has ended: on a thread of the library's, or here if it has ended already."""
+        """Calls ``callback(handle)`` once it has ended: on a thread of this package, or at once if it has ended before."""
 
     @property
     def submitted_ns(self) -> int:
-        """When the request was handed in, in nanoseconds of the monotonic clock."""
+        """The time at which the request was submitted, in nanoseconds of the monotonic clock."""
 
     @property
     def finished_ns(self) -> int:
-        """When it ended; 0 while it has not."""
+        """The time of its end; 0 before it."""
 
     def __await__(self) -> Generator[Any]: ...
 
@@ -160,14 +164,14 @@ class Job:
     def query(self, properties: list[str]) -> str: ...
     def best_scheme(self, layer: str) -> str: ...
     def plan(self) -> list[tuple[str, str, str]]:
-        """Of each layer its name, its scheme, and why."""
+        """The name and the scheme of each layer, and the reason for the scheme."""
 
     def factor_layers(self) -> list[tuple[str, int, int | None, int, str]]:
-        """Those that go by factors, by their numbers: name, keys of weight and bias, samples a step may have, and the
-        type of its factors."""
+        """The layers that are exchanged as factors, by number: name, keys of weight and bias, most samples of a step, and
+        type of the factors."""
 
     def begin_factors(self, keys: list[int], ranges: list[Range], owner: object) -> None:
-        """Lets them begin with these parameters, equal at all ranks, and with the state at the hubs."""
+        """Starts the layers of `factor_layers` with these parameters, equal at all ranks, and with the state at the hubs."""
 
     def push_factors(
         self,
@@ -176,7 +180,7 @@ class Job:
         parameters: tuple[Range, Range | None],
         owner: object,
     ) -> Handle:
-        """``factors`` are inputs and output gradients, which are copied; ``owner`` keeps ``parameters``."""
+        """``factors`` are inputs and output gradients, which are copied. ``owner`` keeps ``parameters`` alive."""
 
     def failure(self) -> BaseException | None: ...
     def leave(self) -> None: ...
@@ -184,7 +188,8 @@ class Job:
 
 @final
 class Slots:
-    """Keys of a job, ``(number, bytes)`` each, that tensors of any size pass through. They may come before the job is open."""
+    """Keys of a job, ``(number, bytes)`` each, through which tensors of any size are exchanged. They accept tensors before the
+    job is open."""
 
     def __new__(cls, slots: list[tuple[int, int]]) -> Slots: ...
     def open(self, job: Job) -> None: ...
@@ -208,18 +213,19 @@ def open_store(
     codec: str | None = None,
     reproducible: bool = False,
 ) -> Store:
-    """``seat``: the connection manager's URL, the job's namespace and secret, and the rank. A local store has none."""
+    """``seat`` is the connection manager's URL, the job's namespace and secret, and the rank; None for a local store."""
 
 @final
 class Store:
-    """Calls are made in order, by a thread of its own. Memory is kept until a call's handle has ended, and must be left alone."""
+    """A thread of the store runs its calls in order. It keeps a call's memory alive until the call's handle has ended; do not use
+    that memory before."""
 
     kind: str
     rank: int
     size: int
     def init(self, keys: list[tuple[Key, Memory]]) -> Handle: ...
     def exchange(self, keys: list[tuple[Key, list[Memory], list[Memory]]], priority: int) -> Handle:
-        """Of each key its values, which are pushed, and its outs, which are pulled into; either may be empty."""
+        """Each key comes with its values, which are pushed, and its outs, into which it is pulled. Either may be empty."""
 
     def set_optimizer(self, name: str, hyperparameters: str | None = None) -> Handle: ...
     def set_hyperparameters(self, hyperparameters: str) -> Handle: ...
@@ -253,7 +259,7 @@ class Mesh:
     def broadcast(self, range: Range, root: int, owner: object) -> Handle: ...
     def allreduce(self, range: Range, dtype: str, op: str, owner: object) -> Handle: ...
     def note_allreduce(self, nbytes: int, dtype: str, op: str) -> Handle:
-        """Lets the ranks compare an allreduce that goes another way."""
+        """Lets the ranks compare an allreduce that does not go over the mesh."""
 
     def reduce(self, range: Range, root: int, dtype: str, op: str, owner: object) -> Handle: ...
     def allgather(self, send: Range | None, receives: list[Range], owner: object) -> Handle: ...

@@ -1,4 +1,4 @@
-"""What can go wrong. Every message says who, what, and what to do."""
+"""The errors of this package. Every message says who failed, at what, and what to do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class MisuseError(ParamhubError, ValueError):
 
 
 class ConnectError(ParamhubError, ConnectionError):
-    """A connection manager or hub cannot be reached, or refuses; or ranks of the job are missing, which it names."""
+    """A connection manager or hub cannot be reached or refuses, or ranks of the job are missing. The message names those."""
 
 
 class JobFailedError(ParamhubError):
     """The job has failed, for every rank: a worker or a hub was lost, or broke a rule.
 
-    ``culprit`` is the rank at fault where the hub names one, else None.
+    ``culprit`` is the rank at fault if the hub names one, else None.
     """
 
     culprit: int | None = None
 
 
 class LateError(ParamhubError, TimeoutError):
-    """Something has not ended in the time it was given, and goes on. The message names the ranks that are awaited, as far as
+    """An operation has not ended within its timeout, and goes on. The message names the ranks that it waits for, as far as
     they are known."""

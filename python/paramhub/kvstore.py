@@ -1,4 +1,4 @@
-"""Key-value stores under MXNet's names: values that all ranks push to and pull from.
+"""Key-value stores with MXNet's API: values that all ranks push to and pull from.
 
 A training program, started with ``paramhub run -n 4 -- python train.py``::
 
@@ -16,12 +16,13 @@ A training program, started with ``paramhub run -n 4 -- python train.py``::
                 kv.pull(key, out=parameters[key])
             kv.wait()
 
-The kinds are ``local``, of one process; ``funnel``, ``concom`` and ``depcha``, by collectives among the ranks; and ``hub``,
+A ``local`` store belongs to one process. ``funnel``, ``concom`` and ``depcha`` exchange by collectives among the ranks, ``hub``
 through a hub. All ranks make the same calls in the same order, from one thread.
 
-Calls return at once, where MXNet's do. MXNet's arrays wait when they are read; tensors of other libraries cannot, so that push,
-pull and pushpull return a handle: wait for it, or for all of a key's with `KVStore.wait`. Until then what was pushed must not be
-written, and ``out`` not be looked at. The store itself may be given both again at once: it keeps the order of its calls.
+Calls return at once where MXNet's do. A read of an MXNet array waits for its value. Tensors of other libraries cannot wait, so
+push, pull and pushpull return a handle. Wait for the handle, or for all handles of a key with `KVStore.wait`. Until then do not
+write to a pushed tensor, and do not read ``out``. Further calls of the store may take the same tensors at once, because the
+store runs its calls in order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paramhub import _native
-from paramhub._job import seat_of
+from paramhub._job import worker_identity
 from paramhub._keys import Key, Keys, Value, grouped, names
 from paramhub.errors import MisuseError, ParamhubError
 from paramhub.optimizers import Optimizer, named, settings_of
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KVStore", "create"]
 
-FAREWELL_TIMEOUT = 10.0
-"""Seconds that leaving a store may take at the end of a program that has not left it."""
+EXIT_TIMEOUT = 10.0
+"""Seconds that leaving an open store may take at the end of the program."""
 
 
 def create(
@@ -68,21 +69,23 @@ def create(
     codec: str | None = None,
     reproducible: bool = False,
 ) -> KVStore:
-    """Makes a store of a kind, and returns when every rank has.
+    """Makes a store of a kind. Returns when every rank has called it.
 
-    ``hub``, ``funnel``, ``concom`` and ``depcha`` are for the ranks of a job; who this one is, and ``transport`` to ``host``, are
-    as in `paramhub.connect`. A job has one store, and no other use.
+    ``hub``, ``funnel``, ``concom`` and ``depcha`` are for the ranks of a job. ``url`` to ``rank``, and ``transport`` to ``host``,
+    are the same as in `paramhub.connect`. A job has one store, and no other use.
 
-    ``compute_threads`` is how many threads run optimizers, by default one for each processor. Of ``concom`` ``outstanding`` is
-    how many keys are exchanged at a time, over as many communicators, 2 by default. With ``check`` ranks compare every collective
-    before they call it, and the first one in which they differ is named: for finding out, since it takes its time. Of ``hub``
-    ``codec`` is how gradients travel (``f16``, ``bf16``), and with ``reproducible`` sums are bit-equal from run to run.
+    ``compute_threads`` is the number of threads that run optimizers, by default one for each processor. ``outstanding`` is for
+    ``concom``: the number of keys that are exchanged at a time, over as many communicators, 2 by default. With ``check`` ranks
+    compare every collective before they call it, and an error names the first one in which they differ. The comparison is
+    slow: use it to find a fault. ``codec`` and ``reproducible`` are for ``hub``: the encoding of gradients in frames (``f16``,
+    ``bf16``), and whether sums are bit-equal from run to run.
 
-    Raises MisuseError if something is missing or unreadable, ConnectError if the manager cannot be reached or ranks are missing.
+    Raises MisuseError if an argument is missing or unreadable, ConnectError if the manager cannot be reached or ranks are
+    missing.
     """
     native = _native.open_store(
         kind,
-        seat_of(url, job, secret, rank, "create()") if kind in _OF_RANKS else None,
+        worker_identity(url, job, secret, rank, "create()") if kind in _OF_RANKS else None,
         transport=transport,
         interfaces=interfaces,
         rendezvous_timeout=timeout,
@@ -99,51 +102,53 @@ def create(
 
 _OF_RANKS = ("hub", "funnel", "concom", "depcha")
 _REASON_MAX = 1000
-"""Characters of an error that the other ranks are told."""
+"""The most characters of an error message that this rank sends to the others."""
 
 
 class KVStore:
-    """This rank's end of a store; made by `create`.
+    """This rank's end of a store, which `create` makes.
 
-    A key is a name or a number from 0. Where a method takes a key it takes a list of keys as well, and with it a list of as many
-    values; where it takes a value it takes a list of them, as of several devices. Tensors are contiguous ones of the host, in
-    f32, f16 or bf16, with the shape and type that the key was given at first.
+    A key is a name or a number from 0. A method that takes a key also takes a list of keys, with a list of as many values. A
+    method that takes a value of a key also takes a list of values, for instance one for each device. Tensors are contiguous
+    host tensors in f32, f16 or bf16, with the shape and type that `init` gave the key.
 
-    As a context manager it leaves the store at the end. If the block raises it gives it up: the other ranks' calls raise, too,
-    and name this rank. A store that is still open when the program ends is left then, or given up if an exception ends it.
+    As a context manager it leaves the store at the end of the block. If the block raises, it abandons the store: the other
+    ranks' calls raise, too, and name this rank. At the end of the program an open store is left, or abandoned if an exception
+    ends the program.
     """
 
     def __init__(self, native: _native.Store) -> None:
         self._native = native
         self._values: dict[str, Value] = {}
         self._optimizer: Optimizer | None = None
-        self._farewell: Handle | None = None
+        self._leave_handle: Handle | None = None
         _open.add(self)
 
     @property
     def type(self) -> str:
-        """The kind it was made as."""
+        """The kind that was passed to `create`."""
         return self._native.kind
 
     @property
     def rank(self) -> int:
-        """This process, counted from 0."""
+        """This process's number, from 0."""
         return self._native.rank
 
     @property
     def num_workers(self) -> int:
-        """How many ranks share the store."""
+        """The number of ranks that share the store."""
         return self._native.size
 
     @property
     def size(self) -> int:
-        """As `num_workers`."""
+        """The same as `num_workers`."""
         return self._native.size
 
     def init(self, key: Keys, value: Any) -> None:
-        """Gives keys their values, once: rank 0's, at every rank. ``value`` itself stays as it is; see `broadcast`.
+        """Gives keys their initial values, once: at every rank those of rank 0. It does not change ``value`` itself; for that
+        see `broadcast`.
 
-        Every rank calls it, with tensors of the same shapes. Of a ``hub`` store all keys have theirs before the first push.
+        Every rank calls it, with tensors of the same shapes. In a ``hub`` store all keys need it before the first push.
         """
         given = []
         for name, tensors in grouped(key, value):
@@ -157,32 +162,33 @@ class KVStore:
         handle.wait()
 
     def push(self, key: Keys, value: Any, priority: int = 0) -> Handle:
-        """Adds this rank's value to the key's new sum, or with an optimizer to the mean that makes its new parameters.
+        """Adds this rank's value to the key's new sum, or with an optimizer to the mean that updates the key's parameters.
 
-        Every rank pushes the key as often. Several values are added up. The handle ends when they have been read; until then they
-        must not be written. Of keys that are ready together those of higher ``priority`` are copied first.
+        Every rank pushes the key equally often. Several values for one key are added up. The handle ends when the values have
+        been read; until then do not write to them. If several keys are ready, the one with the highest ``priority`` is copied
+        first.
         """
         return self._exchange(grouped(key, value), [], priority)
 
     def pull(self, key: Keys, out: Any, priority: int = 0) -> Handle:
-        """Receives the key's value into ``out``, or into each of several: the sum of what all ranks have pushed last, with an
-        optimizer its parameters, and before the first push what `init` was given. The handle ends when it is there; until then
-        ``out`` must be left alone."""
+        """Receives the key's value into ``out``, or into each tensor of ``out``. The value is the sum of the ranks' last pushes,
+        with an optimizer the parameters, and before the first push the initial value. The handle ends when the value has
+        arrived; until then do not use ``out``."""
         return self._exchange([], grouped(key, out), priority)
 
     def pushpull(self, key: Keys, value: Any, out: Any = None, priority: int = 0) -> Handle:
-        """`push`, then `pull`; into ``value`` itself if there is no ``out``. Of a list of keys all are pushed before the first is
+        """`push`, then `pull`, into ``value`` itself if there is no ``out``. All keys of a list are pushed before the first is
         pulled."""
         return self._exchange(grouped(key, value), grouped(key, value if out is None else out), priority)
 
     def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> Handle:
-        """`init`, then `pull`: ``out`` becomes rank 0's value. It may be ``value``."""
+        """`init`, then `pull`: ``out`` receives rank 0's value. ``out`` may be ``value`` itself."""
         self.init(key, value)
         return self.pull(key, out, priority)
 
     def wait(self, key: Keys | None = None, timeout: float | None = None) -> None:
-        """Waits for what was pushed and pulled of these keys, or of all, and raises the first failure. Raises TimeoutError after
-        ``timeout`` seconds, and goes on."""
+        """Waits for all pushes and pulls of these keys, or of all keys, and raises the first failure. Raises TimeoutError after
+        ``timeout`` seconds; the exchanges go on."""
         if timeout is not None and not timeout >= 0:
             raise MisuseError(f"a timeout is 0 or more seconds, not {timeout}")
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -191,14 +197,15 @@ class KVStore:
             value.wait(deadline)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Waits until every rank has called it and all that this one has pushed and pulled before has been exchanged."""
+        """Waits until every rank has called it, and until all earlier pushes and pulls of this rank have ended."""
         self._native.barrier().wait(timeout)
 
     def set_optimizer(self, optimizer: Optimizer | str, **arguments: Any) -> None:
-        """From now on keys' values are parameters, which the optimizer changes by the mean of what all ranks push. Before the
-        first push, and alike at every rank.
+        """Makes the values of all keys parameters, which the optimizer updates by the mean of the ranks' pushes. Every rank
+        calls it before the first push, with equal arguments.
 
-        ``optimizer`` is one of `paramhub`'s, or its name and arguments: ``paramhub.Adam(lr=0.01)`` or ``"adam", lr=0.01``.
+        ``optimizer`` is an optimizer of `paramhub`, or a name with arguments: ``paramhub.Adam(lr=0.01)`` or
+        ``"adam", lr=0.01``.
         """
         if isinstance(optimizer, str):
             optimizer = named(optimizer, **arguments)
@@ -211,8 +218,8 @@ class KVStore:
         self._optimizer = Optimizer(optimizer.name, **numbers)
 
     def set_hyperparameters(self, **changed: float | bool) -> None:
-        """Changes some of the optimizer's numbers from the next push on, by the hub's names (``learning_rate=0.01``), alike at
-        every rank."""
+        """Changes hyperparameters from the next push on, by the hub's names (``learning_rate=0.01``). Every rank calls it, with
+        equal arguments."""
         if self._optimizer is None:
             raise MisuseError(f"{self._who()}: there is no optimizer, choose one with set_optimizer")
         numbers = {**self._optimizer.hyperparameters, **changed}
@@ -220,16 +227,16 @@ class KVStore:
         self._optimizer.hyperparameters = numbers
 
     def leave(self, timeout: float | None = None) -> None:
-        """Waits for all that was asked for and leaves the other ranks in order; every rank does. Raises TimeoutError after
-        ``timeout`` seconds, and goes on. Left before, it does nothing."""
+        """Waits for all pushes and pulls and leaves the store. Every rank calls it. Raises TimeoutError after ``timeout``
+        seconds; leaving goes on. After the store has been left, it does nothing."""
         if self not in _open:
             return
-        if self._farewell is None:
-            self._farewell = self._native.leave()
+        if self._leave_handle is None:
+            self._leave_handle = self._native.leave()
         try:
-            self._farewell.wait(timeout)
+            self._leave_handle.wait(timeout)
         finally:
-            if self._farewell.done():
+            if self._leave_handle.done():
                 _open.discard(self)
 
     def __enter__(self) -> KVStore:
@@ -241,7 +248,7 @@ class KVStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A program may end well from within.
+        # sys.exit() without a code, or with 0, is no failure.
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave()
         else:
@@ -253,13 +260,13 @@ class KVStore:
     def _exchange(
         self, values: list[tuple[Key, list[Any]]], outs: list[tuple[Key, list[Any]]], priority: int
     ) -> Handle:
-        errands: dict[Key, tuple[list[_native.Memory], list[_native.Memory]]] = {}
+        requests: dict[Key, tuple[list[_native.Memory], list[_native.Memory]]] = {}
         for name, tensors in values:
-            errands.setdefault(name, ([], []))[0].extend(self._look(name, tensors, writable=False))
+            requests.setdefault(name, ([], []))[0].extend(self._look(name, tensors, writable=False))
         for name, tensors in outs:
-            errands.setdefault(name, ([], []))[1].extend(self._look(name, tensors, writable=True))
-        handle = self._native.exchange([(name, *memories) for name, memories in errands.items()], priority)
-        for name in errands:
+            requests.setdefault(name, ([], []))[1].extend(self._look(name, tensors, writable=True))
+        handle = self._native.exchange([(name, *memories) for name, memories in requests.items()], priority)
+        for name in requests:
             self._value(name).note(handle)
         return handle
 
@@ -288,28 +295,28 @@ class KVStore:
 
     def _give_up(self, error: BaseException) -> None:
         _open.discard(self)
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._native.abandon(f"rank {self.rank} has failed: {said}"[:_REASON_MAX])
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._native.abandon(f"rank {self.rank} has failed: {reason}"[:_REASON_MAX])
 
 
 _open: set[KVStore] = set()
-"""Stores that have not been left."""
+"""Stores that this process has neither left nor abandoned."""
 
 
 def _at_exit() -> None:
-    # The interpreter notes an exception that ends it. A rank that failed must not wait for ranks that wait for it.
+    # The interpreter stores the exception that ends it. A failed rank must not wait for ranks that wait for it.
     error: BaseException | None = getattr(sys, "last_value", None)
     for store in list(_open):
         if error is not None:
             store._give_up(error)
             continue
         try:
-            store.leave(FAREWELL_TIMEOUT)
+            store.leave(EXIT_TIMEOUT)
         except (ParamhubError, TimeoutError) as failure:
             print(f"{store!r} could not be left: {failure}", file=sys.stderr)
             store._give_up(failure)
 
 
 atexit.register(_at_exit)
-# A child's copy is not its own to leave.
+# A forked child has copies of its parent's stores, which only the parent may leave.
 os.register_at_fork(after_in_child=_open.clear)

@@ -1,4 +1,4 @@
-"""The optimizers a hub runs, under torch.optim's names and with its definitions."""
+"""The optimizers that a hub runs, with torch.optim's names and definitions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from paramhub.errors import MisuseError
 
 
 class Optimizer:
-    """An optimizer by the name it has at the hub, and its numbers.
+    """An optimizer by its name at the hub, and its hyperparameters.
 
-    The built-in ones have classes of their own. Use this one for an optimizer that is registered at your hub; its
+    The built-in optimizers have classes of their own. Use this class for an optimizer that is registered at your hub. Its
     hyperparameters have the hub's names (``learning_rate``, ``momentum``, ``dampening``, ``nesterov``, ``weight_decay``,
-    ``beta1``, ``beta2``, ``epsilon``, or up to eight of its own), and what is left out has the hub's default.
+    ``beta1``, ``beta2``, ``epsilon``, or up to eight names of the optimizer's own). The hub has defaults for those that are
+    left out.
     """
 
     def __init__(self, name: str, /, **hyperparameters: float | bool) -> None:
@@ -30,15 +31,15 @@ class Optimizer:
             return NotImplemented
         return (self.name, self.hyperparameters) == (other.name, other.hyperparameters)
 
-    __hash__ = None  # type: ignore[assignment]  # its numbers may be changed
+    __hash__ = None  # type: ignore[assignment]  # its hyperparameters may be changed
 
     def settings(self) -> dict[str, object]:
-        """As the hub's settings have it."""
+        """The optimizer in the form of the hub's settings."""
         return {"name": self.name, "hyperparameters": settings_of(self.hyperparameters) or None}
 
 
 def settings_of(hyperparameters: Mapping[str, float | bool]) -> dict[str, object]:
-    """Numbers as the hub's settings have them: its own by name, an optimizer's further ones under ``extra``."""
+    """Hyperparameters in the form of the hub's settings: those that the hub knows by name, all others under ``extra``."""
     known: dict[str, object] = {name: value for name, value in hyperparameters.items() if name in _HUB_NAMES}
     extra = {name: float(value) for name, value in hyperparameters.items() if name not in _HUB_NAMES}
     return {**known, "extra": extra} if extra else known
@@ -122,7 +123,7 @@ class AdamW(Optimizer):
 
 
 def named(name: str, /, **arguments: Any) -> Optimizer:
-    """An optimizer by its name, whatever its case, with the arguments of its class; or one that is registered at your hub."""
+    """An optimizer of this module by its name, in any case, with its class's arguments; or one that is registered at your hub."""
     kind = {kind.__name__.lower(): kind for kind in (SGD, Nesterov, Adam, AdamW, Mean, Sum)}.get(name.lower())
     if kind is None:
         return Optimizer(name, **arguments)

@@ -1,6 +1,6 @@
 """Fixtures of all tests.
 
-Tests that need torch are in ``torch/``, and in ``frameworks/`` those of frameworks on torch; they import it at the top of their
+Tests that need torch are in ``torch/``, tests of frameworks on torch in ``frameworks/``. They import torch at the top of their
 files. The helpers are in ``support/``, from which tests import by name: ``from team import Rank``.
 """
 
@@ -21,10 +21,10 @@ import paramhub
 
 WITHOUT_TORCH = "PARAMHUB_TEST_WITHOUT_TORCH"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-# Where torch is missing by mistake its tests must fail; they fail to be imported, then.
+# If torch is missing by mistake, its tests must fail, and they do so at their imports.
 collect_ignore = ["torch", "frameworks"] if not HAS_TORCH and os.environ.get(WITHOUT_TORCH) else []
 
-# A shell that runs this in the background lets it ignore Ctrl-C, and every process it starts: those that are to answer it too.
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and with them the processes that must handle it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,8 +53,8 @@ def _zygote() -> Iterator[Callable[[], Zygote]]:
 def team(_zygote: Callable[[], Zygote], tmp_path: Path) -> Team:
     """``team(work, *arguments, ranks=4, env=None, timeout=120, dies=())`` calls a function in fresh processes.
 
-    ``work`` is a function of a test module's top level. Each of the ``ranks`` processes calls ``work(Rank, *arguments)``, and
-    what they return comes back as a list by rank; arguments and results are pickled. ::
+    ``work`` is a function of a test module's top level. Each of the ``ranks`` processes calls ``work(Rank, *arguments)``. The
+    team returns the list of their results, by rank. Arguments and results are pickled. ::
 
         def work(rank: Rank, factor: float) -> float:
             paramhub.torch.init()
@@ -64,14 +64,16 @@ def team(_zygote: Callable[[], Zygote], tmp_path: Path) -> Team:
             assert team(work, 2.0, ranks=2) == [0.0, 2.0]
 
     The processes are forked from one that has imported torch and nothing of paramhub, so that a team starts within a
-    fraction of a second. After the function they do what is registered at ``atexit``, but do not take down the interpreter:
-    what is about that needs `launch`. They have the variables torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread for each library, none of the caller's ``PARAMHUB_*``,
-    and those of ``env`` (``env={"PARAMHUB_TRANSPORT": "tcp"}``). The working directory is ``Rank.folder``, the team's own.
+    fraction of a second. After the function they call the functions registered at ``atexit``, but do not shut down the
+    interpreter: tests of that need `launch`. They have the variables that torchrun sets (``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread for each library, none of the
+    caller's ``PARAMHUB_*``, and those of ``env`` (``env={"PARAMHUB_TRANSPORT": "tcp"}``). The working directory is
+    ``Rank.folder``, the team's own.
 
     It raises `TeamError` with every rank's end and output if a rank raises, dies, or exits with another code than 0. When
-    one does, the others have 10 seconds to end too. What still runs after that, or after ``timeout`` seconds, shows its
-    stacks and is killed, with all it has started. A rank named in ``dies`` must not end well; its result is `Died`.
+    one does, the others have 10 seconds to end too. A rank that still runs after that, or after ``timeout`` seconds, prints
+    its stacks and is killed, with all processes that it has started. A rank in ``dies`` must not end well; its result is
+    `Died`.
     """
     return Team(_zygote, tmp_path)
 
@@ -87,20 +89,20 @@ def _launcher(tmp_path: Path) -> Iterator[Launcher]:
 def launch(_launcher: Launcher) -> Callable[..., Ended]:
     """``launch(*command, env=None, timeout=120)`` runs a program to its end: ``(code, output)``.
 
-    For what must be a program of its own. ``launching`` has the beginnings of commands::
+    It is for tests that need a program of their own. ``launching`` has the beginnings of commands::
 
         code, output = launch(*TORCHRUN, "--nproc-per-node=2", script)
         code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, script)
 
-    The environment is the caller's without what launchers set, and with ``env``. One that takes longer is killed with all it
-    has started, and the test fails.
+    The environment is the caller's without the variables of launchers, and with ``env``. A program that takes longer than
+    ``timeout`` seconds is killed with all processes that it has started, and the test fails.
     """
     return _launcher.launch
 
 
 @pytest.fixture
 def start(_launcher: Launcher) -> Callable[..., Program]:
-    """``start(*command, env=None)`` starts a program that goes on beside the test, and ends it with the test."""
+    """``start(*command, env=None)`` starts a program that runs beside the test, and ends it with the test."""
     return _launcher.start
 
 
@@ -112,5 +114,5 @@ def hub() -> Iterator[paramhub.Hub]:
 
 
 def pytest_collection_finish() -> None:
-    # Several tests collect garbage; what torch has loaded is never any, and looking through it takes a fraction of a second.
+    # Several tests collect garbage. torch's objects are never garbage, and a search through them takes a fraction of a second.
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The information book: what every rank knows of the cluster, the model and its schemes."""
+"""The information book: the properties of the cluster, the model and its schemes that every rank can read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_rank_reads_the_same(hub: paramhub.Hub) -> None:
     results = in_threads(hub, 3, work, peers=True)
     assert all(result == results[0] for result in results)
     book, best = results[0]
-    # Ranks and hub are on one host: three machines, one of which has the hub, too.
+    # The plan counts each rank as a machine, and the hub is on one of these.
     assert book["roster"]["place"] == "beside-workers"
     workers = book["roster"]["workers"]
     assert [worker["rank"] for worker in workers] == [0, 1, 2]

@@ -81,15 +81,61 @@ def test_run_passes_on_what_its_workers_end_with(launch: Callable[..., Ended], t
     assert launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, failing).code == 7
 
 
-def test_train_trains(launch: Callable[..., Ended], tmp_path: Path) -> None:
-    """The launcher starts its workers by this command again: through Python, that is."""
-    report = tmp_path / "report.json"
+def test_an_exchange_is_measured(launch: Callable[..., Ended], tmp_path: Path) -> None:
+    """The launcher starts its processes with the same command, and so through Python."""
+    keys, report = tmp_path / "keys.json", tmp_path / "report.json"
+    keys.write_text(json.dumps([{"name": "weight", "shape": [128, 64]}, {"name": "bias", "shape": [64]}]))
     code, output = launch(
-        *PARAMHUB, "train", "--workers", "2", "--net", "mlp", "--epochs", "2", "--json", report, timeout=300
+        *PARAMHUB,
+        "bench",
+        "exchange",
+        "--keys",
+        keys,
+        "--workers",
+        "2",
+        "--iters",
+        "3",
+        "--json",
+        report,
+        timeout=300,
     )
     assert code == 0, output
-    assert "test accuracy" in output
-    result = json.loads(report.read_text())
-    assert [worker["rank"] for worker in result["workers"]] == [0, 1]
-    assert result["accuracy"] > 0.8
-    assert result["max_parameter_difference"] == 0
+    assert "all exact" in output
+    assert json.loads(report.read_text())["max_abs_error"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["train", "--workers", "2", "--json", "report.json"],
+        ["train", "--help"],
+        ["bench", "sweep", "chunk", "--model", "resnet50"],
+        ["bench", "plot", "results.json", "--svg", "out.svg"],
+    ],
+)
+def test_what_the_package_leaves_out_is_refused_with_the_way_to_get_it(
+    launch: Callable[..., Ended], arguments: list[str]
+) -> None:
+    code, output = launch(*PARAMHUB, *arguments)
+    assert code == 2
+    assert "cargo install --path crates/paramhub-cli" in output
+
+
+def test_the_help_shows_only_what_is_there(launch: Callable[..., Ended]) -> None:
+    for arguments in ([], ["bench"]):
+        code, output = launch(*PARAMHUB, *arguments, "--help")
+        assert code == 0
+        assert "train " not in output
+        assert "sweep" not in output
+
+
+def test_a_table_for_train_in_the_configuration_is_left_alone(
+    launch: Callable[..., Ended], tmp_path: Path
+) -> None:
+    path = tmp_path / "paramhub.toml"
+    path.write_text("[train]\nepochs = 3\n[run]\nworkers = 2\n")
+    code, output = launch(*PARAMHUB, "run", "--config", path, "--print-config")
+    assert code == 0, output
+    assert "workers = 2" in output
+    assert "epochs = 3" in output

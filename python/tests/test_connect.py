@@ -1,4 +1,4 @@
-"""Joining a job, and everything that can be wrong with it."""
+"""Joining a job, and its errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_a_launcher_sets_is_enough(hub: paramhub.Hub, monkeypatch: pytest.M
     with paramhub.connect() as job:
         assert (job.rank, job.workers) == (0, 1)
         assert repr(job) == f"<paramhub.Job {job.name!r} rank 0 of 1>"
-    # Arguments overrule it.
+    # Arguments overrule the environment.
     with paramhub.connect(*new_job(hub, 1)) as other:
         assert other.name != job.name
 
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(kind, match=reason) as refused:
         paramhub.connect(**{**ticket._asdict(), "rank": 0, **change})
     assert ticket.secret not in str(refused.value)
-    # The job is none the worse.
+    # The refusal has not harmed the job.
     paramhub.connect(*ticket, 0).leave()
 
 
@@ -105,7 +105,7 @@ def test_connect_waits_no_longer_than_told(hub: paramhub.Hub) -> None:
     ticket = new_job(hub, 2, rendezvous_timeout=600)
     with pytest.raises(paramhub.ConnectError, match=r"within 0.5 s"):
         paramhub.connect(*ticket, 1, timeout=0.5)
-    # Its place is free again.
+    # The rank is free again.
     other = threading.Thread(target=lambda: paramhub.connect(*ticket, 0, timeout=TIMEOUT))
     other.start()
     paramhub.connect(*ticket, 1, timeout=TIMEOUT)

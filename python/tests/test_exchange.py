@@ -1,4 +1,4 @@
-"""What an exchange does to numbers, through a hub in this process."""
+"""The numbers of an exchange through a hub in this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranks_get_equal_bits(hub: paramhub.Hub) -> None:
 
 def test_reproducible_sums_are_those_of_rank_order(hub: paramhub.Hub) -> None:
     def gradient(rank: int) -> numpy.ndarray:
-        # Of magnitudes so different that another order of adding has another result.
+        # The magnitudes differ so much that another order of adding has another result.
         random = numpy.random.default_rng(rank)
         return (random.normal(size=20_000) * 10.0 ** random.integers(-6, 6, 20_000)).astype("f4")
 
@@ -128,7 +128,7 @@ def test_hyperparameters_that_cannot_be_change_nothing(hub: paramhub.Hub) -> Non
         return float(weight[0])
 
     assert in_threads(hub, 1, work) == [-0.5]
-    # What was passed is the caller's, who may use it for another job.
+    # The job has not changed the caller's optimizer, which may be used for another job.
     assert optimizer == paramhub.SGD(lr=1.0)
 
 
@@ -254,7 +254,7 @@ def test_memory_of_the_jobs_is_exchanged_where_it_lies(hub: paramhub.Hub) -> Non
         for _ in range(3):
             gradient[:] = 1.0 + job.rank
             job.push_pull("w", lent, out=received).wait(TIMEOUT)
-        # What the library lent may be passed as itself and as an array.
+        # The job's own memory may be passed as a `Tensor` and as an array.
         job.push_pull("w", gradient, out=parameters).wait(TIMEOUT)
         return float(parameters[3, 2499]), bool((parameters == parameters[0, 0]).all())
 

@@ -1,4 +1,4 @@
-"""Layers that workers exchange by their factors, over real connections between ranks."""
+"""Layers that workers exchange as factors, over real connections between ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def factors(rank: int, step: int, samples: int) -> tuple[Any, Any]:
 
 
 def train(job: paramhub.Job, optimizer: paramhub.Optimizer, layers: Any = LAYERS) -> dict[str, Any]:
-    """By factors, or densely if there are no layers. Ranks have different numbers of samples, and rank 1 has none at times."""
+    """Trains with factors, or with gradients if there are no layers. Ranks have different numbers of samples, and rank 1 has
+    none in some steps."""
     held = tensors(job.rank)
     job.init(held, optimizer, layers=layers, reproducible=True)
     for step in range(STEPS):
@@ -145,7 +146,7 @@ def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
         for said, call in refused:
             with pytest.raises(paramhub.MisuseError, match=said):
                 call()
-        # And the job goes on.
+        # The job goes on.
         assert job.next_step("fc.weight") == 0
         job.push_factors("fc", inputs[:1], gradients[:1], weight, held["fc.bias"]).wait(60)
         assert job.next_step("fc.bias") == 1
@@ -155,7 +156,7 @@ def test_what_cannot_be_is_refused(hub: paramhub.Hub) -> None:
 
 def test_workers_that_do_not_listen_are_told_how(hub: paramhub.Hub) -> None:
     def work(job: paramhub.Job) -> None:
-        with pytest.raises(paramhub.MisuseError, match="sends no factors to hubs"):
+        with pytest.raises(paramhub.MisuseError, match="it sends no factors to hubs"):
             job.init(tensors(job.rank), layers=LAYERS, scheme="factors-to-hub")
         with pytest.raises(paramhub.MisuseError, match=r"connect\(peers=True\)"):
             job.init(tensors(0), paramhub.SGD(), layers=LAYERS)

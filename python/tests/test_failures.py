@@ -1,4 +1,4 @@
-"""What the others see when a process dies. Everybody here is a process of its own."""
+"""The errors at the other ranks when a process dies. Hub and ranks are separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers import TIMEOUT, new_job
 import paramhub
 
 ENOUGH = 20.0
-"""Seconds within which a loss must be told: well below the 30 after which a silent worker is thought dead."""
+"""Seconds within which ranks must notice a loss: well below the 30 after which a silent worker counts as dead."""
 
 
 def dies_in_a_step(rank: Rank, ticket: paramhub.JobTicket, victim: int, where: str) -> tuple[str, int | None]:
@@ -25,7 +25,7 @@ def dies_in_a_step(rank: Rank, ticket: paramhub.JobTicket, victim: int, where: s
         job.push_pull("w", numpy.ones_like(weight), out=weight).wait(TIMEOUT)
         rank.mark(f"stepped-{rank.rank}")
         if rank.rank == victim:
-            # The answer that another rank still waits for would fail too.
+            # The victim dies after the others have their results: a request under way would fail, too.
             for other in range(rank.size):
                 rank.await_mark(f"stepped-{other}")
             if where == "under way":
@@ -54,7 +54,7 @@ def test_a_killed_worker_is_named_to_the_others(
     for message, culprit in (results[0], results[2]):
         assert culprit == 1, message
         assert "rank 1" in message, message
-    # The hub serves on.
+    # The hub still serves other jobs.
     with paramhub.connect(*new_job(hub, 1), 0) as job:
         job.init({"w": numpy.ones(10, "f4")})
         job.push("w", numpy.ones(10, "f4")).wait(TIMEOUT)
@@ -62,7 +62,7 @@ def test_a_killed_worker_is_named_to_the_others(
 
 def raises_in_a_step(rank: Rank, ticket: paramhub.JobTicket) -> str:
     weight = numpy.zeros(1000, "f4")
-    # The job is left within, and that would tell of the failure too.
+    # The block leaves the job at its end, which would raise the failure, too.
     with pytest.raises(paramhub.JobFailedError) as failed, paramhub.connect(*ticket, rank.rank) as job:
         job.init({"w": weight})
         if rank.rank == 1:
@@ -75,6 +75,27 @@ def test_a_worker_that_raises_takes_the_others_along(hub: paramhub.Hub, team: Te
     results = team(raises_in_a_step, new_job(hub, 2), ranks=2, dies=[1])
     assert results[1] == Died(1)
     assert "rank 1 left the job" in results[0]
+
+
+def keeps_the_others_waiting(rank: Rank, ticket: paramhub.JobTicket) -> str:
+    weight = numpy.zeros(1000, "f4")
+    with pytest.raises(paramhub.JobFailedError) as failed, paramhub.connect(*ticket, rank.rank) as job:
+        job.init({"w": weight})
+        for step in range(1000):
+            if rank.rank == 1 and step == 3:
+                # It is stuck in its own code, while the library still sends heartbeats.
+                rank.await_mark("failed-0")
+            job.push_pull("w", weight, out=weight).wait(ENOUGH)
+    rank.mark(f"failed-{rank.rank}")
+    assert failed.value.culprit == 1
+    return str(failed.value)
+
+
+def test_a_rank_that_keeps_the_others_waiting_ends_the_job_where_asked(hub: paramhub.Hub, team: Team) -> None:
+    ticket = new_job(hub, 3, progress_timeout=4.0)
+    for message in team(keeps_the_others_waiting, ticket, ranks=3):
+        assert "rank 1 made no progress" in message, message
+        assert "its contribution to step 3 of key `w`" in message, message
 
 
 def loses_its_hub(rank: Rank, ticket: paramhub.JobTicket) -> str:

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has jobs: theirs are its sockets and none of its threads."""
+"""Processes that are forked from a process with jobs. They have its sockets and none of its threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import paramhub
 
 
 def forks(rank: Rank, ticket: paramhub.JobTicket, ends: str) -> list[str]:
-    """Rank 0 forks in the middle of things; both ranks go on."""
+    """Rank 0 forks while requests are under way, and both ranks go on."""
     weight, gradient = numpy.zeros(10_000, "f4"), numpy.ones(10_000, "f4")
     told: list[str] = []
     with paramhub.connect(*ticket, rank.rank) as job:
@@ -38,7 +38,7 @@ def forks(rank: Rank, ticket: paramhub.JobTicket, ends: str) -> list[str]:
 def refusals(
     job: paramhub.Job, handle: paramhub.Handle, weight: numpy.ndarray, ticket: paramhub.JobTicket
 ) -> list[str]:
-    """What a child is told whatever it tries with its parent's things."""
+    """The errors that a child gets from all uses of its parent's objects."""
     told = []
     for call in (
         lambda: job.push("w", weight),
@@ -73,7 +73,7 @@ def in_a_child(call: Callable[[], list[str]], ends: str) -> list[str]:
     if child == 0:
         os.write(write, "\n".join(call()).encode())
         if ends == "exit":
-            sys.exit(0)  # With all that is done at a normal end.
+            sys.exit(0)  # With all steps of a normal end.
         os._exit(0)
     os.close(write)
     with open(read, encoding="utf8") as file:
@@ -116,7 +116,7 @@ def test_a_hub_stays_its_parents(team: Team) -> None:
 
 
 def test_a_fork_before_anything_was_started_is_free(hub: paramhub.Hub, launch: Callable[..., Ended]) -> None:
-    """Whoever imports the package and then starts workers by forking, as Python's default was up to 3.13."""
+    """A program may import the package and then fork workers, which was Python's default up to 3.13."""
     program = """
 import multiprocessing, sys
 import array, paramhub
@@ -141,8 +141,8 @@ for one in workers:
 def test_a_killed_workers_child_does_not_keep_it_alive(
     hub: paramhub.Hub, start: Callable[..., Program]
 ) -> None:
-    """A forked child has its parent's sockets, as a data loader's process has: the streams do not end with the worker, and it is
-    its silence that tells."""
+    """A forked child has its parent's sockets, as a data loader's process has. So streams do not end with the worker, and the
+    others notice its death by its silence."""
     program = """
 import array, os, sys, time, paramhub
 one = array.array("f", [0.0])

@@ -1,4 +1,4 @@
-"""Waiting for what is under way, in all the ways there are."""
+"""All ways of waiting for requests under way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import paramhub._native
 
 
 class Held:
-    """Rank 0 of two with a tensor ``w``, and the other rank, which contributes when it is told to."""
+    """Rank 0 of two with a tensor ``w``, and the other rank, which contributes at `release`."""
 
     def __init__(self, hub: paramhub.Hub) -> None:
         self._url = hub.url
@@ -34,14 +34,14 @@ class Held:
             self.job.init({"w": self.gradient})
 
     def push_pull(self) -> paramhub.Handle:
-        """Cannot end before `release`."""
+        """A request that cannot end before `release`."""
         return self.job.push_pull("w", self.gradient, numpy.empty(1000, "f4"))
 
     def release(self) -> None:
         self._other.push("w", numpy.full(1000, 3.0, "f4")).wait(TIMEOUT)
 
     def stop(self, reason: str) -> None:
-        """The job fails."""
+        """Fails the job."""
         paramhub._native.stop_job(self._url, self.job.name, reason)
 
     def leave(self) -> None:
@@ -54,7 +54,7 @@ class Held:
 
 
 class _other:
-    """Something that waits for this rank, beside what this rank does."""
+    """A context beside which another thread makes a call that waits for this rank."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._results: list[object] = []
@@ -123,7 +123,7 @@ def test_other_threads_go_on_while_one_waits(held: Held) -> None:
 
     thread = threading.Thread(target=count)
     thread.start()
-    # It would wait for ever if it kept the others from running.
+    # It would wait for ever if it kept other threads from running.
     handle.wait(TIMEOUT)
     thread.join(TIMEOUT)
     assert counted == 100_000
@@ -149,7 +149,7 @@ def test_callbacks_are_called_once_with_the_handle(held: Held) -> None:
     assert all_called.wait(TIMEOUT)
     assert [(name, done) for name, done, _ in called] == [("a", True), ("b", True), ("c", True)]
     assert threading.get_ident() not in {thread for *_, thread in called}
-    # What comes too late is called at once, and here.
+    # A callback that is added too late is called at once, on this thread.
     handle.add_done_callback(note("d"))
     assert called[3] == ("d", True, threading.get_ident())
 
@@ -209,14 +209,14 @@ def test_handles_can_be_awaited(held: Held) -> None:
                 await asyncio.sleep(0.001)
 
         ticking = asyncio.create_task(tick())
-        # Several wait for one handle, and the loop goes on meanwhile.
+        # Several coroutines wait for one handle, and the loop goes on meanwhile.
         waiting = [asyncio.create_task(_until(handle)) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in waiting)
         await asyncio.to_thread(held.release)
         await asyncio.gather(*waiting, ticking)
         assert ticks > 1
-        await handle  # Ended already.
+        await handle  # It has ended already.
         return "done"
 
     assert asyncio.run(wait()) == "done"
@@ -255,7 +255,7 @@ def test_a_loop_that_ends_first_harms_nobody(held: Held, capfd: pytest.CaptureFi
     called = threading.Event()
     handles[0].add_done_callback(lambda _: called.set())
     held.release()
-    # The loop's own callback came before this one.
+    # The loop's own callback was called before this one.
     assert called.wait(TIMEOUT)
     handles[0].wait(TIMEOUT)
     assert capfd.readouterr().err == ""

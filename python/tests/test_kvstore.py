@@ -1,4 +1,4 @@
-"""What key-value stores do to numbers: every rank a process, every kind of store."""
+"""The numbers of every kind of key-value store. Every rank is a process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lists(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> None:
         a, b = numpy.full((2, 3), one, "f4"), numpy.full(4, 10 * one, "f4")
         kv.broadcast(["a", "b"], [a, b], out=[a, b]).wait(TIMEOUT)
         assert not a.any() and not b.any()
-        # In place, and then of two devices into two others.
+        # First in place, then from two tensors into two others.
         a += one
         b += 10 * one
         kv.pushpull(["a", "b"], [a, b]).wait(TIMEOUT)
@@ -79,7 +79,7 @@ def lists(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> None:
         # A key that is named twice has two values.
         kv.push(["a", "a"], devices)
         kv.pull("a", outs[0])
-        # And what is pulled may be pushed again at once: the store keeps the order.
+        # A tensor that is being pulled may be pushed at once, because the store keeps the order.
         kv.push("a", outs[0])
         kv.pull("a", outs[0])
         kv.wait("a", TIMEOUT)
@@ -138,7 +138,7 @@ def test_tensors_are_kept_while_they_are_under_way() -> None:
     with kvs.create("local") as kv:
         kv.init("w", numpy.zeros(100_000, "f4"))
         for number in range(200):
-            # Neither the tensors nor the handles are anybody's.
+            # The test keeps no reference to the tensors or the handles.
             kv.push("w", numpy.full(100_000, float(number), "f4"))
             kv.pull("w", numpy.empty(100_000, "f4"))
         out = numpy.empty(100_000, "f4")
@@ -151,12 +151,12 @@ def test_memory_is_given_back_when_a_call_has_ended() -> None:
         value, out = bytearray(4000), bytearray(4000)
         kv.init("w", numpy.frombuffer(value, "f4"))
         kv.pushpull("w", numpy.frombuffer(value, "f4"), out=numpy.frombuffer(out, "f4")).wait(TIMEOUT)
-        # Nothing of it is under way any more: another view of the same memory may be passed.
+        # No request uses the memory any more, so another view of it may be passed.
         kv.init("half", numpy.frombuffer(value, "f4")[500:])
         kv.barrier()
-    # What was lent is given back by threads without the interpreter's lock, which the next call of the library makes good.
+    # Threads without the GIL cannot release buffers; the next call of the library does it.
     paramhub._native.now_ns()
-    # A bytearray that is lent to anybody cannot be made longer.
+    # A bytearray with an exported buffer could not be made longer.
     value.append(0)
     out.append(0)
 

@@ -1,4 +1,4 @@
-"""What the other ranks of a store see when one ends, and waits that do not end. Every rank is a process."""
+"""The errors at the other ranks of a store when one ends, and waits that do not end. Every rank is a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import paramhub
 import paramhub.kvstore as kvs
 
 ENOUGH = 20.0
-"""Seconds within which an end must be told: well below the 30 after which a silent rank is thought dead."""
+"""Seconds within which ranks must notice an end: well below the 30 after which a silent rank counts as dead."""
 
 
 def ends_in_a_step(rank: Rank, ticket: paramhub.JobTicket, kind: str, how: str) -> tuple[str, int | None]:
@@ -30,7 +30,7 @@ def ends_in_a_step(rank: Rank, ticket: paramhub.JobTicket, kind: str, how: str) 
         kv.pushpull("layer.weight", weight).wait(TIMEOUT)
         rank.mark(f"stepped-{rank.rank}")
         if rank.rank == 1:
-            # A sum that another rank still waits for would fail too.
+            # Rank 1 ends after the others have their sums: a request under way would fail, too.
             for other in range(rank.size):
                 rank.await_mark(f"stepped-{other}")
             if how == "killed":
@@ -67,12 +67,12 @@ def leaves_early(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> str:
     kv.pushpull("w", numpy.zeros(10, "f4")).wait(TIMEOUT)
     if rank.rank == 1:
         kv.barrier(TIMEOUT)
-        # The others may have failed before it is done.
+        # The other ranks may fail before the barrier ends.
         with contextlib.suppress(paramhub.JobFailedError):
             kv.leave(TIMEOUT)
         return ""
     with pytest.raises(paramhub.JobFailedError) as failed, kv:
-        # Where one of these two has failed already, because rank 1 was gone, the other hears of it in the barrier.
+        # If one of these two ranks has failed already, because rank 1 has ended, the barrier raises at the other.
         kv.barrier(TIMEOUT)
         for _ in range(1000):
             kv.pushpull("w", numpy.zeros(10, "f4")).wait(ENOUGH)
@@ -110,7 +110,7 @@ def waits_for_a_late_rank(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> 
                     counted += 1
                 rank.mark("counted")
 
-            # It would never be done if the wait kept other threads from running.
+            # This would never end if the wait kept other threads from running.
             threading.Thread(target=count).start()
             handle.wait(TIMEOUT)
             assert (own == 2).all()
@@ -125,7 +125,8 @@ def test_waits_time_out_and_let_other_threads_run(hub: paramhub.Hub, team: Team,
 
 
 def pushes_ahead(rank: Rank, ticket: paramhub.JobTicket) -> float:
-    """Far more calls than may wait for the store's thread, which waits for the other rank in the first of them."""
+    """Makes far more calls than the queue of the store's thread holds. In the first of them the thread waits for the other
+    rank."""
     with open_store(rank, ticket, "funnel") as kv:
         kv.init("w", numpy.zeros(10, "f4"))
         own, out = numpy.ones(10, "f4"), numpy.zeros(10, "f4")
@@ -172,7 +173,7 @@ def test_ctrl_c_ends_every_wait(
     program.await_output("waiting")
     program.await_sleep()
     program.signal(signal.SIGINT)
-    # The store's thread and what it waits for keep nobody.
+    # The store's thread, which still waits, does not delay the end.
     ended = program.wait(ENOUGH)
     assert ended.code == -signal.SIGINT, ended
     assert "KeyboardInterrupt" in ended.output, ended.output

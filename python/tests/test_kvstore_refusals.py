@@ -1,4 +1,4 @@
-"""What key-value stores refuse, and what they say."""
+"""The calls that key-value stores refuse, and their messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_memory_that_is_under_way_may_be_passed_again_and_not_a_part_of_it(
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    # The other rank has not pushed yet, so that this cannot end.
+    # This cannot end, because the other rank has not pushed yet.
     first = opened[0].pushpull("w", whole[:2000])
     again = opened[0].pushpull("v", whole[:2000])
     with pytest.raises(paramhub.MisuseError, match="8000 bytes of f32 overlap 8000 bytes of f32"):
@@ -111,9 +111,9 @@ def test_memory_that_is_under_way_may_be_passed_again_and_not_a_part_of_it(
     ("kind", "options", "message"),
     [
         ("dist_sync", {}, "no store `dist_sync`: expected hub, local, funnel, concom, depcha"),
-        ("local", {"outstanding": 2}, "a local store takes no such thing as a number of outstanding keys"),
-        ("local", {"check": True}, "a local store takes no such thing as checked calls"),
-        ("local", {"codec": "bf16"}, "a local store takes no such thing as a codec"),
+        ("local", {"outstanding": 2}, "`outstanding` would have no effect with the exchange local"),
+        ("local", {"check": True}, r"checked collectives .* would have no effect"),
+        ("local", {"codec": "bf16"}, "`codec` would have no effect"),
         ("local", {"compute_threads": 0}, "0 threads for compute operations: expected 1 to 256"),
     ],
 )
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_come_are_named(hub: paramhub.Hub, kind: str) -> None:
 
 def differs(rank: Rank, ticket: paramhub.JobTicket, kind: str) -> str:
     with pytest.raises(paramhub.JobFailedError) as failed, open_store(rank, ticket, kind, check=True) as kv:
-        # The first and the third meet in one communicator, also of concom.
+        # The first and the third key use one communicator, even with concom's two.
         for key in "abc":
             kv.init(key, floats(10))
         for key in "abc" if rank.rank != 2 else "cba":

@@ -1,4 +1,4 @@
-"""What memory is taken, what is refused and how, and how long it is kept."""
+"""The memory that jobs accept and refuse, and how long they keep it alive."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_memory_that_does_not_fit_is_refused(job: paramhub.Job, bad: tuple[objec
     ):
         with pytest.raises(paramhub.MisuseError, match=reason):
             call()
-    # Nobody has heard of any of it.
+    # The hub received no frame of these calls.
     assert job.next_step("w") == 0
     job.push_pull("w", GOOD.copy(), out=GOOD.copy()).wait(TIMEOUT)
 
@@ -132,7 +132,7 @@ def test_lent_memory_stays_where_it_is_until_the_handle_has_ended(hub: paramhub.
         job.init({"w": floats})
         handle = job.push_pull("w", floats, floats)
         with pytest.raises(BufferError):
-            floats.append(4.0)  # It would move.
+            floats.append(4.0)  # This would move the array.
         others.wait(TIMEOUT)
         handle.wait(TIMEOUT)
         thread.join(TIMEOUT)
@@ -145,14 +145,14 @@ def test_lent_memory_stays_where_it_is_until_the_handle_has_ended(hub: paramhub.
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_tensors_are_kept_by_their_requests_and_no_longer(hub: paramhub.Hub, transport: str) -> None:
-    """Everything that Python could free is dropped at once, in every order, while requests are under way."""
+    """Drops all objects that Python could free at once, in every order, while requests are under way."""
     steps, elements = 30, 40_000
     ticket = new_job(hub, 2)
     leaks: list[weakref.ref[numpy.ndarray]] = []
 
     def rank(number: int) -> None:
         with paramhub.connect(*ticket, number, transport=transport) as job:
-            # A key takes one request at a time, and there are some whose end nobody waits for: each step has its own.
+            # A key takes one request at a time, and the test does not wait for all, so each step has its own keys.
             names = [[f"{step}-{i}" for i in range(4)] for step in range(steps)]
             table = {name: numpy.zeros(elements, "f4") for step in names for name in step}
             job.init(table, optimizer=paramhub.Sum())
@@ -162,10 +162,10 @@ def test_tensors_are_kept_by_their_requests_and_no_longer(hub: paramhub.Hub, tra
                     out = numpy.zeros(elements, "f4")
                     leaks.append(weakref.ref(gradient))
                     handle = job.push_pull(name, gradient, out)
-                # Three of four handles and all gradients are dropped by now, under way.
+                # By now three of four handles and all gradients are dropped, while their requests are under way.
                 del gradient
                 gc.collect()
-                # Memory that was freed too early would be these by now.
+                # These would reuse memory that was freed too early.
                 rubbish = [numpy.full(elements, -1e9, "f4") for _ in range(4)]
                 handle.wait(TIMEOUT)
                 assert (out == 2.0 * step).all(), step

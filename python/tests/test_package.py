@@ -1,4 +1,4 @@
-"""What the package is made of: its names, and what the type stubs say of the extension module."""
+"""The package's names, and the type stubs of the extension module."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _stub() -> ast.Module:
 
 
 def _compare_class(node: ast.ClassDef, actual: type) -> None:
-    # Neither object's own names, nor what every class has.
+    # Without the names that `object` has, and those that every class has.
     names = {name for name in vars(actual) if name not in ("__doc__", "__module__", "__new__")}
     properties, methods = set(), {}
     for entry in node.body:

@@ -1,4 +1,4 @@
-"""Ctrl-C while something is waited for. Each waiter is a program of its own, as at a terminal."""
+"""Ctrl-C during a wait. Each waiter is a program of its own, as at a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers import new_job
 import paramhub
 
 PROMPTLY = 10.0
-"""Far below every timeout of what is waited for, and far above what it takes."""
+"""Seconds far below every timeout of the waits, and far above the time that Ctrl-C takes."""
 
 BEGIN = """
 import sys, threading, time
@@ -60,7 +60,7 @@ def test_ctrl_c_ends_every_wait(hub: paramhub.Hub, start: Callable[..., Program]
     ticket = new_job(hub, 2, rendezvous_timeout=600)
     program = start(PYTHON, "-c", BEGIN + waits, *ticket)
     program.await_output("^waiting$")
-    # Once it sleeps in the wait itself; before, Ctrl-C would meet ordinary Python.
+    # It must sleep in the wait itself. Before that, Ctrl-C would interrupt ordinary Python code.
     program.await_sleep()
     program.signal(signal.SIGINT)
     code, output = program.wait(PROMPTLY)
@@ -81,7 +81,7 @@ signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
     program.await_output("^waiting$")
     program.await_sleep()
     program.signal(signal.SIGUSR1)
-    # Handled while it waits, not when the wait is over.
+    # The handler must run during the wait, not after it.
     program.await_output("^handled$", PROMPTLY)
     paramhub.connect(*ticket, 1)
     code, output = program.wait(PROMPTLY)

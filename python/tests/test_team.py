@@ -1,4 +1,4 @@
-"""The tests' own tools: what they promise about failing and hanging ranks."""
+"""The tests' own tools with failing and hanging ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_programs_tell_their_end_and_are_ended(
     assert launch(PYTHON, "-c", "import os; print(os.environ['A']); exit(3)", env={"A": "b"}) == (3, "b\n")
     with pytest.raises(AssertionError, match=r"had not ended after 1 s(.|\n)*line 1 in <module>"):
         launch(PYTHON, "-c", "import time; time.sleep(600)", timeout=1)
-    program = start(PYTHON, "-c", "import time; print('ready'); time.sleep(600)")
+    program = start(PYTHON, "-c", "import time; print('ready', flush=True); time.sleep(600)")
     program.await_output("^ready$")
     program.signal(signal.SIGTERM)
     assert program.wait() == (-signal.SIGTERM, "ready\n")

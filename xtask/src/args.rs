@@ -2,32 +2,33 @@
 
 use std::fmt::Write;
 
-use crate::stage::Stage;
+use crate::stage::{Extent, Stage};
 use crate::stages;
 use crate::testbed;
 
-/// What the caller asked for.
+/// The task that the caller asked for.
 #[derive(Debug)]
 pub(crate) enum Request {
     Help,
     ListStages,
     Test(TestOptions),
     Testbed(testbed::Task),
-    /// Of a testbed's own: takes it down when whoever builds it is gone.
+    /// A testbed's own process: takes the testbed down when the process that builds it is gone.
     TestbedGuard {
         name: String,
     },
-    /// Of a testbed's own: one end of the probe's.
+    /// A testbed's own process: one end of a flow of the probe.
     TestbedEnd(Vec<String>),
 }
 
-/// How `cargo xtask test` runs.
+/// The options of `cargo xtask test`.
 #[derive(Debug)]
 pub(crate) struct TestOptions {
-    /// In the order they run, whatever the order on the command line.
+    /// The stages, in the order in which they run, whatever their order on the command line.
     pub(crate) stages: Vec<&'static Stage>,
+    pub(crate) extent: Extent,
     pub(crate) keep_going: bool,
-    /// The version of torch that the Python package is tested with, such as 2.7; by default the newest.
+    /// The version of torch with which the Python package is tested, such as 2.7; by default the newest.
     pub(crate) torch: Option<String>,
 }
 
@@ -46,10 +47,12 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, 
 
 pub(crate) fn usage() -> String {
     let mut text = "\
-Usage: cargo xtask test [--only STAGE[,STAGE...]] [--keep-going] [--torch VERSION]
+Usage: cargo xtask test [--quick | --full] [--only STAGE[,STAGE...]] [--keep-going] [--torch VERSION]
        cargo xtask test --list
        cargo xtask testbed --help      hosts and links on one machine, to measure on
 
+  --quick         only the stages marked `quick`, with unit tests and an end-to-end test of each transport
+  --full          all stages, with the tests that need other frameworks or minutes
   --only STAGES   run these stages alone
   --keep-going    run the remaining stages after one fails
   --torch VERSION test the Python package with this torch (2.7 is the oldest) instead of the newest
@@ -60,13 +63,19 @@ Stages, in the order they run:
 "
     .to_owned();
     for stage in stages::ALL {
-        writeln!(text, "  {:<8} {}", stage.name, stage.about).expect("a String takes any text");
+        let extent = match stage.extent {
+            Extent::Quick => "quick",
+            Extent::Standard => "",
+            Extent::Full => "full",
+        };
+        writeln!(text, "  {:<8} {extent:<6} {}", stage.name, stage.about).expect("a String takes any text");
     }
     text
 }
 
 fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
     let mut only: Option<Vec<String>> = None;
+    let mut extent = Extent::Standard;
     let mut keep_going = false;
     let mut torch = None;
     while let Some(argument) = arguments.next() {
@@ -83,16 +92,22 @@ fn parse_test(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
                 let version = attached.or_else(|| arguments.next()).ok_or("--torch needs a version")?;
                 torch = Some(checked_version(version)?);
             }
+            ("--quick" | "--full", None) if extent != Extent::Standard => {
+                return Err("give one of --quick and --full, once".to_owned());
+            }
+            ("--quick", None) => extent = Extent::Quick,
+            ("--full", None) => extent = Extent::Full,
             ("--keep-going", None) => keep_going = true,
             ("--list", None) => return Ok(Request::ListStages),
             ("--help" | "-h", None) => return Ok(Request::Help),
             _ => return Err(format!("unknown argument `{argument}`")),
         }
     }
-    Ok(Request::Test(TestOptions { stages: select(only.as_deref())?, keep_going, torch }))
+    let stages = select(only.as_deref(), extent)?;
+    Ok(Request::Test(TestOptions { stages, extent, keep_going, torch }))
 }
 
-/// It becomes part of a folder's name and of `torch==VERSION.*`.
+/// Checks the version, which becomes part of a folder's name and of `torch==VERSION.*`.
 fn checked_version(version: String) -> Result<String, String> {
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     match version.split('.').count() {
@@ -101,9 +116,10 @@ fn checked_version(version: String) -> Result<String, String> {
     }
 }
 
-fn select(only: Option<&[String]>) -> Result<Vec<&'static Stage>, String> {
+/// The named stages, whatever their extent; else those of `extent`.
+fn select(only: Option<&[String]>, extent: Extent) -> Result<Vec<&'static Stage>, String> {
     let Some(names) = only else {
-        return Ok(stages::ALL.iter().collect());
+        return Ok(stages::ALL.iter().filter(|stage| stage.extent <= extent).collect());
     };
     if let Some(unknown) = names.iter().find(|name| stages::ALL.iter().all(|stage| stage.name != *name)) {
         return Err(format!("no stage is named `{unknown}`"));
@@ -116,10 +132,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_flags_every_stage_runs_and_the_first_failure_stops() {
+    fn without_flags_the_standard_stages_run_and_the_first_failure_stops() {
         let options = test_options("test");
-        assert_eq!(names(&options), stages::ALL.iter().map(|stage| stage.name).collect::<Vec<_>>());
+        let standard = stages::ALL.iter().filter(|stage| stage.extent <= Extent::Standard);
+        assert_eq!(names(&options), standard.map(|stage| stage.name).collect::<Vec<_>>());
         assert!(!options.keep_going);
+    }
+
+    #[test]
+    fn each_extent_has_the_stages_of_the_smaller_ones_and_more() {
+        let [quick, standard, full] =
+            ["test --quick", "test", "test --full"].map(|line| names(&test_options(line)));
+        assert!(quick.iter().all(|name| standard.contains(name)) && quick.len() < standard.len());
+        assert!(standard.iter().all(|name| full.contains(name)));
+        assert_eq!(full.len(), stages::ALL.len());
+        assert_eq!(names(&test_options("test --quick --only python")), ["python"], "the name decides");
     }
 
     #[test]
@@ -149,6 +176,9 @@ mod tests {
             ("", "task is missing"),
             ("tests", "`tests`"),
             ("test --fast", "`--fast`"),
+            ("test --quick --full", "one of"),
+            ("test --full --full", "one of"),
+            ("test --quick=yes", "`--quick=yes`"),
             ("test fmt", "`fmt`"),
             ("test --keep-going=yes", "`--keep-going=yes`"),
             ("test --only", "needs a stage"),

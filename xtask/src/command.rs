@@ -1,4 +1,4 @@
-//! A child process, and the line a person types to start it again.
+//! A child process, and the line by which a person can start it again.
 
 use std::fmt;
 use std::process::{Command, Stdio};
@@ -34,7 +34,7 @@ impl Invocation {
         self
     }
 
-    /// Runs with our own output streams, so that the child's closing lines are its own.
+    /// Runs the program on our own output streams, so that the child's last lines are its own.
     pub(crate) fn run(&self) -> Result<(), Failure> {
         println!("$ {self}");
         match self.command().status() {
@@ -47,13 +47,13 @@ impl Invocation {
         }
     }
 
-    /// Whether it exits with success; shows nothing.
+    /// Whether the program succeeds. Its output is discarded.
     pub(crate) fn succeeds(&self) -> bool {
         let status = self.command().stdout(Stdio::null()).stderr(Stdio::null()).status();
         status.is_ok_and(|status| status.success())
     }
 
-    /// What it prints, trimmed; nothing when it fails.
+    /// The program's output, trimmed; `None` if it fails.
     pub(crate) fn output(&self) -> Option<String> {
         let output = self.command().stderr(Stdio::null()).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;
@@ -63,8 +63,8 @@ impl Invocation {
     fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.arguments).stdin(Stdio::null());
-        // `cargo run` described the xtask package to us. Passed on, build scripts that watch these
-        // variables would run again whenever somebody switches between `cargo xtask` and cargo itself.
+        // `cargo run` sets variables that describe the xtask package. If these were passed on, build scripts
+        // that watch them would run again after each switch between `cargo xtask` and cargo itself.
         for (name, _) in std::env::vars_os() {
             if name.to_str().is_some_and(describes_a_package) {
                 command.env_remove(&name);
@@ -75,7 +75,7 @@ impl Invocation {
     }
 }
 
-/// As a shell line.
+/// The invocation as a shell line.
 impl fmt::Display for Invocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (name, value) in &self.environment {

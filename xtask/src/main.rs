@@ -43,7 +43,8 @@ fn main() -> ExitCode {
 }
 
 fn in_workspace_root(work: impl FnOnce() -> ExitCode) -> ExitCode {
-    // Cargo names the package at run time too, should the checkout have moved since it was built.
+    // Cargo also names the package at run time, which is right even if the checkout has moved since the
+    // build.
     let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let root = Path::new(&package).parent().expect("xtask lies in the workspace root");
     if let Err(error) = std::env::set_current_dir(root) {

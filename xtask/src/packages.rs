@@ -3,18 +3,18 @@
 use crate::command::Invocation;
 use crate::stage::Failure;
 
-/// Something that comes with the system rather than with cargo.
+/// A program or library that comes with the system rather than with cargo.
 #[derive(Debug)]
 pub(crate) struct SystemProgram {
     pub(crate) name: &'static str,
-    /// A command that succeeds where it is installed.
+    /// A command that succeeds if the package is installed.
     pub(crate) probe: &'static [&'static str],
-    /// What Debian and its descendants call the package.
+    /// The name of the package in Debian and its descendants.
     pub(crate) debian_package: &'static str,
 }
 
 impl SystemProgram {
-    /// Installs it if it is missing and we may; otherwise says what to install.
+    /// Installs the package if it is missing and we may; otherwise names it.
     pub(crate) fn ensure(&self) -> Result<(), Failure> {
         if self.is_present() {
             return Ok(());
@@ -22,7 +22,7 @@ impl SystemProgram {
         if let Some(privilege) = Privilege::of_caller() {
             let install =
                 privilege.apt_get(&["install", "-y", "--no-install-recommends", self.debian_package]);
-            // Package lists are usually absent or stale on a new machine, so a first failure says little.
+            // Package lists are usually absent or stale on a new machine, so a first failure means little.
             if install.run().is_err() {
                 let updated = privilege.apt_get(&["update"]).run();
                 let _ = updated.and_then(|()| install.run());

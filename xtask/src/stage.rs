@@ -1,15 +1,29 @@
-//! What a stage is, and how a row of them runs.
+//! A stage, and how stages run one after the other.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::args::TestOptions;
 
-/// One group of checks with a name of its own. Its code lies in `stages/`.
+/// How much a run checks. Each includes what stands before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Extent {
+    /// A few minutes: format, lints, unit tests, and an end-to-end test of each transport.
+    Quick,
+    /// What every change must pass.
+    #[default]
+    Standard,
+    /// Also what needs other frameworks, or a long time.
+    Full,
+}
+
+/// A named group of checks. Its code is in `stages/`.
 #[derive(Debug)]
 pub(crate) struct Stage {
     pub(crate) name: &'static str,
     pub(crate) about: &'static str,
+    /// The smallest extent of which the stage is a part.
+    pub(crate) extent: Extent,
     pub(crate) run: fn(&TestOptions) -> Result<(), Failure>,
 }
 
@@ -17,11 +31,11 @@ pub(crate) struct Stage {
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) reason: String,
-    /// The command that failed, when running it again shows the failure.
+    /// The command that failed, if running it again shows the failure.
     pub(crate) rerun: Option<String>,
 }
 
-/// Runs the stages one after the other and closes with one line for each.
+/// Runs the stages one after the other and ends with one line for each.
 pub(crate) fn run_all(options: &TestOptions) -> ExitCode {
     let begin = Instant::now();
     let mut lines = Vec::new();
@@ -55,7 +69,16 @@ pub(crate) fn run_all(options: &TestOptions) -> ExitCode {
             println!("  the command again:  {command}");
         }
         let torch = options.torch.as_ref().map(|version| format!(" --torch {version}"));
-        println!("  the stage again:    cargo xtask test --only {}{}", stage.name, torch.unwrap_or_default());
+        let extent = match options.extent {
+            Extent::Quick => " --quick",
+            Extent::Standard => "",
+            Extent::Full => " --full",
+        };
+        println!(
+            "  the stage again:    cargo xtask test{extent} --only {}{}",
+            stage.name,
+            torch.unwrap_or_default()
+        );
     }
     if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -71,17 +94,24 @@ mod tests {
         static FAILING: Stage = Stage {
             name: "failing",
             about: "",
+            extent: Extent::Quick,
             run: |_| Err(Failure { reason: "on purpose".to_owned(), rerun: None }),
         };
         static LATER: Stage = Stage {
             name: "later",
             about: "",
+            extent: Extent::Quick,
             run: |_| {
                 RUNS_AFTER_FAILURE.fetch_add(1, Ordering::Relaxed);
                 Ok(())
             },
         };
-        let mut options = TestOptions { stages: vec![&FAILING, &LATER], keep_going: false, torch: None };
+        let mut options = TestOptions {
+            stages: vec![&FAILING, &LATER],
+            extent: Extent::Standard,
+            keep_going: false,
+            torch: None,
+        };
         assert_eq!(run_all(&options), ExitCode::FAILURE);
         assert_eq!(RUNS_AFTER_FAILURE.load(Ordering::Relaxed), 0);
 

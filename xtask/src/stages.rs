@@ -1,35 +1,73 @@
-//! The stages, in the order they run: what answers fastest first. Of cargo's runners that print a count of tests the
-//! last is the one of the whole workspace; pytest's comes after it.
+//! The stages, in the order in which they run: the quickest come first. Of cargo's runners that print a
+//! number of tests, that of the whole workspace comes last; pytest's comes after it.
 
 mod build;
 mod deny;
 mod docs;
 mod fuzz;
+mod links;
 mod lint;
 mod mpi;
 mod python;
 mod tests;
 
-use crate::stage::Stage;
+use crate::stage::{Extent, Stage};
 
 /// Every stage of `cargo xtask test`.
 pub(crate) static ALL: &[Stage] = &[
-    Stage { name: "fmt", about: "the sources are formatted", run: |_| lint::format() },
-    Stage { name: "clippy", about: "clippy has nothing to say", run: |_| lint::clippy() },
-    Stage { name: "doc", about: "the documentation builds without a warning", run: |_| docs::build() },
-    Stage { name: "build", about: "everything builds", run: |_| build::everything() },
-    Stage { name: "doctest", about: "the examples in the documentation run", run: |_| docs::examples() },
+    Stage { name: "fmt", about: "the sources are formatted", extent: Extent::Quick, run: |_| lint::format() },
     Stage {
-        name: "mpi",
-        about: "the communicator over MPI, with ranks that mpirun starts",
-        run: |_| mpi::check(),
+        name: "links",
+        about: "what the documentation points at exists",
+        extent: Extent::Quick,
+        run: |_| links::check(),
     },
-    Stage { name: "tests", about: "unit, integration and end-to-end tests", run: |_| tests::run() },
+    Stage {
+        name: "clippy",
+        about: "clippy has nothing to say",
+        extent: Extent::Quick,
+        run: |options| lint::clippy(options.extent),
+    },
+    Stage {
+        name: "doc",
+        about: "the documentation builds without a warning",
+        extent: Extent::Standard,
+        run: |_| docs::build(),
+    },
+    Stage {
+        name: "build",
+        about: "everything builds",
+        extent: Extent::Standard,
+        run: |options| build::everything(options.extent),
+    },
+    Stage {
+        name: "doctest",
+        about: "the examples in the documentation run",
+        extent: Extent::Standard,
+        run: |options| docs::examples(options.extent),
+    },
+    Stage {
+        name: "tests",
+        about: "unit, integration and end-to-end tests, over MPI too",
+        extent: Extent::Quick,
+        run: |options| tests::run(options.extent),
+    },
     Stage {
         name: "python",
         about: "the Python package: lints, wheel, and tests with torch",
+        extent: Extent::Standard,
         run: python::check,
     },
-    Stage { name: "deny", about: "licences and sources of the dependencies", run: |_| deny::check() },
-    Stage { name: "fuzz", about: "a short run of each fuzz target", run: |_| fuzz::short_run() },
+    Stage {
+        name: "deny",
+        about: "licences and sources of the dependencies",
+        extent: Extent::Standard,
+        run: |_| deny::check(),
+    },
+    Stage {
+        name: "fuzz",
+        about: "a short run of each fuzz target",
+        extent: Extent::Full,
+        run: |_| fuzz::short_run(),
+    },
 ];

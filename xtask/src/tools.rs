@@ -1,19 +1,20 @@
-//! Cargo's helpers that are not part of a Rust installation.
+//! Cargo's tools that are not part of a Rust installation.
 
 use crate::command::Invocation;
 use crate::stage::Failure;
 
-/// A cargo subcommand published as a crate.
+/// A cargo subcommand that is published as a crate.
 #[derive(Debug)]
 pub(crate) struct CargoTool {
-    /// The crate, which is also the program's name.
+    /// The name of the crate and of the program.
     pub(crate) name: &'static str,
     /// Pinned, so that a release made tomorrow cannot break a build of today.
     pub(crate) version: &'static str,
 }
 
 impl CargoTool {
-    /// The program: from the caller's PATH in any version, or from an earlier [`install`](Self::install) of this one.
+    /// The program: from the caller's PATH in any version, or from an earlier [`install`](Self::install) of
+    /// this one.
     pub(crate) fn find(&self) -> Option<Invocation> {
         let version = |program: &str| Invocation::new(program).args(["--version"]).output();
         if version(self.name).is_some() {
@@ -24,8 +25,9 @@ impl CargoTool {
             .map(|_| Invocation::new(self.installed_at()))
     }
 
-    /// Builds it inside `target/`, where it meets no installation of the caller's and goes with `cargo clean`.
-    /// Unoptimised, which takes minutes less, and without default features: what they add is updating itself.
+    /// Builds the tool inside `target/`, where it does not conflict with an installation of the caller's and
+    /// goes with `cargo clean`. The build is unoptimised, which saves minutes, and without default features,
+    /// which only add updating itself.
     pub(crate) fn install(&self) -> Result<Invocation, Failure> {
         Invocation::parse("cargo install --locked --debug --no-default-features --root target/tools")
             .args(["--version", self.version, self.name])
@@ -38,7 +40,7 @@ impl CargoTool {
     }
 }
 
-/// Makes sure that a component of the toolchain, such as rustfmt, is there: minimal installations lack some.
+/// Installs a component of the toolchain, such as rustfmt, if it is missing: minimal installations lack some.
 pub(crate) fn ensure_component(component: &'static str, subcommand: &'static str) -> Result<(), Failure> {
     if Invocation::new("cargo").args([subcommand, "--version"]).succeeds() {
         return Ok(());

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long what is killed may take to be gone: far above what it takes.
+/// How long killed processes may take to end: far above what they take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn testbed(arguments: &str) -> Command {
@@ -40,7 +40,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 struct Testbed(String);
 
 impl Testbed {
-    /// None where this machine has no testbeds.
+    /// `None` if this machine permits no testbeds.
     fn up(name: &str, arguments: &str) -> Option<Testbed> {
         let name = format!("{name}{}", std::process::id());
         let testbed = Testbed(name.clone());
@@ -62,7 +62,7 @@ impl Drop for Testbed {
     }
 }
 
-/// Ended by the test that started it, and by nobody else unless the test says so.
+/// A process that ends with the test that started it, unless the test ends it before.
 struct Started(Child);
 
 impl Drop for Started {
@@ -84,7 +84,7 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
     let hosts = text(&output(&format!("hosts --name {name}")).stdout);
     assert!(hosts.contains("r1hub 10.64.1.101+10.64.1.102"), "{hosts}");
 
-    // Names and addresses are the testbed's alone.
+    // The names and addresses are the testbed's alone.
     let seen = output(&format!("exec r1hub --name {name} -- ip -brief address"));
     let seen = text(&seen.stdout);
     assert!(seen.contains("eth1") && seen.contains("10.64.1.102"), "{seen}");
@@ -93,7 +93,8 @@ fn a_testbed_is_built_entered_probed_and_taken_down_with_what_runs_inside() {
     let stranger = output(&format!("exec r2w0 --name {name} -- true"));
     assert!(!stranger.status.success() && text(&stranger.stderr).contains("no host r2w0"));
 
-    // On a busy machine the probe may refuse. No link may carry more than its rate anywhere, and each must carry something.
+    // On a busy machine the probe may refuse. No link may carry more than its rate anywhere, and each must
+    // carry something.
     let probed = output(&format!("probe --name {name}"));
     let said = text(&probed.stdout) + &text(&probed.stderr);
     let line = said

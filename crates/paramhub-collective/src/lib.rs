@@ -1,5 +1,6 @@
-//! Collectives in a dependency engine (MPI collectives in DAGs): the [`engine`], and [communicators](communicator) whose collectives
-//! its operations call, and [key-value stores](kvstore) in the three designs that put these together.
+//! Collectives in a dependency engine (MPI collectives in DAGs): the [`engine`],
+//! [communicators](communicator) whose collectives the engine's operations call, and [key-value
+//! stores](kvstore) in the three designs that combine the two.
 #![forbid(unsafe_code)]
 
 pub mod communicator;

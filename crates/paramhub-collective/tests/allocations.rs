@@ -1,4 +1,4 @@
-//! How often an operation allocates. A process of its own: dhat counts all threads.
+//! Counts how often an operation allocates. It is a process of its own, for dhat counts all threads.
 
 use std::convert::Infallible;
 
@@ -28,7 +28,7 @@ fn an_operation_of_few_variables_is_one_allocation_with_all_that_its_closure_cap
     let _profiler = dhat::Profiler::builder().testing().build();
     let engine = Engine::new(EngineConfig::default()).unwrap();
     let variables: Vec<Variable> = (0..64).map(|_| engine.variable()).collect();
-    // Queues grow to what they need.
+    // The first run lets queues grow to their size.
     run(&engine, &variables);
     let before = dhat::HeapStats::get().total_blocks;
     run(&engine, &variables);

@@ -4,7 +4,8 @@ use paramhub_core::service::MANAGER_PORT;
 
 use crate::error::ControlError;
 
-/// Turns `http://host:port`, `host:port` or `host` into `http://host:port`; the port defaults to the manager's.
+/// Turns `http://host:port`, `host:port` or `host` into `http://host:port`; the port defaults to the
+/// manager's.
 pub(crate) fn parse_url(text: &str) -> Result<String, ControlError> {
     let refuse = |cause: &str| ControlError::Url { url: text.to_string(), cause: cause.to_string() };
     let trimmed = text.trim();

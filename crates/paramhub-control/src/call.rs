@@ -1,4 +1,4 @@
-//! One HTTP exchange: request out, answer or refusal back, retried where that is safe.
+//! One HTTP exchange: sends the request, reads the answer or refusal, and retries where that is safe.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -11,33 +11,39 @@ use ureq::{Agent, Body};
 
 use crate::error::ControlError;
 
-/// Further attempts of a call whose connection broke, or for which the manager has no place: a manager under many callers breaks
-/// connections before it does anything.
+/// The number of retries of a call whose connection broke, or for which the manager has no capacity: a
+/// manager with many callers breaks connections before it handles their calls.
 const RETRIES: u32 = 6;
-/// Pause before another attempt; before each further one, twice as long.
+/// The pause before the first retry; it doubles with each further one.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Longest such pause.
+/// The longest such pause.
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// Bytes of an answer: a hub's plan is a key table with a little around it.
+/// The maximum of bytes in an answer: a hub's plan is a key table with a little around it.
 const ANSWER_BYTES_MAX: u64 = REQUEST_BYTES_MAX as u64 + (64 << 20);
 
-/// What is asked, of whom, and how long the answer may take.
+/// A request, and how long its answer may take.
 pub(crate) struct Call<'a> {
     pub(crate) method: &'static str,
-    /// From the first slash on.
+    /// The path, from the first slash on.
     pub(crate) path: &'a str,
     pub(crate) token: Option<&'a str>,
-    /// JSON, where the call carries any.
+    /// The body in JSON, where the call has one.
     pub(crate) body: Option<Vec<u8>>,
-    /// From dialling to the last byte of the answer; attempts after a connection that broke share it.
+    /// The time from dialling to the last byte of the answer; retries after a broken connection share it.
     pub(crate) timeout: Duration,
-    /// Whether asking twice does no more than asking once.
+    /// Whether two calls have the same effect as one.
     pub(crate) repeatable: bool,
 }
 
 impl Call<'_> {
-    /// Makes the call. `patience` is how long a refused connection is dialled again: nothing has been sent then.
-    pub(crate) fn make(&self, agent: &Agent, url: &str, patience: Duration) -> Result<Vec<u8>, ControlError> {
+    /// Makes the call. `retry_timeout` is how long a refused connection is dialled again: nothing has been
+    /// sent then.
+    pub(crate) fn make(
+        &self,
+        agent: &Agent,
+        url: &str,
+        retry_timeout: Duration,
+    ) -> Result<Vec<u8>, ControlError> {
         let size = self.body.as_ref().map_or(0, Vec::len);
         if size > REQUEST_BYTES_MAX {
             let cause = format!("it has {size} bytes, more than the {REQUEST_BYTES_MAX} a manager takes");
@@ -51,14 +57,14 @@ impl Call<'_> {
             let left = self.timeout.saturating_sub(sent.elapsed());
             let has_time = left > RETRY_PAUSE;
             let answer = match self.attempt(agent, url, left) {
-                // A manager that has no place for a caller just now says so before it does anything.
+                // A manager without capacity for a caller answers so before it does anything.
                 Ok(answer)
                     if answer.status() == StatusCode::SERVICE_UNAVAILABLE && has_time && attempts.again() =>
                 {
                     continue;
                 }
                 Ok(answer) => read_answer(answer, url),
-                Err(failure) if is_refused(&failure) && begun.elapsed() < patience => {
+                Err(failure) if is_refused(&failure) && begun.elapsed() < retry_timeout => {
                     first_sent = None;
                     std::thread::sleep(RETRY_PAUSE);
                     continue;
@@ -70,7 +76,7 @@ impl Call<'_> {
                 Err(failure) => Err(self.explain(failure, url)),
             };
             return match (answer, first_break) {
-                // Perhaps it was this very call, before its connection broke, that took the name.
+                // Perhaps this very call took the name before its connection broke.
                 (Err(refused), Some(broken))
                     if !self.repeatable && refused.code() == Some(ErrorCode::NameTaken) =>
                 {
@@ -121,14 +127,14 @@ impl Call<'_> {
     }
 }
 
-/// The attempts that a call still has.
+/// The retries that a call has left.
 struct Attempts {
     left: u32,
     pause: Duration,
 }
 
 impl Attempts {
-    /// Pauses before another attempt; false where there is none left.
+    /// Pauses before a retry; false where none is left.
     fn again(&mut self) -> bool {
         if self.left == 0 {
             return false;
@@ -140,7 +146,7 @@ impl Attempts {
     }
 }
 
-/// Reads JSON that a manager sent.
+/// Parses a manager's JSON.
 pub(crate) fn decode<T: DeserializeOwned>(answer: &[u8], url: &str) -> Result<T, ControlError> {
     serde_json::from_slice(answer).map_err(|cause| ControlError::Protocol {
         url: url.to_string(),

@@ -17,28 +17,29 @@ use crate::address::parse_url;
 use crate::call::{Call, decode};
 use crate::error::ControlError;
 
-/// How long a call may take that waits for nobody; a stop waits for the hubs within it.
+/// How long a call that waits for no rank may take; a stop includes the wait for the hubs.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
-/// Added to InitService's rendezvous: the manager's own timeout should come first, because it names who is missing.
+/// Added to InitService's rendezvous timeout: the manager's own timeout should come first, because its error
+/// names the missing ranks.
 const RENDEZVOUS_MARGIN: Duration = Duration::from_secs(30);
-/// Added to a poll's wait.
+/// Added to the time that a poll waits.
 const POLL_MARGIN: Duration = Duration::from_secs(10);
 
-/// Speaks to one connection manager. Cheap to clone, and usable from several threads at once.
+/// A client of one connection manager. Cheap to clone, and usable from several threads at once.
 #[derive(Clone)]
 pub struct ManagerClient {
     agent: Agent,
     url: String,
     token: Option<String>,
-    patience: Duration,
+    retry_timeout: Duration,
 }
 
 impl ManagerClient {
-    /// A client of the manager at `url` (`http://host:port`, `host:port` or `host`); `token` is the admin token, where
-    /// the manager has one. Nothing is dialled yet.
+    /// A client of the manager at `url` (`http://host:port`, `host:port` or `host`); `token` is the admin
+    /// token, where the manager has one. Dials nothing yet.
     pub fn new(url: &str, token: Option<String>) -> Result<Self, ControlError> {
         let url = parse_url(url)?;
-        // A proxy from the environment is for the world outside; the manager is within.
+        // A proxy from the environment leads out of the network, and the manager is inside it.
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -47,12 +48,12 @@ impl ManagerClient {
             .timeout_connect(Some(Duration::from_secs(10)))
             .user_agent(concat!("paramhub/", env!("CARGO_PKG_VERSION")))
             .build();
-        Ok(ManagerClient { agent: config.new_agent(), url, token, patience: Duration::ZERO })
+        Ok(ManagerClient { agent: config.new_agent(), url, token, retry_timeout: Duration::ZERO })
     }
 
-    /// Lets every call dial again for this long while the connection is refused, for a manager that is just starting.
-    pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+    /// Lets every call retry a refused connection for this long, for a manager that is just starting.
+    pub fn with_retry_timeout(mut self, retry_timeout: Duration) -> Self {
+        self.retry_timeout = retry_timeout;
         self
     }
 
@@ -61,14 +62,16 @@ impl ManagerClient {
         &self.url
     }
 
-    /// CreateService: a new job, its namespace and its secret. Needs the admin token where the manager has one.
+    /// CreateService: a new job, its namespace and its secret. Needs the admin token where the manager has
+    /// one.
     pub fn create_service(&self, request: &CreateService) -> Result<ServiceCreated, ControlError> {
         let call = Call { repeatable: false, ..self.post("/v1/jobs", request)? };
         self.answer(call)
     }
 
-    /// ConnectService: joins the job and waits until every rank has, at most for `timeout`. With one that is longer than
-    /// the job's rendezvous timeout the manager, who knows who is missing, gives up first.
+    /// ConnectService: joins the job and waits until every rank has, at most for `timeout`. If `timeout` is
+    /// longer than the job's rendezvous timeout, the manager gives up first, and its error names the missing
+    /// ranks.
     pub fn connect_service(
         &self,
         namespace: Namespace,
@@ -79,7 +82,8 @@ impl ManagerClient {
         self.answer(Call { timeout, ..self.post(&path, request)? })
     }
 
-    /// InitService: hands in this rank's settings and waits until every rank has and the hubs have allocated.
+    /// InitService: sends this rank's settings and waits until every rank has sent its own and the hubs have
+    /// allocated.
     pub fn init_service(
         &self,
         namespace: Namespace,
@@ -91,13 +95,13 @@ impl ManagerClient {
         self.answer(Call { timeout, ..self.post(&path, request)? })
     }
 
-    /// LeaveService: gives up a rank that reached no hub, saying why.
+    /// LeaveService: gives up a rank that reached no hub, with the reason.
     pub fn leave_service(&self, namespace: Namespace, request: &LeaveService) -> Result<(), ControlError> {
         let path = format!("/v1/jobs/{namespace}/leave");
         self.send(self.post(&path, request)?).map(drop)
     }
 
-    /// Every job the manager remembers, oldest first.
+    /// Every job that the manager remembers, oldest first.
     pub fn jobs(&self) -> Result<Vec<JobStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/jobs"))
     }
@@ -107,34 +111,36 @@ impl ManagerClient {
         self.answer(self.admin("GET", &job_path(job)))
     }
 
-    /// The namespace and secret of a living job, by name, for workers on a further host, until every rank has joined. Needs the
-    /// admin token where the manager has one.
+    /// The namespace and secret of a living job, by name, for workers on another host; available until every
+    /// rank has joined. Needs the admin token where the manager has one.
     pub fn membership(&self, job: &str) -> Result<ServiceCreated, ControlError> {
         self.answer(self.admin("GET", &format!("{}/membership", job_path(job))))
     }
 
-    /// Ends a job, by name or namespace, and waits until its hubs have freed it. Its message then is that an operator
-    /// stopped it.
+    /// Ends a job, by name or namespace, and waits until its hubs have freed it. The job's message then is
+    /// that an operator stopped it.
     pub fn stop_job(&self, job: &str) -> Result<JobStatus, ControlError> {
         self.answer(self.admin("DELETE", &job_path(job)))
     }
 
-    /// [`stop_job`](Self::stop_job) for a reason, which the job's status, its workers and the logs then show instead: 1
-    /// to [`STOP_REASON_CHARS_MAX`](paramhub_core::service::STOP_REASON_CHARS_MAX) printable ASCII characters. A job
-    /// that has ended already keeps the reason it ended with.
+    /// [`stop_job`](Self::stop_job) with a reason, which the job's status, its workers and the logs then show
+    /// instead: 1 to [`STOP_REASON_CHARS_MAX`](paramhub_core::service::STOP_REASON_CHARS_MAX) printable ASCII
+    /// characters. A job that has ended already keeps the reason it ended with.
     pub fn stop_job_because(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
         let path = format!("{}?reason={}", job_path(job), percent_encoded(reason));
         self.answer(self.admin("DELETE", &path))
     }
 
-    /// Says that a job's workers are about to end because of `reason`. Its hubs take a last checkpoint, where it has any, while it
-    /// goes on; returns when they have, or after some seconds. If the job ends otherwise than finished, this is why.
+    /// Announces that a job's workers are about to end because of `reason`. While the job goes on its hubs
+    /// take a last checkpoint, if it has checkpoints; returns when they have, or after some seconds. If the
+    /// job does not finish, `reason` is its message.
     pub fn announce_workers_end(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
         self.conclude(job, reason, "workers_ending")
     }
 
-    /// Says that the processes of a job's workers have ended. If all of them had left, the job finishes, even if its hubs have not
-    /// heard so yet; else it ends with what the hubs have seen, or with `reason`. Returns when its hubs have freed it.
+    /// Reports that the processes of a job's workers have ended. If all workers had left, the job finishes,
+    /// even if its hubs do not know so yet; else it ends with the reason that the hubs have seen, or with
+    /// `reason`. Returns when its hubs have freed it.
     pub fn workers_have_ended(&self, job: &str, reason: &str) -> Result<JobStatus, ControlError> {
         self.conclude(job, reason, "workers_ended")
     }
@@ -149,7 +155,7 @@ impl ManagerClient {
         self.answer(self.admin("GET", &format!("{}/book", job_path(job))))
     }
 
-    /// How a layer of a running job is exchanged.
+    /// The scheme of a layer of a running job.
     pub fn best_scheme(&self, job: &str, layer: &str) -> Result<BestScheme, ControlError> {
         let path = format!("{}/best-scheme?layer={}", job_path(job), percent_encoded(layer));
         self.answer(self.admin("GET", &path))
@@ -160,7 +166,7 @@ impl ManagerClient {
         self.answer(self.admin("GET", "/v1/hubs"))
     }
 
-    /// What hubs have found out about the network between racks.
+    /// The hubs' measurements of the network between racks.
     pub fn links(&self) -> Result<Vec<LinkStatus>, ControlError> {
         self.answer(self.admin("GET", "/v1/links"))
     }
@@ -170,14 +176,14 @@ impl ManagerClient {
         self.answer(self.post("/v1/links", &ProbeLinks::default())?)
     }
 
-    /// A hub joins. Needs the admin token where the manager has one.
+    /// Registers a hub. Needs the admin token where the manager has one.
     pub fn register_hub(&self, request: &RegisterHub) -> Result<HubRegistered, ControlError> {
         let call = Call { repeatable: false, ..self.post("/v1/hubs", request)? };
         self.answer(call)
     }
 
-    /// Waits for a hub's commands. `NotFound` and `Unauthorized` say that the manager does not know the hub any more,
-    /// because it was silent too long or the manager restarted: register again.
+    /// Waits for a hub's commands. The errors `NotFound` and `Unauthorized` mean that the manager does not
+    /// know the hub any more, because the hub was silent too long or the manager restarted: register again.
     pub fn poll_commands(
         &self,
         hub: &HubRegistered,
@@ -189,7 +195,7 @@ impl ManagerClient {
         self.answer(Call { timeout: wait + POLL_MARGIN, token: Some(&hub.token), ..call })
     }
 
-    /// Tells the manager what happened at a hub. An event told twice counts once.
+    /// Reports an event at a hub to the manager. An event reported twice counts once.
     pub fn report(&self, hub: &HubRegistered, report: &HubReport) -> Result<(), ControlError> {
         let path = format!("/v1/hubs/{}/events", hub.hub);
         let call = self.post(&path, report)?;
@@ -212,7 +218,7 @@ impl ManagerClient {
     }
 
     fn send(&self, call: Call) -> Result<Vec<u8>, ControlError> {
-        call.make(&self.agent, &self.url, self.patience)
+        call.make(&self.agent, &self.url, self.retry_timeout)
     }
 }
 
@@ -226,7 +232,7 @@ fn job_path(job: &str) -> String {
     format!("/v1/jobs/{}", percent_encoded(job))
 }
 
-/// As one segment of a path, or one value of a query.
+/// Encodes text for one segment of a path, or one value of a query.
 fn percent_encoded(text: &str) -> String {
     use std::fmt::Write;
     let mut encoded = String::with_capacity(text.len());
@@ -282,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn patience_outlasts_a_manager_that_starts_late() {
+    fn retries_outlast_a_manager_that_starts_late() {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let server = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(300));
@@ -291,7 +297,7 @@ mod tests {
             connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]").unwrap();
         });
         let client = ManagerClient::new(&address.to_string(), None).unwrap();
-        assert!(client.with_patience(Duration::from_secs(30)).jobs().unwrap().is_empty());
+        assert!(client.with_retry_timeout(Duration::from_secs(30)).jobs().unwrap().is_empty());
         server.join().unwrap();
     }
 

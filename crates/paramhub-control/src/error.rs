@@ -6,38 +6,38 @@ use thiserror::Error;
 /// Why a call to the connection manager failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// Nobody answers there, or the connection broke.
+    /// No manager answers there, or the connection broke.
     #[error(
         "no connection manager answers at {url}: {cause}. Is `paramhub hub` or `paramhub manager` running there?"
     )]
     Unreachable {
-        /// Where it was sought.
+        /// The URL that was dialled.
         url: String,
-        /// What the operating system or the HTTP library says.
+        /// The message of the operating system or of the HTTP library.
         cause: String,
     },
-    /// The manager takes longer than the caller waits.
+    /// The manager has not answered in time.
     #[error(
         "the connection manager at {url} has not answered {path} within {seconds} s: {}",
         why_silent(path)
     )]
     Silent {
-        /// Whose answer was waited for.
+        /// The manager's URL.
         url: String,
-        /// What it was asked.
+        /// The path of the call.
         path: String,
-        /// For how long.
+        /// The seconds waited.
         seconds: f64,
     },
-    /// The manager refused.
+    /// The manager refused the call.
     #[error(transparent)]
     Service(#[from] ServiceError),
-    /// Something answers, but not as a connection manager does.
+    /// A server answers, but not as a connection manager does.
     #[error(
         "{url} does not answer like a paramhub connection manager: {cause}. Is this the manager's address?"
     )]
     Protocol {
-        /// Who answered.
+        /// The URL of that server.
         url: String,
         /// What is wrong with the answer.
         cause: String,
@@ -45,7 +45,7 @@ pub enum ControlError {
     /// The request cannot be sent as it is.
     #[error("the request to {url} cannot be sent: {cause}")]
     Request {
-        /// Where it was meant to go.
+        /// The manager's URL.
         url: String,
         /// What is wrong with it.
         cause: String,
@@ -56,14 +56,14 @@ pub enum ControlError {
         crate::DEFAULT_URL
     )]
     Url {
-        /// As given.
+        /// The text given as a URL.
         url: String,
         /// What is wrong with it.
         cause: String,
     },
 }
 
-/// Only workers' calls wait for other ranks.
+/// The hint for a call without an answer: only workers' calls wait for other ranks.
 fn why_silent(path: &str) -> &'static str {
     if path.ends_with("/connect") || path.ends_with("/init") {
         "it may be waiting for other ranks, or be overloaded or cut off"
@@ -73,7 +73,7 @@ fn why_silent(path: &str) -> &'static str {
 }
 
 impl ControlError {
-    /// The manager's code, where it was the manager that refused.
+    /// The manager's code, if the manager refused the call.
     pub fn code(&self) -> Option<ErrorCode> {
         match self {
             ControlError::Service(refusal) => Some(refusal.code),

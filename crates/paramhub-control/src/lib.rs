@@ -1,7 +1,7 @@
-//! The blocking HTTP client through which hubs, workers and the command line speak to the connection manager.
+//! The blocking HTTP client with which hubs, workers and the command line call the connection manager.
 //!
-//! Every call opens its own connection: calls are rare, and without a pool no call can fail because a kept connection
-//! had gone stale. Requests and answers are the types of [`paramhub_core::service`].
+//! Every call opens its own connection: calls are rare, and without a pool no call can fail because a kept
+//! connection has gone stale. Requests and answers are the types of [`paramhub_core::service`].
 //!
 //! ```no_run
 //! use paramhub_control::ManagerClient;
@@ -23,5 +23,6 @@ mod error;
 pub use client::ManagerClient;
 pub use error::ControlError;
 
-/// Where a manager is sought when nobody says where: loopback, [`MANAGER_PORT`](paramhub_core::service::MANAGER_PORT).
+/// The manager's URL where the user gives none: loopback,
+/// [`MANAGER_PORT`](paramhub_core::service::MANAGER_PORT).
 pub const DEFAULT_URL: &str = "http://127.0.0.1:7770";

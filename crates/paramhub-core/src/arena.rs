@@ -1,5 +1,5 @@
-//! Where a worker's tensors lie in the memory it shares with the hubs of its own host: computed alike by both ends, so that
-//! no frame needs to say it and no peer can say it wrong.
+//! The places of a worker's tensors in the memory that it shares with the hubs of its own host. Both ends
+//! compute the same places, so no frame carries them and no peer can send wrong ones.
 
 use std::ops::Range;
 
@@ -8,26 +8,28 @@ use crate::codec::Codec;
 use crate::key::Key;
 use crate::settings::Settings;
 
-/// Tensors start at multiples of this unless they are packed: two cache lines, which processors fetch in pairs.
+/// Unless they are packed, tensors start at multiples of this: two cache lines, which processors fetch in
+/// pairs.
 const ALIGNMENT: u64 = 128;
 
-/// The places of all keys in one arena: first every key's gradient as it travels, then every key's parameters as they lie
-/// in memory, in table order. With [`Settings::packed`] there is no gap between tensors of one type. An arena of [`parameters_only`](Self::parameters_only) has the latter alone.
+/// The places of all keys in one arena, in table order: first the gradient of each key in its codec, then the
+/// parameters of each key in its dtype. With [`Settings::packed`] there is no gap between tensors of one
+/// type. An arena of [`parameters_only`](Self::parameters_only) has no gradients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaLayout {
-    gradients: Vec<Place>,
-    parameters: Vec<Place>,
+    gradients: Vec<KeyMemory>,
+    parameters: Vec<KeyMemory>,
     bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct KeyMemory {
     start: u64,
     codec: Codec,
     elements: u64,
 }
 
-impl Place {
+impl KeyMemory {
     fn bytes(&self) -> u64 {
         self.elements * self.codec.bytes() as u64
     }
@@ -54,7 +56,7 @@ impl ArenaLayout {
         self.bytes.max(1)
     }
 
-    /// Where a key's gradient lies.
+    /// The bytes of a key's gradient.
     ///
     /// # Panics
     /// If there is no such key, or the arena has no gradients.
@@ -62,7 +64,7 @@ impl ArenaLayout {
         whole(&self.gradients[key as usize])
     }
 
-    /// Where a key's parameters lie.
+    /// The bytes of a key's parameters.
     ///
     /// # Panics
     /// If there is no such key.
@@ -70,7 +72,7 @@ impl ArenaLayout {
         whole(&self.parameters[key as usize])
     }
 
-    /// Where a chunk of a gradient starts.
+    /// The first byte of a chunk's gradient.
     ///
     /// # Panics
     /// As [`gradient`](Self::gradient).
@@ -78,7 +80,7 @@ impl ArenaLayout {
         chunk(&self.gradients[extent.key as usize], extent)
     }
 
-    /// Where a chunk of parameters starts.
+    /// The first byte of a chunk's parameters.
     ///
     /// # Panics
     /// As [`parameters`](Self::parameters).
@@ -87,26 +89,26 @@ impl ArenaLayout {
     }
 }
 
-/// Lays all keys out from the first aligned place at `end` or after it.
-fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(&Key) -> Codec) -> Vec<Place> {
+/// Places all keys one after another, from the first aligned place at or after `end`.
+fn lay(settings: &Settings, end: &mut u64, codec: impl Fn(&Key) -> Codec) -> Vec<KeyMemory> {
     *end = end.next_multiple_of(ALIGNMENT);
     let place = |key: &Key| {
-        // Shared memory carries no quantised tensors: see `Settings::quantises`.
+        // Shared memory never carries quantised tensors: see `Settings::quantises`.
         let codec = Some(codec(key)).filter(|codec| !codec.is_quantised()).unwrap_or(key.dtype.codec());
         let alignment = if settings.packed { codec.bytes() as u64 } else { ALIGNMENT };
         let start = end.next_multiple_of(alignment);
-        let place = Place { start, codec, elements: key.elements().unwrap_or(0) };
+        let place = KeyMemory { start, codec, elements: key.elements().unwrap_or(0) };
         *end = start + place.bytes();
         place
     };
     settings.keys.keys().iter().map(place).collect()
 }
 
-fn whole(place: &Place) -> Range<usize> {
+fn whole(place: &KeyMemory) -> Range<usize> {
     place.start as usize..(place.start + place.bytes()) as usize
 }
 
-fn chunk(place: &Place, extent: &Extent) -> usize {
+fn chunk(place: &KeyMemory, extent: &Extent) -> usize {
     place.start as usize + extent.byte_range(place.codec).start
 }
 

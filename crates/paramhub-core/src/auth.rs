@@ -1,7 +1,8 @@
-//! Proofs that a peer knows a job's nonce, without showing it (PHub section 3.1: access control by namespace and nonce).
+//! Proofs that a peer knows a job's nonce, without revealing it (PHub section 3.1: access control by
+//! namespace and nonce).
 //!
-//! A proof is a BLAKE3 keyed hash under the nonce over a purpose and what is to be proved. Each purpose has its own
-//! label, so that a proof given in one place is worth nothing in another.
+//! A proof is a BLAKE3 hash over a purpose and the proven parts, with the nonce as the key. Each purpose has
+//! its own label, so a proof for one purpose is worthless for another.
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
@@ -12,19 +13,21 @@ use subtle::ConstantTimeEq;
 #[serde(try_from = "String", into = "String")]
 pub struct Namespace(pub [u8; 16]);
 
-/// A job's shared secret: 256 random bits, written as 64 hexadecimal digits. Debug does not show it.
+/// A job's shared secret: 256 random bits, written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
 pub struct Nonce(pub [u8; 32]);
 
-/// Tells two processes that claim the same rank apart: 128 bits a worker draws when it starts.
+/// Distinguishes two processes that claim the same rank: 128 random bits that a worker draws when it starts,
+/// written as 32 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
 pub struct Incarnation(pub [u8; 16]);
 
-/// A keyed hash under a job's nonce. Compare with [`Proof::matches`], which takes constant time.
+/// A keyed hash under a job's nonce, written as 64 hexadecimal digits. Compare proofs in [constant
+/// time](Proof::matches).
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema), schema(value_type = String))]
 #[serde(try_from = "String", into = "String")]
@@ -33,11 +36,11 @@ pub struct Proof(pub [u8; 32]);
 /// What a proof is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// A worker asks the manager to let it join: ConnectService.
+    /// A worker asks the manager to join: ConnectService.
     Connect,
-    /// A worker hands its settings to the manager: InitService.
+    /// A worker sends its settings to the manager: InitService.
     Init,
-    /// A worker leaves before it ever reached a hub.
+    /// A worker leaves before it has reached a hub.
     Leave,
     /// A worker answers a hub's challenge on a data connection.
     StreamWorker,
@@ -47,7 +50,7 @@ pub enum Purpose {
     MeshDialler,
     /// A rank of a mesh answers the challenge of the peer that dialled it.
     MeshListener,
-    /// Nobody is shown it: it becomes a secret itself.
+    /// The proof is sent to no peer: it becomes a secret itself.
     Derive,
 }
 
@@ -67,7 +70,8 @@ impl Purpose {
 }
 
 impl Nonce {
-    /// Proves knowledge of this nonce for one purpose, bound to `parts`. Lengths are hashed too, so parts cannot slide.
+    /// Proves knowledge of this nonce for one purpose, bound to `parts`. The hash covers the lengths, so
+    /// bytes cannot move from one part to another.
     pub fn prove(&self, purpose: Purpose, parts: &[&[u8]]) -> Proof {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         for part in std::iter::once(&purpose.label()).chain(parts) {
@@ -76,8 +80,8 @@ impl Nonce {
         Proof(*hasher.finalize().as_bytes())
     }
 
-    /// A secret for something else that only this job's members may take part in, for example a mesh. Each gets a label of its
-    /// own.
+    /// A secret for something else that only this job's members may take part in, for example a mesh. Each
+    /// use has its own label.
     pub fn derive(&self, label: &str) -> Nonce {
         Nonce(self.prove(Purpose::Derive, &[label.as_bytes()]).0)
     }
@@ -95,7 +99,7 @@ impl Nonce {
 }
 
 impl Proof {
-    /// Whether both are the same, in constant time.
+    /// Whether both proofs are equal, in constant time.
     pub fn matches(&self, other: &Proof) -> bool {
         self.0.ct_eq(&other.0).into()
     }

@@ -1,4 +1,4 @@
-//! When hubs write checkpoints of a job, from which one it goes on, and what is known of them.
+//! When hubs write checkpoints of a job, from which one it resumes, and what is known of them.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -7,39 +7,39 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Shortest and longest pause between checkpoints that are counted in seconds.
+/// The shortest and the longest pause between checkpoints, in seconds.
 pub const EVERY_SECONDS: std::ops::RangeInclusive<u32> = 1..=604_800;
 
-/// How often a job's checkpoints are due. As text a number of steps, `1000`, or of seconds, `30s`.
+/// How often a job's checkpoints are due. The text is a number of steps, `1000`, or of seconds, `30s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Every {
-    /// After every update whose number divides by it.
+    /// After every update whose number this divides.
     Steps(NonZeroU32),
-    /// So long after the last one was begun, within [`EVERY_SECONDS`].
+    /// This long after the last checkpoint was begun, within [`EVERY_SECONDS`].
     Seconds(NonZeroU32),
 }
 
-/// The checkpoint that a job goes on from: one that a job of the same name has left with its hubs. As text `latest`, or a
-/// number of steps.
+/// The checkpoint from which a job resumes: one that a job of the same name has left with its hubs. The text
+/// is `latest`, or a number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Resume {
-    /// The newest complete one.
+    /// The newest complete checkpoint.
     Latest,
-    /// The newest complete one of that step.
+    /// The newest complete checkpoint of that step.
     Step(u32),
 }
 
-/// Why a text is no [`Every`] or [`Resume`].
+/// Why a text is not a valid [`Every`] or [`Resume`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CheckpointTextError {
-    /// It is no pause.
+    /// The text names no pause.
     #[error(
         "`{0}` does not say how often: expected a number of steps, as in 1000, or of seconds, as in 30s, up to 604800s"
     )]
     Every(String),
-    /// It names no checkpoint.
+    /// The text names no checkpoint.
     #[error("`{0}` names no checkpoint: expected latest or a number of steps, as in 1200")]
     Resume(String),
 }
@@ -116,35 +116,38 @@ impl From<Resume> for String {
     }
 }
 
-/// What a hub, or all hubs of a job together, have to say of its checkpoints.
+/// What a hub, or all hubs of a job together, report of its checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(default)]
 pub struct CheckpointStatus {
-    /// The step of the newest one that is on the disk; of several hubs, the newest that all have written.
+    /// The step of the newest checkpoint on the disk; for several hubs, the newest that all of them have
+    /// written.
     pub step: Option<u32>,
     /// When it was written, in seconds since the Unix epoch.
     pub written_at: u64,
-    /// Its bytes.
+    /// The size of that checkpoint.
     pub bytes: u64,
-    /// How long it took, from the first chunk copied to the last name made durable; of several hubs, the slowest.
+    /// How long it took, from the first copied chunk until the last name was durable; for several hubs, the
+    /// slowest.
     pub seconds: f64,
-    /// Written by this job so far.
+    /// Number of checkpoints that this job has written.
     pub written: u64,
-    /// Due, but not taken: the one before was still being written, or the job went on too fast.
+    /// Number of checkpoints that were due but not taken: the previous one was still being written, or the
+    /// job was too fast.
     pub skipped: u64,
-    /// Not written for the reason below.
+    /// Number of checkpoints that failed.
     pub failed: u64,
-    /// Why the newest that failed did; empty once one was written again.
+    /// Why the newest of these failed; empty once another one was written.
     pub failure: String,
 }
 
 impl CheckpointStatus {
-    /// Of a job, from those of its hubs.
+    /// The status of a job, from those of its hubs.
     pub fn of_hubs<'a>(hubs: impl IntoIterator<Item = &'a CheckpointStatus>) -> Option<CheckpointStatus> {
         hubs.into_iter().fold(None, |all: Option<CheckpointStatus>, hub| {
             let Some(all) = all else { return Some(hub.clone()) };
-            // What only some have written is no checkpoint.
+            // A checkpoint that only some hubs have written does not count.
             let oldest = if all.step <= hub.step { &all } else { hub };
             Some(CheckpointStatus {
                 step: oldest.step,
@@ -160,7 +163,7 @@ impl CheckpointStatus {
     }
 }
 
-/// As much of a text from outside as an error repeats.
+/// A text from outside, cut to the length that an error repeats.
 fn shortened(text: &str) -> String {
     text.chars().take(40).collect()
 }

@@ -7,7 +7,7 @@ use thiserror::Error;
 /// Position of a chunk in its job, counted through the key table in order.
 pub type ChunkId = u32;
 
-/// Where a chunk lies in its key.
+/// The place of a chunk in its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Position of the key in its table.
@@ -24,10 +24,10 @@ impl Extent {
         codec.payload_bytes(self.elements as usize) as u32
     }
 
-    /// Where the chunk's bytes lie in a key encoded with `codec`.
+    /// The bytes of the chunk in a key that is encoded with `codec`.
     ///
     /// # Panics
-    /// If the codec is quantised: chunks are encoded one by one.
+    /// If the codec is quantised: it encodes each chunk by itself.
     pub fn byte_range(&self, codec: Codec) -> std::ops::Range<usize> {
         let start = self.offset as usize * codec.bytes();
         start..start + self.bytes(codec) as usize
@@ -40,22 +40,23 @@ impl Extent {
     "the key table makes {chunks} chunks of {chunk_bytes} bytes, more than the 2^32 - 2 a job may have: choose a larger chunk size"
 )]
 pub struct TooManyChunks {
-    /// Chunks needed.
+    /// The chunks that the table needs.
     pub chunks: u64,
-    /// Size asked for.
+    /// The chunk size asked for.
     pub chunk_bytes: u32,
 }
 
-/// How a key table is cut: every chunk has `chunk_bytes / 4` elements but the last of each key, which has the rest.
+/// How a key table is cut: each chunk has `chunk_bytes / 4` elements, except that the last one of each key
+/// has the rest.
 ///
-/// The cut counts elements, not wire bytes, so that it does not move with the codec.
+/// The cut counts elements, not bytes on the wire, so it does not depend on the codec.
 #[derive(Clone, Debug)]
 pub struct ChunkMap {
     chunk_elements: u32,
     key_elements: Vec<u64>,
     /// `first_chunk[k]..first_chunk[k + 1]` are the chunks of key `k`.
     first_chunk: Vec<ChunkId>,
-    /// Of every chunk: its key. Looked up for every frame.
+    /// The key of each chunk. Every frame looks it up.
     key_of: Vec<u32>,
 }
 
@@ -81,23 +82,23 @@ impl ChunkMap {
         Ok(ChunkMap { chunk_elements, key_elements, first_chunk, key_of })
     }
 
-    /// Chunks of the whole table.
+    /// Number of chunks of the whole table.
     #[allow(clippy::len_without_is_empty, reason = "a table is never empty, so neither is its map")]
     pub fn len(&self) -> u32 {
         *self.first_chunk.last().expect("the map ends with its length")
     }
 
-    /// Keys of the table.
+    /// Number of keys of the table.
     pub fn keys(&self) -> usize {
         self.key_elements.len()
     }
 
-    /// Elements of a key.
+    /// Number of elements of a key.
     pub fn key_elements(&self, key: u32) -> u64 {
         self.key_elements[key as usize]
     }
 
-    /// Elements of a full chunk.
+    /// Number of elements of a full chunk.
     pub fn chunk_elements(&self) -> u32 {
         self.chunk_elements
     }
@@ -107,7 +108,7 @@ impl ChunkMap {
         self.first_chunk[key as usize]..self.first_chunk[key as usize + 1]
     }
 
-    /// The key a chunk belongs to, and where it lies there; `None` beyond the last chunk.
+    /// The key of a chunk and the chunk's place in it; `None` beyond the last chunk.
     pub fn extent(&self, chunk: ChunkId) -> Option<Extent> {
         let key = *self.key_of.get(chunk as usize)? as usize;
         let offset = u64::from(chunk - self.first_chunk[key]) * u64::from(self.chunk_elements);

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Element type of a key's gradient and parameters in the worker's memory. The hub sums and keeps f32 whatever it is.
+/// Element type of a key's gradient and parameters in the worker's memory. The hub always sums and keeps f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
@@ -38,20 +38,26 @@ impl std::fmt::Display for Dtype {
     }
 }
 
-/// Elements of a [quantised](Codec::is_quantised) payload that share reconstruction levels; the last of a payload may be
-/// fewer.
+/// Elements of a [quantised](Codec::is_quantised) payload that share reconstruction levels. The last block of
+/// a payload may have fewer.
 ///
-/// 1,024 with levels of two bytes is 1.03 bits an element in one bit, and half the squared error on gradients of fully
-/// connected layers that 2,048 elements with levels of four bytes have, at the same length.
+/// With levels of two bytes, 1,024 elements make 1.03 bits an element in one bit. On gradients of fully
+/// connected layers the squared error is half of that with 2,048 elements and levels of four bytes, which
+/// have the same length.
 pub const QUANTISED_BLOCK_ELEMENTS: usize = 1024;
 
 /// Encoding of a frame's payload, little-endian and packed without padding: elements in one of the [`Dtype`]s, or quantised
 /// to one or two bits with error feedback (Seide et al., "1-bit stochastic gradient descent", 2014).
 ///
-/// A quantised payload begins with the levels of all blocks of [`QUANTISED_BLOCK_ELEMENTS`] elements, bf16, as many a block
-/// as numbers fit the bits, and goes on with every element's number, the first in the lowest bits of the first byte.
+/// A quantised payload begins with the levels of all blocks of [`QUANTISED_BLOCK_ELEMENTS`] elements, in
+/// bf16: two per block with one bit, four with two bits. The number of each element's level follows, the
+/// first element in the lowest bits of the first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[cfg_attr(
+    feature = "openapi",
+    derive(utoipa::ToSchema),
+    schema(description = "Encoding of a frame's payload; docs/protocol.md has its bytes.")
+)]
 #[serde(rename_all = "kebab-case")]
 #[repr(u8)]
 pub enum Codec {
@@ -76,7 +82,8 @@ impl Codec {
     /// Bytes of one element.
     ///
     /// # Panics
-    /// Of a quantised codec, of which a byte holds several: see [`payload_bytes`](Self::payload_bytes).
+    /// If the codec is quantised: one byte then holds several elements. See
+    /// [`payload_bytes`](Self::payload_bytes).
     pub const fn bytes(self) -> usize {
         match self {
             Codec::F32 => 4,
@@ -85,7 +92,8 @@ impl Codec {
         }
     }
 
-    /// Bits of an element whose value is one of its block's levels; `None` where every element travels as a number.
+    /// Bits of an element that is the number of one of its block's levels; `None` where elements travel as
+    /// values.
     pub const fn quantised_bits(self) -> Option<usize> {
         match self {
             Codec::F32 | Codec::F16 | Codec::BF16 => None,
@@ -94,12 +102,12 @@ impl Codec {
         }
     }
 
-    /// Whether elements travel as numbers of levels, so that what is lost must be fed back.
+    /// Whether elements travel as numbers of levels, so that the loss needs error feedback.
     pub const fn is_quantised(self) -> bool {
         self.quantised_bits().is_some()
     }
 
-    /// Bytes of the levels ahead of a quantised payload of so many elements; 0 for other codecs.
+    /// Bytes of the levels at the start of a quantised payload of this many elements; 0 for other codecs.
     pub const fn level_bytes(self, elements: usize) -> usize {
         match self.quantised_bits() {
             Some(bits) => elements.div_ceil(QUANTISED_BLOCK_ELEMENTS) * (2 << bits),
@@ -107,7 +115,7 @@ impl Codec {
         }
     }
 
-    /// Bytes of a payload of so many elements.
+    /// Bytes of a payload of this many elements.
     pub const fn payload_bytes(self, elements: usize) -> usize {
         match self.quantised_bits() {
             Some(bits) => self.level_bytes(elements) + (elements * bits).div_ceil(8),
@@ -168,7 +176,7 @@ mod tests {
         let chunk = 8192;
         assert_eq!(Codec::OneBit.payload_bytes(chunk), 8 * 4 + 1024);
         assert_eq!(Codec::TwoBit.payload_bytes(chunk), 8 * 8 + 2048);
-        // With their headers.
+        // Both lengths include headers.
         assert!((Codec::OneBit.payload_bytes(chunk) + 16) * 30 < Codec::F32.payload_bytes(chunk) + 16);
         assert_eq!([1, 8, 9, 1025].map(|n| Codec::OneBit.payload_bytes(n)), [5, 5, 6, 8 + 129]);
         assert_eq!([1, 4, 5].map(|n| Codec::TwoBit.payload_bytes(n)), [9, 9, 10]);

@@ -1,15 +1,16 @@
 //! Hubs of one kind, composed: sites of hubs below, above and beside one another (PHub section 3.4).
 //!
-//! A **site** is the hubs that together hold a whole model for the members below them: those of a host, of a rack or of
-//! the cluster. A member is a worker or another site. For every chunk the sites form a tree: a site sums what its members
-//! contribute and contributes the sum to the site above, until one site, the chunk's **owner**, has the sum of all
-//! workers' gradients. The answer goes back the same way.
+//! A **site** is the hubs that together hold a whole model for the members below them: those of a host, of a
+//! rack or of the cluster. A member is a worker or another site. For each chunk the sites form a tree: a site
+//! sums the contributions of its members and contributes the sum to the site above, until one site, the
+//! chunk's **owner**, has the sum of all workers' gradients. The answer goes back the same way.
 //!
-//! - A site with a parent has that one above it for every chunk: a host below its rack, racks below a parent hub.
-//! - Sites without a parent are peers. Between them chunks have different owners, so that all links carry alike.
-//!   [`Crossing::Sharded`]: the owner is above all others. [`Crossing::Ring`]: the sum goes round from the owner's successor to
-//!   the owner, and the answer back; every link carries each chunk at most once each way, and the bytes of a site are those
-//!   of a ring's reduce-scatter and all-gather.
+//! - A site with a parent has its parent above it for every chunk: a host below its rack, racks below a
+//!   parent hub.
+//! - Sites without a parent are peers. Each of them owns some chunks, so that all links carry the same load.
+//!   [`Crossing::Sharded`]: the owner is above all its peers. [`Crossing::Ring`]: the sum goes round from the
+//!   owner's successor to the owner, and the answer goes back; each link carries each chunk at most once each
+//!   way, and a site sends and receives as many bytes as in the reduce-scatter and all-gather of a ring.
 
 mod arrange;
 mod choose;
@@ -32,7 +33,7 @@ pub use choose::{Choice, ServedRack, choose, served_racks};
 
 /// Sites of one job.
 pub const SITES_MAX: usize = HUBS_MAX;
-/// Sites on the way from a worker to the top: host, rack, cluster.
+/// Levels of sites from a worker to the top: host, rack, cluster.
 pub const DEPTH_MAX: usize = 3;
 
 /// Position of a site in its composition.
@@ -43,9 +44,9 @@ pub type SiteId = u16;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Composition {
-    /// At least one.
+    /// The sites, at least one.
     pub sites: Vec<Site>,
-    /// How those without a parent reduce among one another.
+    /// How the sites without a parent reduce among one another.
     pub crossing: Crossing,
     /// Where the optimizer runs.
     pub optimize_at: OptimizeAt,
@@ -56,29 +57,31 @@ pub struct Composition {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Site {
-    /// What people call it: `rack r1`, `host w3`; empty where there is only one.
+    /// The site's name for people: `rack r1`, `host w3`; empty if there is only one site.
     pub name: String,
-    /// In the order the site's placement counts them.
+    /// The hubs, in the order in which the site's placement counts them.
     pub hubs: Vec<HubShape>,
-    /// Ranks it serves directly, ascending.
+    /// The ranks that exchange at this site, ascending.
     pub workers: Vec<u32>,
     /// The site above.
     pub parent: Option<SiteId>,
 }
 
-/// How sites without a parent reduce among one another.
+/// How sites without a parent reduce among one another. `sharded`: each chunk has an owner among them, to
+/// which the others send. `ring`: each chunk goes round, from the owner's successor to the owner, and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Crossing {
-    /// Every chunk has an owner among them, to which the others send.
+    /// Each chunk has an owner among them, to which the others send.
     #[default]
     Sharded,
-    /// Every chunk goes round, from the owner's successor to the owner, and back.
+    /// Each chunk goes round, from the owner's successor to the owner, and back.
     Ring,
 }
 
-/// Where the optimizer runs.
+/// Where the optimizer runs. `every_site`: at every site, on the same global gradient, so that all models are
+/// bit-identical. `owner`: at each chunk's owner, which answers with parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -90,30 +93,46 @@ pub enum OptimizeAt {
     Owner,
 }
 
-/// Where a worker or a hub is.
+/// The place of a worker or a hub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Place {
-    /// The rack's name; empty where nobody gave one.
+    /// The rack's name; empty if none was given.
     pub rack: String,
-    /// What tells the host, and on it the network namespace, from all others. Of a hub: set if it serves its own host only.
+    /// An id that distinguishes the host, and its network namespace, from all others. A hub sets it only if
+    /// it serves its own host only. Like the rack at most 128 printable ASCII characters without spaces.
     pub host: String,
 }
 
-/// How sums become those of all workers.
+/// How the sums of sites become those of all workers.
+///
+/// A worker belongs to the site of its host, if a hub serves that host; else of its rack; else of the hubs
+/// that serve all. A worker that names no rack is in the rack of its host's hub. A host's site with one worker
+/// is left out. Above a host's site is that of its rack or, without one, that of all; above a rack's site that
+/// of all. Sites are numbered by hosts, racks and all, each in the order of their names.
+///
+/// - `auto` (the default): as the hubs' places say; several racks without a hub above them reduce as with
+///   `sharded`. If the manager knows the rate between the racks, or its hubs have probed it, PHub's condition
+///   chooses another one where that is faster. A job whose hubs have no place has one site.
+/// - `flat`: one site of all hubs, except those of single hosts.
+/// - `tree`: the site of all is above all others; without one, that of the first rack.
+/// - `ring`, `sharded`: racks are peers, whatever serves all; the site of all takes part only if it has
+///   workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {
-    /// By the hubs' places: a flat job if none has any; else through hosts and racks, and between racks as
-    /// [`Sharded`](Self::Sharded) does, or by the hub that serves everybody if there is one. Where the manager knows the core's
-    /// rate, or its hubs have probed it, [`choose`] decides.
+    /// Follows from the hubs' places. The job is flat if no hub has a place. Otherwise sums go through hosts
+    /// and racks, and between racks as with [`Sharded`](Self::Sharded), or through the hub that serves all
+    /// racks if there is one. If the manager knows the rate of the core, or its hubs have probed it,
+    /// [`choose`] decides.
     #[default]
     Auto,
-    /// At one site of all hubs but those that serve a single host.
+    /// One site of all hubs, except those that serve a single host.
     Flat,
-    /// Through hosts and racks; what is left at a parent: the hubs that serve everybody, else those of the first rack.
+    /// Through hosts and racks, then to a parent: the hubs that serve all racks, else those of the first
+    /// rack.
     Tree,
     /// Through hosts and racks, then round a ring of racks.
     Ring,
@@ -168,41 +187,41 @@ impl FromStr for OptimizeAt {
 /// Why sites cannot be composed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CompositionError {
-    /// None, or too many.
+    /// No site, or too many.
     #[error("a job needs 1 to {SITES_MAX} sites, not {0}")]
     Sites(usize),
-    /// A site's hubs cannot be placed on.
+    /// A site whose hubs cannot be used for a placement.
     #[error("{site}: {cause}")]
     Shape {
-        /// Which.
+        /// The site.
         site: String,
         /// Why.
         cause: ShapeError,
     },
-    /// A parent that is not there, or above itself, or too high up.
+    /// A parent that does not exist, is above itself, or is too high up.
     #[error("site {0} has no way up of at most {DEPTH_MAX} sites")]
     Parent(usize),
-    /// A site that would wait for nobody.
+    /// A site with neither workers nor sites below it.
     #[error("{0} has neither workers nor sites below it")]
     Idle(String),
-    /// The ranks are not 0 to n - 1, each at one site.
+    /// A rank that is not at exactly one site.
     #[error("rank {0} is at no site, or at two")]
     Rank(u32),
 }
 
 impl Composition {
-    /// One site for everybody.
+    /// One site for all workers.
     pub fn flat(hubs: Vec<HubShape>, workers: u32) -> Composition {
         let site = Site { name: String::new(), hubs, workers: (0..workers).collect(), parent: None };
         Composition { sites: vec![site], crossing: Crossing::default(), optimize_at: OptimizeAt::default() }
     }
 
-    /// Whether there is but one site.
+    /// Whether there is only one site.
     pub fn is_flat(&self) -> bool {
         self.sites.len() == 1
     }
 
-    /// Ranks of the job.
+    /// Number of ranks of the job.
     pub fn workers(&self) -> u32 {
         self.sites.iter().map(|site| site.workers.len() as u32).sum()
     }
@@ -212,7 +231,7 @@ impl Composition {
         (0..).zip(&self.sites).find(|(_, site)| site.workers.binary_search(&rank).is_ok()).map(|(id, _)| id)
     }
 
-    /// The ranks whose sums come from a site: those that exchange there or at sites below it, ascending.
+    /// The ranks whose gradients a site sums: those that exchange there or at sites below, ascending.
     pub fn ranks_below(&self, site: SiteId) -> Vec<u32> {
         let is_below = |mut from: SiteId| {
             // There are no more levels than sites.
@@ -233,10 +252,10 @@ impl Composition {
         ranks
     }
 
-    /// Whether it can be: everybody has a way to everybody else.
+    /// Checks that the sites connect all workers.
     ///
     /// # Errors
-    /// What is wrong first.
+    /// The first problem found.
     pub fn check(&self) -> Result<(), CompositionError> {
         if self.sites.is_empty() || self.sites.len() > SITES_MAX {
             return Err(CompositionError::Sites(self.sites.len()));
@@ -279,7 +298,8 @@ impl Composition {
         (0..).zip(&self.sites).filter(|(_, site)| site.parent.is_none()).map(|(id, _)| id).collect()
     }
 
-    /// Every chunk's owner, dealt longest first to the sites without a parent by their interfaces' weight.
+    /// The owner of each chunk, dealt longest first to the sites without a parent by the weight of their
+    /// interfaces.
     pub fn owners(&self, table: &KeyTable, map: &ChunkMap) -> Vec<SiteId> {
         let tops = self.tops();
         let weights: Vec<u64> = tops
@@ -306,8 +326,9 @@ impl Composition {
         }
     }
 
-    /// The sites that contribute to `site` for some chunk, in the order their contributions are summed: those below it,
-    /// which contribute to all chunks, then its peers, which all contribute to the same ones.
+    /// The sites that contribute to `site` for some chunk, in the order in which their contributions are
+    /// summed: first the sites below, which contribute to all chunks, then the peers, which all contribute to
+    /// the same chunks.
     pub fn member_sites(&self, site: SiteId) -> Vec<SiteId> {
         let below = (0..).zip(&self.sites).filter(|(_, other)| other.parent == Some(site)).map(|(id, _)| id);
         let mut members: Vec<SiteId> = below.collect();
@@ -321,14 +342,14 @@ impl Composition {
         members
     }
 
-    /// The top that comes `steps` after `top`.
+    /// The site without a parent that comes `steps` after `top`.
     fn beside(&self, top: SiteId, steps: usize) -> SiteId {
         let tops = self.tops();
         let at = tops.iter().position(|&other| other == top).expect("only tops stand beside others");
         tops[(at + steps) % tops.len()]
     }
 
-    /// How people call a site.
+    /// A site's name for people.
     pub fn name(&self, site: SiteId) -> String {
         let Some(Site { name, hubs, .. }) = self.sites.get(usize::from(site)) else {
             return format!("site {site}");
@@ -342,28 +363,28 @@ impl Composition {
     }
 }
 
-/// A composition with every site's placement: what any two ends of a stream must agree on.
+/// A composition with the placement at each site: the two ends of any stream must agree on it.
 #[derive(Clone, Debug)]
 pub struct Composed {
     /// The sites.
     pub composition: Composition,
-    /// Of every site.
+    /// The placement at each site.
     pub placements: Vec<Placement>,
-    /// Of every chunk.
+    /// The owner of each chunk.
     pub owners: Vec<SiteId>,
     hash: blake3::Hash,
 }
 
 impl Composed {
-    /// Places every chunk of `map`, cut from `table`, at every site.
+    /// Places each chunk of `map`, which was cut from `table`, at every site.
     ///
     /// # Errors
-    /// If a site's hubs cannot be placed on, or the sites make no tree.
+    /// If a site's hubs cannot be used for a placement, or the sites form no tree.
     pub fn new(table: &KeyTable, map: &ChunkMap, composition: Composition) -> Result<Self, CompositionError> {
         Composed::planned(table, map, composition, &[])
     }
 
-    /// The same where keys are dealt to the hubs of a site as [`Placement::planned`] does it.
+    /// As [`Self::new`], but keys are dealt to the hubs of a site as [`Placement::planned`] deals them.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -395,7 +416,7 @@ impl Composed {
         Ok(Composed { hash: hasher.finalize(), composition, placements, owners })
     }
 
-    /// Digest of all that two hubs must share to understand each other's frames.
+    /// Digest of everything that two hubs must share to understand each other's frames.
     pub fn hash(&self) -> blake3::Hash {
         self.hash
     }

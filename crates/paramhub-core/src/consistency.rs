@@ -2,15 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The consistency of a job's parameters; one state machine ([`crate::exchange`]) serves all three.
+/// The consistency of a job's parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Consistency {
-    /// A step ends when every worker has contributed to it; all receive the same parameters.
+    /// A step ends when every worker has contributed to it; all workers receive the same parameters.
     #[default]
     Synchronous,
-    /// Every contribution is applied as it arrives, by itself, and its sender gets the newest parameters at once.
+    /// Each contribution is applied by itself when it arrives, and its sender gets the newest parameters at
+    /// once.
     Asynchronous,
     /// As asynchronous, but no worker runs more than this many steps ahead of the slowest one.
     BoundedStaleness(u32),

@@ -1,8 +1,10 @@
-//! Factor blocks: what a worker sends in a step of a layer that goes by [`Scheme::FactorsToHub`], and how it is cut.
+//! Factor blocks: what a worker sends in a step for a layer that is exchanged by [`Scheme::FactorsToHub`],
+//! and how it is cut.
 //!
-//! With K samples of a layer of M outputs and N inputs a block is K times M output gradients, then K times N inputs, each sample
-//! by sample. It is cut into *pieces* of as many elements as a chunk has, the last perhaps shorter. K may be less than the job's
-//! settings say, so a block may be short; it has one piece at least, if an empty one.
+//! With K samples of a layer of M outputs and N inputs, a block has K times M output gradients, then K times
+//! N inputs, each sample by sample. It is cut into *pieces* of as many elements as a chunk has; the last may
+//! be shorter. K may be less than in the job's settings, so a block may be short, but it has at least one
+//! piece, which may be empty.
 
 use std::ops::Range;
 
@@ -11,44 +13,44 @@ use crate::codec::Codec;
 use crate::scheme::{LayerType, Plan, Scheme};
 use crate::settings::Settings;
 
-/// The blocks of one layer.
+/// How the blocks of one layer are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FactorBlock {
     /// The weight's position in the key table.
     pub weight: u32,
-    /// That of the bias, if there is one.
+    /// The bias' position, if there is a bias.
     pub bias: Option<u32>,
     /// M.
     pub outputs: usize,
     /// N.
     pub inputs: usize,
-    /// K, at most.
+    /// The largest K.
     pub samples: u32,
-    /// How factors travel, which is as they lie in memory.
+    /// The codec of the factors, which is also their type in memory.
     pub codec: Codec,
     /// Elements of a full piece.
     pub piece_elements: usize,
 }
 
-/// Where a piece's elements lie.
+/// The place of a piece's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Among the worker's output gradients.
+    /// The range among the worker's output gradients.
     pub output_gradients: Range<usize>,
-    /// Among its inputs, behind those.
+    /// The range among its inputs, which follow the output gradients.
     pub inputs: Range<usize>,
 }
 
 impl Piece {
-    /// How many there are.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.output_gradients.len() + self.inputs.len()
     }
 }
 
 impl FactorBlock {
-    /// Of all layers of a plan that go by [`Scheme::FactorsToHub`], in the plan's order. `map` is cut from the settings' table,
-    /// and the settings have been checked.
+    /// The blocks of all layers of a plan that are exchanged by [`Scheme::FactorsToHub`], in the plan's
+    /// order. `map` must be cut from the settings' table, and the settings must have been checked.
     pub fn planned(settings: &Settings, map: &ChunkMap, plan: &Plan) -> Vec<FactorBlock> {
         let block = plan.going_by(Scheme::FactorsToHub, settings).map(|(planned, layer)| {
             let LayerType::FullyConnected { outputs, inputs, samples, .. } = planned.layer.kind else {
@@ -60,7 +62,7 @@ impl FactorBlock {
                 bias: planned.keys.get(1).copied(),
                 outputs: outputs as usize,
                 inputs: inputs as usize,
-                // Checked with the settings: all of a block can be counted in 32 bits.
+                // The check of the settings ensures that 32 bits count all elements of a block.
                 samples: samples as u32,
                 codec: layer.factor_codec(settings.keys.keys()),
                 piece_elements: map.chunk_elements() as usize,
@@ -69,17 +71,17 @@ impl FactorBlock {
         block.collect()
     }
 
-    /// Elements of a block with so many samples.
+    /// Elements of a block of this many samples.
     pub fn elements(&self, samples: u32) -> usize {
         samples as usize * (self.outputs + self.inputs)
     }
 
-    /// Pieces of a block with so many samples.
+    /// Pieces of a block of this many samples.
     pub fn pieces(&self, samples: u32) -> u32 {
         self.elements(samples).div_ceil(self.piece_elements).max(1) as u32
     }
 
-    /// A piece of a block with so many samples; `None` behind the last.
+    /// A piece of a block of this many samples; `None` beyond the last.
     pub fn piece(&self, samples: u32, number: u32) -> Option<Piece> {
         if number >= self.pieces(samples) {
             return None;
@@ -93,7 +95,7 @@ impl FactorBlock {
         })
     }
 
-    /// The weight, and the bias if there is one.
+    /// The weight and, if there is one, the bias.
     pub fn keys(&self) -> impl Iterator<Item = u32> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }
@@ -107,7 +109,8 @@ pub(crate) mod tests {
     use crate::key::{Key, KeyTable};
     use crate::scheme::{Cluster, LayerSettings, SchemeChoice};
 
-    /// Of a weight of 30 times 20, key 1, and its bias, key 2, with up to 5 samples, in chunks of 256.
+    /// The block of a weight of 30 times 20, key 1, and its bias, key 2, with up to 5 samples, in chunks of
+    /// 256.
     pub(crate) fn block() -> (ChunkMap, FactorBlock) {
         let keys = vec![Key::new("first", [300]), Key::new("w", [30, 20]), Key::new("b", [30])];
         let layer = LayerSettings::fully_connected("fc", [1, 2], [30, 20, 5]);

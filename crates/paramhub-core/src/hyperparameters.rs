@@ -1,4 +1,4 @@
-//! An optimizer's numbers, and from which step on they hold.
+//! The numbers of an optimizer, and the step from which they hold.
 
 mod extra;
 
@@ -11,14 +11,15 @@ pub use extra::{EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues};
 const BUILT_IN: [&str; 8] =
     ["learning_rate", "momentum", "dampening", "nesterov", "weight_decay", "beta1", "beta2", "epsilon"];
 
-/// The numbers an optimizer runs on, for all elements of a chunk, under torch.optim's names.
+/// The numbers that an optimizer uses for all elements of a chunk, under the names of torch.optim.
 ///
 /// They are `f64` although the arithmetic on elements is `f32`: torch.optim keeps them as Python floats and rounds
 /// each scalar coefficient (say `1 - beta1`, or Adam's bias corrections) to `f32` only where it meets a tensor. The
 /// built-in optimizers do the same.
 ///
-/// The type is `Copy` and owns no heap memory, so a new value can come with any step. An optimizer ignores what it does
-/// not use. One that needs numbers with other names gets up to [`EXTRA_VALUES_MAX`] of them:
+/// The type is `Copy` and owns no heap memory, so a new value can come with any step. An optimizer ignores
+/// values that it does not use. An optimizer that needs values with other names gets up to
+/// [`EXTRA_VALUES_MAX`] of them:
 ///
 /// ```
 /// use paramhub_core::hyperparameters::Hyperparameters;
@@ -28,10 +29,18 @@ const BUILT_IN: [&str; 8] =
 /// assert_eq!(h.value("rho"), None);
 /// ```
 ///
-/// In JSON the built-in values are fields, and `extra` is an object of names and numbers. A field left out has the value
-/// of [`Hyperparameters::default`], whatever the optimizer's own default is.
+/// In JSON the built-in values are fields, and `extra` is an object of names and numbers. A missing field has
+/// the value of [`Hyperparameters::default`], whatever the optimizer's own default is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[cfg_attr(
+    feature = "openapi",
+    derive(utoipa::ToSchema),
+    schema(
+        description = "The numbers that an optimizer uses for all elements of a chunk, under the names of torch.optim. An optimizer \
+                       ignores values that it does not use. A field that is left out has the default below, whatever the \
+                       optimizer's own default is."
+    )
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
     /// Step size, `lr` in torch. Default 1e-3.
@@ -103,7 +112,7 @@ impl Hyperparameters {
     /// Checks that the values called `names` are finite and 0 or more.
     ///
     /// # Errors
-    /// [`HyperparameterError::OutOfRange`] names the first that is not; one that is missing counts as NaN.
+    /// [`HyperparameterError::OutOfRange`] names the first one that is not; a missing value counts as NaN.
     pub fn check_not_negative(&self, names: &[&str]) -> Result<(), HyperparameterError> {
         self.check(names, "0 or more", |value| value >= 0.0 && value.is_finite())
     }
@@ -174,7 +183,7 @@ impl Hyperparameters {
         for (name, number) in BUILT_IN.iter().zip(numbers.as_chunks().0) {
             read = read.with(name, f64::from_le_bytes(*number)).ok()?;
         }
-        // One form for one value: this refuses any other nesterov, order or padding.
+        // Each value has one wire form: this refuses any other nesterov, order or padding.
         (read.to_wire() == *wire).then_some(read)
     }
 
@@ -199,16 +208,16 @@ impl Default for Hyperparameters {
     }
 }
 
-/// Why hyperparameters were refused.
+/// Why hyperparameters are refused.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum HyperparameterError {
-    /// A value lies outside the optimizer's range.
+    /// A value outside the optimizer's range.
     #[error("{name} is {value}; it must be {expected}")]
     OutOfRange {
         /// The name of the value.
         name: String,
-        /// What was given.
+        /// The value given.
         value: f64,
         /// The range in words.
         expected: &'static str,
@@ -223,7 +232,7 @@ pub enum HyperparameterError {
         /// The dampening given.
         dampening: f64,
     },
-    /// A change in mid-job would need optimizer state that was not allocated at its start.
+    /// A change during the job that would need optimizer state which was not allocated at its start.
     #[error(
         "these hyperparameters need {needed} state values per parameter, the job was started with {allocated}; \
          start it with them (SGD: a momentum above 0) to be able to change to them"
@@ -234,19 +243,19 @@ pub enum HyperparameterError {
         /// State slots the initial values needed.
         allocated: usize,
     },
-    /// A name does not fit.
+    /// A name that is empty or too long.
     #[error("the hyperparameter name {name:?} must have 1 to {EXTRA_NAME_BYTES_MAX} bytes")]
     Name {
         /// The name given.
         name: String,
     },
-    /// A built-in value was given among the extra ones.
+    /// A built-in value among the extra ones.
     #[error("the hyperparameter {name:?} is built in: give it beside `extra`, not inside")]
     BuiltIn {
         /// The name given.
         name: String,
     },
-    /// Too many changes are waiting for their steps.
+    /// A change when too many others wait for their steps.
     #[error(
         "step {first_step} is too far ahead of step {step}, for {} changes wait already: announce each nearer to its step",
         Schedule::CHANGES_MAX - 1
@@ -257,7 +266,7 @@ pub enum HyperparameterError {
         /// The newest step under way.
         step: u32,
     },
-    /// There is no room for one more.
+    /// An extra value when there is no room for another.
     #[error("no room for the hyperparameter {name:?}: there are {EXTRA_VALUES_MAX} extra ones already")]
     TooMany {
         /// The name given.
@@ -265,34 +274,36 @@ pub enum HyperparameterError {
     },
 }
 
-/// Hyperparameters versioned by step: a change carries the first step it holds for, so that it takes effect at the same
-/// step on every chunk however the chunks race.
+/// Hyperparameters by step: a change carries the first step for which it holds. So it takes effect at the
+/// same step on every chunk, even if chunks are at different steps.
 #[derive(Clone, Debug)]
 pub struct Schedule {
-    /// By ascending first step; never empty, never above [`Schedule::CHANGES_MAX`].
+    /// The changes by ascending first step; at least one, at most [`Schedule::CHANGES_MAX`].
     changes: Vec<(u32, Hyperparameters)>,
 }
 
 impl Schedule {
-    /// Changes remembered. Steps under way at one time span far fewer, so what is dropped is long superseded.
+    /// The number of changes kept. The steps under way at one time span far fewer changes, so those that are
+    /// dropped are long superseded.
     pub const CHANGES_MAX: usize = 64;
 
-    /// A schedule that starts with these numbers at step 0; allocates all it will ever need.
+    /// A schedule with these numbers from step 0 on. It allocates all the memory it will ever need.
     pub fn new(initial: Hyperparameters) -> Self {
         let mut changes = Vec::with_capacity(Self::CHANGES_MAX + 1);
         changes.push((0, initial));
         Schedule { changes }
     }
 
-    /// Bytes it takes.
+    /// Bytes that a schedule takes.
     pub const MEMORY_BYTES: u64 =
         ((Self::CHANGES_MAX + 1) * size_of::<(u32, Hyperparameters)>() + size_of::<Self>()) as u64;
 
-    /// Lets `hyperparameters` hold from `first_step` on, replacing what was said for that very step. `step` is the newest
-    /// that is under way: what was superseded by then makes room.
+    /// Makes `hyperparameters` hold from `first_step` on, and replaces an earlier change for that very step.
+    /// `step` is the newest step under way: changes that are superseded by then make room.
     ///
     /// # Errors
-    /// [`HyperparameterError::TooEarly`] if there is no room because the changes before it are all still to come.
+    /// [`HyperparameterError::TooEarly`] if there is no room because all changes before this one are still to
+    /// come.
     pub fn change(
         &mut self,
         step: u32,
@@ -314,7 +325,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Whether exactly this was said for that very step.
+    /// Whether exactly these hyperparameters were set for that very step.
     pub fn says(&self, first_step: u32, hyperparameters: &Hyperparameters) -> bool {
         let at = self.changes.partition_point(|&(first, _)| first < first_step);
         self.changes.get(at).is_some_and(|(first, said)| *first == first_step && said == hyperparameters)

@@ -18,13 +18,14 @@ pub struct Key {
     /// Element type in the worker's memory.
     #[serde(default)]
     pub dtype: Dtype,
-    /// Higher is more urgent. Keys of equal priority go in table order, so a table in forward order needs none.
+    /// Higher is more urgent. Keys of equal priority go in table order, so a table in forward order needs no
+    /// priorities.
     #[serde(default)]
     pub priority: i32,
     /// Keys of one group share hyperparameters: see [`OptimizerChoice`](crate::settings::OptimizerChoice).
     #[serde(default)]
     pub group: u16,
-    /// How this key travels, whatever the job's [`codec`](crate::settings::Settings::codec).
+    /// The codec of this key, which overrides the job's [`codec`](crate::settings::Settings::codec).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub codec: Option<Codec>,
 }
@@ -76,10 +77,10 @@ impl std::fmt::Display for Key {
 #[serde(try_from = "Vec<Key>", into = "Vec<Key>")]
 pub struct KeyTable(Vec<Key>);
 
-/// Why a list of keys is no table.
+/// Why a list of keys is not a valid table.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum KeyTableError {
-    /// There is nothing to exchange.
+    /// The list is empty.
     #[error("the key table is empty: a job needs at least one key")]
     Empty,
     /// More keys than a table may have.
@@ -155,7 +156,7 @@ impl KeyTable {
         self.0.iter().map(elements_of).sum()
     }
 
-    /// Bytes of one worker's gradients as they lie in its memory.
+    /// Bytes of one worker's gradients in its memory.
     pub fn bytes(&self) -> u64 {
         self.0.iter().map(|key| elements_of(key) * key.dtype.bytes() as u64).sum()
     }

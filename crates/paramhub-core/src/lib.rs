@@ -1,13 +1,15 @@
 //! The vocabulary and the rules of paramhub.
 //!
-//! Everything that a worker, a hub and the connection manager must agree on lives here: keys and their chunks,
-//! the placement of chunks on hub cores, the frames on the wire, the proofs of identity, the manager's requests and
-//! answers, and the state machines that say what may happen to a chunk next. Nothing here opens a socket, reads a
-//! clock or spawns a thread, so that the hub, the worker, the tests and a simulator run the very same rules.
+//! Everything that a worker, a hub and the connection manager must agree on is here: keys and their chunks,
+//! the placement of chunks on hub cores, the frames on the wire, the proofs of identity, the manager's
+//! requests and answers, and the state machines that decide what may happen next to a chunk, a job or a hub.
+//! Nothing here opens a socket, reads a clock or spawns a thread, so the hub, the worker, the manager, the tests
+//! and a simulator run the same rules.
 //!
-//! A gradient's way through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`] gives each chunk a
-//! [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does with it, and
-//! [`requests`] what the worker makes of the answer. [`cost`] says beforehand what an exchange costs the network.
+//! The way of a gradient through these modules: [`key`] names the tensor, [`chunk`] cuts it, [`placement`]
+//! gives each chunk a [`Route`](placement::Route), [`wire`] frames it, [`exchange`] decides what the hub does
+//! with it, and [`requests`] decides what the worker does with the answer. [`cost`] predicts what an exchange
+//! costs the network. [`membership`] decides for the manager who is in a job.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -15,6 +17,7 @@ pub mod auth;
 pub mod checkpoint;
 pub mod chunk;
 pub mod codec;
+pub mod combinations;
 pub mod composition;
 pub mod consistency;
 pub mod cost;
@@ -23,7 +26,10 @@ pub mod factors;
 pub mod hyperparameters;
 pub mod key;
 pub mod lateness;
+pub mod lease;
 pub mod limits;
+pub mod liveness;
+pub mod membership;
 pub mod norms;
 pub mod pairs;
 pub mod placement;
@@ -35,6 +41,6 @@ pub mod settings;
 pub mod stragglers;
 pub mod wire;
 
-/// Data is sent as it lies in memory, and the wire is little-endian.
+/// Tensor data is sent as it is in memory, and the wire format is little-endian.
 #[cfg(not(target_endian = "little"))]
 compile_error!("paramhub supports little-endian machines only: parameters are sent as they lie in memory");

@@ -1,12 +1,14 @@
 //! Bounds that every side enforces before it allocates or waits; docs/protocol.md lists them for other implementers.
 
-/// Seconds that a cut stream of a job that goes on may take to be opened again another way.
+/// Seconds within which the cut stream of a job that may go on must be opened again over another interface.
 pub const RESUME_S: u64 = 10;
-/// The least `dead_after_s` of such a job: what is noticed late and resumed slowly must not count as dead meanwhile.
+/// The least `dead_after_s` of such a job. A worker must not count as dead while the loss of its stream is
+/// noticed and the stream is resumed.
 pub const RESUME_DEAD_AFTER_S_MIN: f64 = 15.0;
-/// Workers in one job. Ranks travel as `u32`, the hub keeps eight bytes per chunk and rank.
+/// Workers in one job. Ranks travel as `u32`; the hub keeps eight bytes per chunk and rank.
 pub const WORKERS_MAX: u32 = 1024;
-/// A job's weight: a hundred times the least is more than shares of a core can tell apart.
+/// The largest weight of a job: shares of a core that differ by more than a factor of a hundred cannot be
+/// told apart.
 pub const WEIGHT_MAX: u32 = 100;
 /// Keys in one job's table.
 pub const KEYS_MAX: usize = 1 << 20;
@@ -16,12 +18,12 @@ pub const KEY_NAME_BYTES_MAX: usize = 512;
 pub const KEY_DIMENSIONS_MAX: usize = 16;
 /// Elements of one key: 4 TiB of f32.
 pub const KEY_ELEMENTS_MAX: u64 = 1 << 40;
-/// Groups of keys with hyperparameters of their own: a hub keeps a schedule of 21 KiB for each.
+/// Groups of keys with their own hyperparameters: a hub keeps a schedule of 21 KiB for each.
 pub const GROUPS_MAX: usize = 1024;
-/// Layers that a job's settings may name: every node keeps the plan of each, about 200 bytes.
+/// Layers that a job's settings may name: every node keeps a plan of about 200 bytes for each.
 pub const LAYERS_MAX: usize = 1 << 16;
-/// Numbers in one worker's factors of a layer that go to a hub in a step: with 16 GiB of f32 they are no shorter way any more, and
-/// their pieces are numbered in 32 bits.
+/// Numbers in the factors of one layer that one worker sends to a hub in a step. At 16 GiB of f32, factors no
+/// longer save anything, and 32 bits number their pieces.
 pub const FACTOR_ELEMENTS_MAX: u64 = u32::MAX as u64;
 /// Properties of the information book in one query.
 pub const PROPERTIES_MAX: usize = 64;
@@ -33,9 +35,11 @@ pub const CHUNK_BYTES_MIN: u32 = 1 << 10;
 pub const CHUNK_BYTES_MAX: u32 = 1 << 24;
 /// PHub's default (section 3.2.3, figure 16).
 pub const CHUNK_BYTES_DEFAULT: u32 = 32 << 10;
-/// Values of optimizer state per parameter: the hub notes in a byte which one a rank has asked for.
+/// Values of optimizer state per parameter: the hub keeps the number of the one that a rank has asked for in
+/// a byte.
 pub const STATE_SLOTS_MAX: usize = u8::MAX as usize;
-/// Updates that restored optimizer state may have had: far from where one more could not be counted.
+/// Updates that restored optimizer state may have had: low enough that further updates cannot overflow the
+/// count.
 pub const STATE_UPDATES_MAX: u64 = 1 << 48;
 /// Payload bytes of a frame that carries no tensor data.
 pub const CONTROL_BYTES_MAX: u32 = 2048;

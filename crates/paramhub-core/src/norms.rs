@@ -1,27 +1,28 @@
-//! The norm of a step's whole mean gradient, from what the routes tell of their chunks.
+//! The norm of a step's whole mean gradient, from the parts that the routes send.
 
 use thiserror::Error;
 
-/// The parts of the norms under way at one worker. Two steps at most are: a route is released for the next one only when
-/// every route has told its part of this one, and it tells a worker before it answers it.
+/// The parts of the norms that one worker is collecting. These are of two steps at most: a route is released
+/// for the next step only when every route has sent its part of this one, and each route sends its part
+/// before its answer.
 #[derive(Clone, Debug)]
 pub struct Norms {
-    /// Of step `s` at `s % 2`.
-    books: [Book; 2],
-    /// The step of which each route's next part is.
+    /// The parts of step `s`, at `s % 2`.
+    parts_by_step: [NormParts; 2],
+    /// The step of each route's next part.
     next: Vec<u32>,
-    /// The oldest step that is not complete; none before the first part.
+    /// The oldest incomplete step; none before the first part.
     oldest: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
-struct Book {
+struct NormParts {
     /// The sums of squares, by route.
     parts: Vec<f64>,
     missing: usize,
 }
 
-/// A step whose parts are all here.
+/// The norm of a step whose parts are all here.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradientNorm {
     /// The step.
@@ -30,53 +31,53 @@ pub struct GradientNorm {
     pub norm: f64,
 }
 
-/// A part that nobody waits for: the hub is at fault.
+/// A part that was not expected: the hub is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the hub told its part of the norm of step {0}, for which nothing waits")]
-pub struct UnaskedNorm(pub u32);
+pub struct UnexpectedNorm(pub u32);
 
 impl Norms {
-    /// Books for so many routes.
+    /// Norms in parts from this many routes.
     pub fn new(routes: usize) -> Self {
-        let book = || Book { parts: vec![0.0; routes], missing: routes };
-        Norms { books: [book(), book()], next: vec![0; routes], oldest: None }
+        let norm_parts = || NormParts { parts: vec![0.0; routes], missing: routes };
+        Norms { parts_by_step: [norm_parts(), norm_parts()], next: vec![0; routes], oldest: None }
     }
 
-    /// Takes what the route at this position tells of a step; the norm once the last part is here. Parts are added in route
-    /// order, whatever the order in which they come.
+    /// Takes the part that the route at this position sends for a step, and returns the norm with the last
+    /// part. Parts are added in route order, whatever the order in which they come.
     pub fn part(
         &mut self,
         route: usize,
         step: u32,
         squares: f64,
-    ) -> Result<Option<GradientNorm>, UnaskedNorm> {
+    ) -> Result<Option<GradientNorm>, UnexpectedNorm> {
         let oldest = *self.oldest.get_or_insert_with(|| {
             self.next.fill(step);
             step
         });
         if step != self.next[route] || step - oldest > 1 || step == u32::MAX {
-            return Err(UnaskedNorm(step));
+            return Err(UnexpectedNorm(step));
         }
         self.next[route] = step + 1;
-        let book = &mut self.books[step as usize % 2];
-        book.parts[route] = squares;
-        book.missing -= 1;
-        if book.missing > 0 {
+        let norm_parts = &mut self.parts_by_step[step as usize % 2];
+        norm_parts.parts[route] = squares;
+        norm_parts.missing -= 1;
+        if norm_parts.missing > 0 {
             return Ok(None);
         }
-        book.missing = book.parts.len();
-        let norm = book.parts.iter().sum::<f64>().sqrt();
+        norm_parts.missing = norm_parts.parts.len();
+        let norm = norm_parts.parts.iter().sum::<f64>().sqrt();
         self.oldest = Some(oldest + 1);
         Ok(Some(GradientNorm { step, norm }))
     }
 }
 
-/// What clips a gradient of this `norm` to `clip_norm`, as torch.nn.utils.clip_grad_norm_ defines it:
-/// `min(1, clip_norm / (norm + 1e-6))`. An infinite norm makes it 0 and NaN makes it NaN, as there where errors are not asked
-/// for.
+/// The factor that clips a gradient of this `norm` to `clip_norm`, as torch.nn.utils.clip_grad_norm_ defines
+/// it: `min(1, clip_norm / (norm + 1e-6))`. An infinite norm makes it 0 and NaN makes it NaN, as in torch
+/// without `error_if_nonfinite`.
 pub fn clip_factor(clip_norm: f64, norm: f64) -> f32 {
     let factor = (clip_norm / (norm + 1e-6)) as f32;
-    // Not `min`, which would make 1 of NaN.
+    // Not `min`, which would turn NaN into 1.
     if factor > 1.0 { 1.0 } else { factor }
 }
 
@@ -104,10 +105,10 @@ mod tests {
     fn a_route_may_be_one_step_ahead_and_no_more() {
         let mut norms = Norms::new(2);
         assert_eq!(norms.part(0, 3, 9.0), Ok(None));
-        assert_eq!(norms.part(0, 3, 9.0), Err(UnaskedNorm(3)), "twice");
-        assert_eq!(norms.part(1, 4, 9.0), Err(UnaskedNorm(4)), "one was left out");
+        assert_eq!(norms.part(0, 3, 9.0), Err(UnexpectedNorm(3)), "twice");
+        assert_eq!(norms.part(1, 4, 9.0), Err(UnexpectedNorm(4)), "one was left out");
         assert_eq!(norms.part(0, 4, 1.0), Ok(None));
-        assert_eq!(norms.part(0, 5, 1.0), Err(UnaskedNorm(5)), "two steps ahead");
+        assert_eq!(norms.part(0, 5, 1.0), Err(UnexpectedNorm(5)), "two steps ahead");
         assert_eq!(norms.part(1, 3, 16.0), Ok(Some(GradientNorm { step: 3, norm: 5.0 })));
         assert_eq!(norms.part(0, 5, 4.0), Ok(None));
         assert_eq!(norms.part(1, 4, 0.0), Ok(Some(GradientNorm { step: 4, norm: 1.0 })));

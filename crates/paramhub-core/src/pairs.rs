@@ -1,15 +1,16 @@
-//! Who meets whom when everybody is to meet everybody.
+//! Schedules by which each rank meets every other rank.
 
-/// Two of a number, the lower one first.
+/// Two different ranks, the lower one first.
 pub type Pair = [u32; 2];
 
-/// Each pair in a round of its own.
+/// Each pair in its own round.
 pub fn one_by_one(size: u32) -> Vec<Vec<Pair>> {
     (0..size).flat_map(|low| (low + 1..size).map(move |high| vec![[low, high]])).collect()
 }
 
-/// Rounds of disjoint pairs in which everybody meets everybody once: the circle method. One rank stays, the others move on
-/// by a place a round; with an odd number whoever faces the empty seat pauses.
+/// Rounds of disjoint pairs in which each rank meets every other rank once: the circle method. One rank stays
+/// and the others move on by one place a round. If the number of ranks is odd, the rank opposite the empty
+/// place pauses.
 pub fn tournament(size: u32) -> Vec<Vec<Pair>> {
     let seats = size.next_multiple_of(2);
     let rounds = if size < 2 { 0 } else { seats - 1 };

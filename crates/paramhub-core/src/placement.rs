@@ -1,7 +1,7 @@
-//! Which hub, interface and core owns each chunk, computed alike by both ends (PHub section 3.2.4).
+//! Which hub, interface and core owns each chunk (PHub section 3.2.4). Both ends compute the same placement.
 //!
-//! At each level, hubs, then interfaces, then cores, chunks go longest first to the bin that is least loaded for its
-//! weight: longest processing time first, the 4/3 approximation of the best partition.
+//! At each level (hubs, then interfaces, then cores) chunks go longest first to the bin that is least loaded
+//! for its weight. This is longest processing time first, the 4/3 approximation of the best partition.
 
 mod spread;
 
@@ -14,16 +14,16 @@ use crate::limits::{CORES_MAX, HUBS_MAX, INTERFACES_MAX, ROUTES_MAX};
 
 pub use spread::Spread;
 
-/// What a hub offers: its interfaces, and which cores serve each.
+/// What a hub offers: its interfaces, and the cores that serve each of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct HubShape {
-    /// In the order the placement counts them; at least one.
+    /// The interfaces in the order in which the placement counts them; at least one.
     pub interfaces: Vec<InterfaceShape>,
-    /// The abstract Unix socket on which workers of the hub's own host may open streams over shared memory instead; `None`
-    /// where the hub offers none. A worker that can connect to a name nobody could guess is on that host, whatever addresses
-    /// say.
+    /// The abstract Unix socket at which workers of the hub's own host may open streams over shared memory;
+    /// `None` if the hub offers none. The name cannot be guessed, so a worker that can connect to it is on
+    /// that host, whatever the addresses are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<String>,
 }
@@ -33,11 +33,11 @@ pub struct HubShape {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct InterfaceShape {
-    /// Where workers dial, as `host:port`.
+    /// The address that workers dial, as `host:port`.
     pub address: String,
     /// Cores that serve this interface, numbered within the hub; at least one.
     pub cores: Vec<u16>,
-    /// Share of the load relative to the others, for interfaces of unlike rates; at least 1.
+    /// Share of the load relative to the others, for interfaces of different rates; at least 1.
     pub weight: u32,
 }
 
@@ -65,12 +65,12 @@ pub enum ShapeError {
         /// The interface.
         address: String,
     },
-    /// More routes than a frame's stream can be numbered by.
+    /// More routes than a frame can number.
     #[error("the hubs offer {0} pairs of interface and core, more than {ROUTES_MAX}")]
     Routes(usize),
 }
 
-/// A way a chunk can go: one core, reached through one interface of one hub. A worker keeps one stream per route.
+/// One core, reached through one interface of one hub. A worker keeps one stream per route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Route {
     /// Position of the hub among the job's hubs.
@@ -81,7 +81,7 @@ pub struct Route {
     pub core: u16,
 }
 
-/// Largest load over mean load at each level, 1.0 where it is even; weights counted.
+/// Largest load divided by mean load at each level, with weights; 1.0 if the load is even.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Imbalance {
@@ -100,24 +100,24 @@ pub type RouteId = u16;
 #[derive(Clone, Debug)]
 pub struct Placement {
     routes: Vec<Route>,
-    /// Of every chunk.
+    /// The route of each chunk.
     route_of: Vec<RouteId>,
-    /// Of every chunk: its slot, the position among its route's chunks.
+    /// The slot of each chunk: its position among the chunks of its route.
     slot_of: Vec<u32>,
-    /// Of every route: its chunks, most urgent first. A chunk's index here is its slot.
+    /// The chunks of each route, most urgent first. A chunk's index here is its slot.
     chunks_of: Vec<Vec<ChunkId>>,
     imbalance: Imbalance,
     hash: blake3::Hash,
 }
 
 impl Placement {
-    /// Places every chunk of `map`, which must have been cut from `table`.
+    /// Places each chunk of `map`, which must have been cut from `table`.
     pub fn new(table: &KeyTable, map: &ChunkMap, hubs: &[HubShape]) -> Result<Self, ShapeError> {
         Placement::planned(table, map, hubs, &[])
     }
 
-    /// The same where keys are dealt as a [`Plan`](crate::scheme::Plan) says: `spreads` has one entry a key, or none at all
-    /// where every chunk is dealt by itself.
+    /// As [`Self::new`], but keys are dealt as a [`Plan`](crate::scheme::Plan) requires. `spreads` has one
+    /// entry per key, or none if each chunk is dealt by itself.
     pub fn planned(
         table: &KeyTable,
         map: &ChunkMap,
@@ -151,13 +151,13 @@ impl Placement {
         &self.routes
     }
 
-    /// The route of a chunk, and the chunk's slot there; `None` beyond the last chunk.
+    /// The route of a chunk and its slot there; `None` beyond the last chunk.
     pub fn locate(&self, chunk: ChunkId) -> Option<(RouteId, u32)> {
         let index = chunk as usize;
         Some((*self.route_of.get(index)?, self.slot_of[index]))
     }
 
-    /// The chunks of a route, most urgent first: position is slot.
+    /// The chunks of a route, most urgent first. The index is the slot.
     pub fn chunks(&self, route: RouteId) -> &[ChunkId] {
         &self.chunks_of[usize::from(route)]
     }
@@ -167,7 +167,7 @@ impl Placement {
         self.imbalance
     }
 
-    /// Digest of everything both ends must share to understand each other's frames.
+    /// Digest of everything that both ends must share to understand each other's frames.
     pub fn hash(&self) -> blake3::Hash {
         self.hash
     }
@@ -202,7 +202,7 @@ impl HubShape {
         Ok(())
     }
 
-    /// Share of the load relative to other hubs: its interfaces' together.
+    /// Share of the load relative to other hubs: the sum over its interfaces.
     pub fn weight(&self) -> u64 {
         self.interfaces.iter().map(|interface| u64::from(interface.weight)).sum()
     }
@@ -224,8 +224,8 @@ fn routes_of(hubs: &[HubShape]) -> impl Iterator<Item = Route> + '_ {
 fn sorted(table: &KeyTable, map: &ChunkMap, sizes: &[u32]) -> Vec<ChunkId> {
     let mut chunks: Vec<ChunkId> =
         table.by_urgency().into_iter().flat_map(|key| map.chunks_of(key as u32)).collect();
-    // Stable, so that chunks of one size, nearly all of them, are dealt in order of urgency and every route gets its
-    // share of each key.
+    // The sort is stable, so chunks of one size, which are nearly all chunks, are dealt in order of urgency,
+    // and each route gets its share of each key.
     chunks.sort_by_key(|&chunk| std::cmp::Reverse(sizes[chunk as usize]));
     chunks
 }
@@ -286,7 +286,8 @@ fn longest_first(chunks: &[ChunkId], sizes: &[u32], weights: &[u64]) -> Vec<Vec<
     dealt
 }
 
-/// The bin of each of these lengths, which descend: the one that will be least loaded for its weight; ties go to the first.
+/// The bin of each of these lengths, which descend: the bin that is least loaded for its weight afterwards;
+/// the first one on a tie.
 fn bins(lengths: impl Iterator<Item = u64>, weights: &[u64]) -> Vec<usize> {
     let mut loads = vec![0u64; weights.len()];
     let bin_of = |length: u64| {
@@ -333,7 +334,7 @@ fn measure_imbalance(
     imbalance
 }
 
-/// Largest load per weight over total load per total weight, of (load, weight) pairs.
+/// Largest load per weight divided by total load per total weight, for pairs of load and weight.
 fn peak_over_mean(bins: &[(u64, u64)]) -> f64 {
     let load: u64 = bins.iter().map(|bin| bin.0).sum();
     let weight: u64 = bins.iter().map(|bin| bin.1).sum();
@@ -396,7 +397,7 @@ mod tests {
         (map, placement)
     }
 
-    /// The smallest possible peak, by trying every assignment.
+    /// The smallest possible peak, found by trying every assignment.
     fn best_peak(sizes: &[u64], bins: usize) -> u64 {
         fn search(sizes: &[u64], loads: &mut [u64]) -> u64 {
             let Some((&size, rest)) = sizes.split_first() else {

@@ -1,10 +1,11 @@
 //! A set of slots from which the most urgent is taken first, in constant time and without allocating.
 
-/// Slots `0..capacity`, lowest first. Both ends use it to decide what to send next: slots are numbered by urgency, so
-/// an urgent chunk overtakes a large key's remaining chunks, and a slot owed twice is sent once.
+/// Slots `0..capacity`, lowest first. Both ends use it to decide what to send next. Slots are numbered by
+/// urgency, so an urgent chunk overtakes the remaining chunks of a large key, and a slot that is owed twice
+/// is sent once.
 ///
-/// A bitmap with summary levels above it: each bit of a level says whether the word below it is non-zero. Three levels
-/// hold a quarter of a million slots, six hold all a job can have.
+/// A bitmap with summary levels above it: each bit of a level states whether the word below it is non-zero.
+/// Three levels hold a quarter of a million slots, six hold all slots that a job can have.
 #[derive(Clone, Debug)]
 pub struct ReadySet {
     /// `levels[0]` has a bit a slot; the last level has one word.
@@ -14,7 +15,7 @@ pub struct ReadySet {
 }
 
 impl ReadySet {
-    /// An empty set for `capacity` slots; allocates all it will ever need.
+    /// An empty set for `capacity` slots. It allocates all the memory it will ever need.
     pub fn new(capacity: u32) -> Self {
         let mut levels = Vec::new();
         let mut words = (capacity as usize).div_ceil(64).max(1);
@@ -37,7 +38,7 @@ impl ReadySet {
         self.len == 0
     }
 
-    /// Adds a slot; says whether it was new.
+    /// Adds a slot and returns whether it was new.
     ///
     /// # Panics
     /// If `slot` is not below the capacity.
@@ -79,7 +80,7 @@ impl ReadySet {
         Some(slot)
     }
 
-    /// Takes a slot out; says whether it was there.
+    /// Takes a slot out and returns whether it was in the set.
     pub fn remove(&mut self, slot: u32) -> bool {
         if !self.contains(slot) {
             return false;

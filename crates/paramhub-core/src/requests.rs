@@ -1,7 +1,8 @@
-//! The worker's side of the rules: which requests are under way, and which answers a hub may give.
+//! The worker's side of the rules: which requests are in flight, and which answers a hub may give.
 //!
-//! One [`Requests`] keeps the books of all keys of a job. Like the hub's [`crate::exchange`] it sees neither data nor
-//! sockets: the worker's I/O thread tells it what was asked, what has begun to leave and what has come back whole.
+//! One [`Requests`] keeps the requests for all keys of a job. Like the hub's [`crate::exchange`] it sees
+//! neither data nor sockets: the worker's I/O thread reports each request, each frame that has begun to leave
+//! and each answer that has arrived whole.
 
 mod blocks;
 
@@ -11,30 +12,31 @@ use crate::chunk::{ChunkId, ChunkMap, Extent};
 use crate::codec::{Codec, Dtype};
 use crate::wire::{Header, Operation, State};
 
+use self::blocks::BlockProgress;
 pub use self::blocks::PieceId;
-use self::blocks::Sending;
 
 /// What a worker can ask for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Contribute a gradient; done when it has taken effect.
+    /// Contribute a gradient; done when the gradient has taken effect.
     Push,
     /// Receive parameters.
     Pull,
-    /// Contribute a gradient and receive the parameters that follow from it.
+    /// Contribute a gradient and receive the parameters that result.
     PushPull,
-    /// Rank 0: send the parameters to start from.
+    /// As rank 0: send the initial parameters.
     Initialise,
     /// Receive a slot of the optimizer's state.
     PullState,
-    /// Rank 0: send a slot of the optimizer's state to start from.
+    /// As rank 0: send a slot of the optimizer's initial state.
     InitialiseState,
-    /// Contribute a layer's factors and receive the parameters that follow from them: of its weight and its bias together.
+    /// Contribute a layer's factors and receive the parameters that result, of its weight and its bias
+    /// together.
     Factors,
 }
 
 impl Request {
-    /// The frame that carries it.
+    /// The operation of the request's frame.
     pub const fn operation(self) -> Operation {
         match self {
             Request::Push => Operation::Push,
@@ -47,7 +49,7 @@ impl Request {
         }
     }
 
-    /// The frame that answers it.
+    /// The operation of the answer's frame.
     pub const fn answer(self) -> Operation {
         match self {
             Request::Pull | Request::PushPull | Request::Factors => Operation::Parameters,
@@ -56,56 +58,56 @@ impl Request {
         }
     }
 
-    /// Whether it is about optimizer state, f32 whatever the key's dtype.
+    /// Whether the request is about optimizer state, which is f32 whatever the key's dtype.
     pub const fn is_of_state(self) -> bool {
         matches!(self, Request::PullState | Request::InitialiseState)
     }
 }
 
-/// The requests under way, key by key and chunk by chunk.
+/// The requests in flight, key by key and chunk by chunk.
 #[derive(Clone, Debug)]
 pub struct Requests {
     map: ChunkMap,
     dtypes: Vec<Dtype>,
-    /// Of every key's gradients.
+    /// The codec of each key's gradients.
     codecs: Vec<Codec>,
-    keys: Vec<Option<Underway>>,
-    chunks: Vec<Progress>,
-    /// Of every chunk, the version it was last answered with, where hubs leave out late workers: chunks go on without this
-    /// worker, each by itself, and its next push of one is for the step that it has the parameters of. Empty elsewhere, where
-    /// all chunks of a key are at the key's step.
+    keys: Vec<Option<InFlightRequest>>,
+    chunks: Vec<ChunkProgress>,
+    /// The version of the last answer for each chunk, in a job whose hubs leave out late workers. There each
+    /// chunk may go on without this worker, and the worker's next push of a chunk is for the step whose
+    /// parameters it has. Empty in other jobs, where all chunks of a key are at the key's step.
     versions: Vec<u32>,
-    /// Of layers whose factors go to a hub.
-    blocks: Vec<Sending>,
+    /// The blocks of layers whose factors go to a hub.
+    blocks: Vec<BlockProgress>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Underway {
+struct InFlightRequest {
     request: Request,
     step: u32,
     unanswered: u32,
-    /// Of its answers.
+    /// The newest version of its answers.
     newest: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
+enum ChunkProgress {
     Idle,
     Unsent,
     Sent,
 }
 
-/// A second request for a key came before the first was answered.
+/// The key has a request that is not answered yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("a {request:?} of this key is still under way: wait for it first")]
-pub struct Unfinished {
-    /// What is under way.
+pub struct RequestUnderway {
+    /// The request in flight.
     pub request: Request,
 }
 
-/// An answer that nobody asked for: the hub is at fault.
+/// An answer to no request: the hub is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum Unasked {
+pub enum UnexpectedAnswer {
     /// No such chunk.
     #[error("the hub answered for chunk {0}, which does not exist")]
     Chunk(ChunkId),
@@ -117,14 +119,14 @@ pub enum Unasked {
         /// The answer.
         operation: Operation,
     },
-    /// Older parameters than asked for.
+    /// Parameters of an older version than asked for.
     #[error("the hub answered with version {got} of chunk {chunk}, older than version {expected} asked for")]
     Version {
         /// The chunk.
         chunk: ChunkId,
-        /// Asked for.
+        /// The version asked for.
         expected: u32,
-        /// Answered.
+        /// The version of the answer.
         got: u32,
     },
     /// A payload of the wrong size or encoding.
@@ -134,35 +136,36 @@ pub enum Unasked {
     Payload {
         /// The chunk.
         chunk: ChunkId,
-        /// Answered.
+        /// The bytes of the answer.
         bytes: u32,
-        /// Answered.
+        /// The codec of the answer.
         codec: Codec,
-        /// Asked for.
+        /// The bytes expected.
         expected_bytes: u32,
-        /// Asked for.
+        /// The codec expected.
         expected_codec: Codec,
     },
 }
 
-/// What is left of a key's request after one of its chunks was answered.
+/// What is left of a key's request after the answer for one of its chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answered {
     /// The key.
     pub key: u32,
-    /// Set when this was the key's last chunk: the request is over.
+    /// The request, if this was the key's last chunk and the request is over.
     pub finished: Option<Request>,
-    /// The newest version that any chunk of the key was answered with.
+    /// The newest version among the answers for the key's chunks.
     pub newest: u32,
 }
 
 impl Requests {
-    /// Books for a table cut by `map`, with each key's dtype and its gradients' codec in table order.
+    /// No requests, for a table cut by `map`; dtypes of the keys and codecs of their gradients are in table
+    /// order.
     pub fn new(map: ChunkMap, dtypes: Vec<Dtype>, codecs: Vec<Codec>) -> Self {
         assert_eq!([map.keys(); 2], [dtypes.len(), codecs.len()], "one dtype and one codec a key");
         Requests {
             keys: vec![None; map.keys()],
-            chunks: vec![Progress::Idle; map.len() as usize],
+            chunks: vec![ChunkProgress::Idle; map.len() as usize],
             versions: Vec::new(),
             blocks: Vec::new(),
             map,
@@ -171,44 +174,44 @@ impl Requests {
         }
     }
 
-    /// For a job whose hubs leave out late workers: every chunk has a step of its own.
+    /// The same for a job whose hubs leave out late workers: each chunk has a step of its own.
     pub fn with_steps_of_chunks(mut self) -> Self {
         self.versions = vec![0; self.chunks.len()];
         self
     }
 
-    /// Whether hubs may have gone on without this worker, so that answers say which step is next.
+    /// Whether hubs may have gone on without this worker, so that answers determine which step is next.
     pub fn has_steps_of_chunks(&self) -> bool {
         !self.versions.is_empty()
     }
 
-    /// How the keys are cut.
+    /// How the keys are cut into chunks.
     pub fn map(&self) -> &ChunkMap {
         &self.map
     }
 
-    /// Starts a request. `step` is the step pushed, the version pulled, the version to start from, or the slot of the
-    /// optimizer's state. All the key's chunks are then to be sent.
+    /// Starts a request. `step` is the step to push, the version to pull, the version of the initial
+    /// parameters, or the slot of the optimizer's state. All chunks of the key are then to be sent.
     pub fn begin(
         &mut self,
         key: u32,
         request: Request,
         step: u32,
-    ) -> Result<std::ops::Range<ChunkId>, Unfinished> {
+    ) -> Result<std::ops::Range<ChunkId>, RequestUnderway> {
         if let Some(underway) = self.keys[key as usize] {
-            return Err(Unfinished { request: underway.request });
+            return Err(RequestUnderway { request: underway.request });
         }
         let chunks = self.map.chunks_of(key);
-        self.chunks[chunks.start as usize..chunks.end as usize].fill(Progress::Unsent);
+        self.chunks[chunks.start as usize..chunks.end as usize].fill(ChunkProgress::Unsent);
         self.keys[key as usize] =
-            Some(Underway { request, step, unanswered: chunks.len() as u32, newest: 0 });
+            Some(InFlightRequest { request, step, unanswered: chunks.len() as u32, newest: 0 });
         Ok(chunks)
     }
 
-    /// The header of a chunk's request, and where its payload lies in the key.
+    /// The header of a chunk's request, and the place of its payload in the key.
     ///
     /// # Panics
-    /// If the chunk's key has no request under way.
+    /// If the chunk's key has no request in flight.
     pub fn header(&self, chunk: ChunkId) -> (Header, Extent) {
         let extent = self.map.extent(chunk).expect("a chunk to send is in the map");
         let underway = self.keys[extent.key as usize].expect("a chunk to send has a request");
@@ -228,59 +231,59 @@ impl Requests {
         (Header { operation: underway.request.operation(), codec, chunk, step, length }, extent)
     }
 
-    /// What a chunk's request says in place of a step.
-    fn step(&self, chunk: ChunkId, underway: Underway) -> u32 {
+    /// The `step` of the header of a chunk's request.
+    fn step(&self, chunk: ChunkId, underway: InFlightRequest) -> u32 {
         match underway.request {
             Request::Push | Request::PushPull => {
                 self.versions.get(chunk as usize).copied().unwrap_or(underway.step)
             }
-            // The version of another chunk of the key says nothing of this one's.
+            // Each chunk has a version of its own, whatever the version asked for of the key.
             Request::Pull if !self.versions.is_empty() => self.versions[chunk as usize],
             _ => underway.step,
         }
     }
 
-    /// A chunk's request has begun to leave: from now on its answer may come.
+    /// Notes that a chunk's request has begun to leave: from now on its answer may come.
     pub fn sent(&mut self, chunk: ChunkId) {
-        self.chunks[chunk as usize] = Progress::Sent;
+        self.chunks[chunk as usize] = ChunkProgress::Sent;
     }
 
-    /// A chunk's stream was cut: whether its request must be sent again, which is so if it has left and was not answered whole.
-    /// Of [blocks](Self::resend_block) no chunk is.
+    /// Notes that a chunk's stream was cut, and returns whether its request must be sent again: it must if it
+    /// has left and was not answered whole. For chunks of [blocks](Self::resend_block) it returns `false`.
     pub fn resend(&mut self, chunk: ChunkId) -> bool {
         let key = self.map.extent(chunk).expect("a chunk on a stream is in the map").key;
         if self.keys[key as usize].is_some_and(|underway| underway.request == Request::Factors) {
             return false;
         }
         let progress = &mut self.chunks[chunk as usize];
-        let was_sent = *progress == Progress::Sent;
+        let was_sent = *progress == ChunkProgress::Sent;
         if was_sent {
-            *progress = Progress::Unsent;
+            *progress = ChunkProgress::Unsent;
         }
         was_sent
     }
 
-    /// Checks an answer's header and says where its payload goes. Asking twice for one answer is fine.
-    pub fn expect(&self, header: &Header) -> Result<Extent, Unasked> {
+    /// Checks an answer's header and returns the place of its payload. It may be called twice for one answer.
+    pub fn expect(&self, header: &Header) -> Result<Extent, UnexpectedAnswer> {
         let chunk = header.chunk;
-        let extent = self.map.extent(chunk).ok_or(Unasked::Chunk(chunk))?;
-        let unasked = Unasked::Answer { chunk, operation: header.operation };
-        let underway = self.keys[extent.key as usize].ok_or(unasked)?;
+        let extent = self.map.extent(chunk).ok_or(UnexpectedAnswer::Chunk(chunk))?;
+        let unexpected = UnexpectedAnswer::Answer { chunk, operation: header.operation };
+        let underway = self.keys[extent.key as usize].ok_or(unexpected)?;
         let fits = header.operation == underway.request.answer()
             && (underway.request != Request::PullState || header.step == underway.step);
-        if !fits || self.chunks[chunk as usize] != Progress::Sent {
-            return Err(unasked);
+        if !fits || self.chunks[chunk as usize] != ChunkProgress::Sent {
+            return Err(unexpected);
         }
         let expected = match underway.request {
             Request::Pull | Request::Initialise => self.step(chunk, underway),
             Request::Push | Request::PushPull | Request::Factors => {
                 self.step(chunk, underway).wrapping_add(1)
             }
-            // What belongs to no version.
+            // These have no version.
             Request::PullState | Request::InitialiseState => 0,
         };
         if header.step < expected {
-            return Err(Unasked::Version { chunk, expected, got: header.step });
+            return Err(UnexpectedAnswer::Version { chunk, expected, got: header.step });
         }
         if header.operation != Operation::Applied {
             let (codec, expected_bytes) = match underway.request.is_of_state() {
@@ -292,7 +295,7 @@ impl Requests {
             };
             if header.codec != codec || header.length != expected_bytes {
                 let (bytes, expected_codec) = (header.length, codec);
-                return Err(Unasked::Payload {
+                return Err(UnexpectedAnswer::Payload {
                     chunk,
                     bytes,
                     codec: header.codec,
@@ -304,8 +307,9 @@ impl Requests {
         Ok(extent)
     }
 
-    /// How a key's parameters may come where they come as `codec`: those of a quantised key as the change since the version
-    /// that this worker has, or whole where the hub does not know it to have that.
+    /// The codec in which a key's parameters may come if they come as `codec`: those of a quantised key as
+    /// the change since this worker's version, or whole if the hub does not know that the worker has that
+    /// version.
     fn parameters_as(&self, key: u32, codec: Codec) -> Codec {
         let quantised = self.codecs[key as usize];
         match codec.is_quantised() && quantised.is_quantised() {
@@ -314,11 +318,11 @@ impl Requests {
         }
     }
 
-    /// An answer that [`Requests::expect`] accepted is here whole.
-    pub fn answered(&mut self, header: &Header) -> Result<Answered, Unasked> {
+    /// Notes that an answer which [`Requests::expect`] accepted has arrived whole.
+    pub fn answered(&mut self, header: &Header) -> Result<Answered, UnexpectedAnswer> {
         let key = self.expect(header)?.key;
         let key = self.counted_at(key);
-        self.chunks[header.chunk as usize] = Progress::Idle;
+        self.chunks[header.chunk as usize] = ChunkProgress::Idle;
         let underway = self.keys[key as usize].as_mut().expect("an expected answer has a request");
         underway.unanswered -= 1;
         underway.newest = underway.newest.max(header.step);
@@ -338,7 +342,7 @@ impl Requests {
         Ok(Answered { key, finished, newest })
     }
 
-    /// The keys with a request under way, ascending; what a failed job leaves unanswered.
+    /// The keys with a request in flight, ascending: those that a failed job leaves unanswered.
     pub fn underway(&self) -> impl Iterator<Item = u32> + '_ {
         self.keys.iter().enumerate().filter_map(|(key, underway)| underway.map(|_| key as u32))
     }
@@ -365,7 +369,7 @@ mod tests {
     fn a_key_finishes_with_its_last_chunk_whatever_the_order() {
         let mut requests = requests();
         assert_eq!(requests.begin(0, Request::PushPull, 4), Ok(0..3));
-        assert_eq!(requests.begin(0, Request::Pull, 4), Err(Unfinished { request: Request::PushPull }));
+        assert_eq!(requests.begin(0, Request::Pull, 4), Err(RequestUnderway { request: Request::PushPull }));
         for chunk in [2, 0, 1] {
             let (header, extent) = requests.header(chunk);
             assert_eq!((header.operation, header.step, header.codec), (Operation::PushPull, 4, Codec::F16));
@@ -384,22 +388,34 @@ mod tests {
     fn answers_nobody_asked_for_are_refused() {
         let mut requests = requests();
         let good = parameters(3, Codec::BF16, 20, 1);
-        assert_eq!(requests.expect(&parameters(9, Codec::F32, 4, 0)), Err(Unasked::Chunk(9)));
-        assert!(matches!(requests.expect(&good), Err(Unasked::Answer { .. })), "nothing is under way");
+        assert_eq!(requests.expect(&parameters(9, Codec::F32, 4, 0)), Err(UnexpectedAnswer::Chunk(9)));
+        assert!(
+            matches!(requests.expect(&good), Err(UnexpectedAnswer::Answer { .. })),
+            "nothing is under way"
+        );
         requests.begin(1, Request::Pull, 1).unwrap();
-        assert!(matches!(requests.expect(&good), Err(Unasked::Answer { .. })), "nothing was sent");
+        assert!(matches!(requests.expect(&good), Err(UnexpectedAnswer::Answer { .. })), "nothing was sent");
         requests.sent(3);
         assert_eq!(requests.expect(&good).unwrap().elements, 10);
         let applied = Header { operation: Operation::Applied, length: 0, ..good };
-        assert!(matches!(requests.expect(&applied), Err(Unasked::Answer { .. })));
-        assert!(matches!(requests.expect(&Header { step: 0, ..good }), Err(Unasked::Version { .. })));
-        assert!(matches!(requests.expect(&Header { length: 40, ..good }), Err(Unasked::Payload { .. })));
+        assert!(matches!(requests.expect(&applied), Err(UnexpectedAnswer::Answer { .. })));
+        assert!(matches!(
+            requests.expect(&Header { step: 0, ..good }),
+            Err(UnexpectedAnswer::Version { .. })
+        ));
+        assert!(matches!(
+            requests.expect(&Header { length: 40, ..good }),
+            Err(UnexpectedAnswer::Payload { .. })
+        ));
         assert!(matches!(
             requests.expect(&Header { codec: Codec::F16, ..good }),
-            Err(Unasked::Payload { .. })
+            Err(UnexpectedAnswer::Payload { .. })
         ));
         requests.answered(&good).unwrap();
-        assert!(matches!(requests.answered(&good), Err(Unasked::Answer { .. })), "an answer counts once");
+        assert!(
+            matches!(requests.answered(&good), Err(UnexpectedAnswer::Answer { .. })),
+            "an answer counts once"
+        );
     }
 
     #[test]
@@ -414,7 +430,10 @@ mod tests {
             let lengths = [1024, 1024, 88 * 4];
             let older = parameters(0, Codec::F32, 1024, steps[0]);
             if request == Request::PushPull {
-                assert!(matches!(requests.expect(&older), Err(Unasked::Version { .. })), "not newer");
+                assert!(
+                    matches!(requests.expect(&older), Err(UnexpectedAnswer::Version { .. })),
+                    "not newer"
+                );
             }
             let last = [0, 1, 2].map(|chunk| {
                 let header = parameters(chunk, Codec::F32, lengths[chunk as usize], answers[chunk as usize]);
@@ -446,7 +465,7 @@ mod tests {
             parameters(0, Codec::OneBit, 8192, 1),
             parameters(0, Codec::F32, 264, 1),
         ] {
-            assert!(matches!(requests.expect(&odd), Err(Unasked::Payload { .. })), "{odd:?}");
+            assert!(matches!(requests.expect(&odd), Err(UnexpectedAnswer::Payload { .. })), "{odd:?}");
         }
         requests.answered(&whole).unwrap();
         requests.begin(0, Request::Pull, 1).unwrap();
@@ -471,9 +490,12 @@ mod tests {
         let good = Header { operation: Operation::State, codec: Codec::F32, chunk: 3, step: 1, length: 48 };
         for odd in [Header { step: 0, ..good }, Header { operation: Operation::Parameters, ..good }, applied]
         {
-            assert!(matches!(requests.expect(&odd), Err(Unasked::Answer { .. })), "{odd:?}");
+            assert!(matches!(requests.expect(&odd), Err(UnexpectedAnswer::Answer { .. })), "{odd:?}");
         }
-        assert!(matches!(requests.expect(&Header { length: 40, ..good }), Err(Unasked::Payload { .. })));
+        assert!(matches!(
+            requests.expect(&Header { length: 40, ..good }),
+            Err(UnexpectedAnswer::Payload { .. })
+        ));
         assert_eq!(requests.answered(&good).unwrap().finished, Some(Request::PullState));
     }
 }

@@ -1,7 +1,7 @@
-//! The connection manager's requests and answers, where workers, hubs, manager and command line meet.
+//! The requests and answers of the connection manager, which workers, hubs, manager and command line share.
 //!
-//! PHub section 3.1: CreateService, ConnectService and InitService keep their names. All of it is JSON over HTTP;
-//! each type says which route carries it.
+//! CreateService, ConnectService and InitService keep their names from PHub section 3.1. All of it is JSON
+//! over HTTP; each type names the route that carries it.
 
 mod probe;
 
@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use crate::auth::{Incarnation, Namespace, Nonce, Proof};
 use crate::checkpoint::{CheckpointStatus, Every, Resume};
 use crate::composition::{Composition, OptimizeAt, Place, Reduction, SiteId};
-use crate::consistency::Consistency;
 #[cfg(doc)]
 use crate::limits::WEIGHT_MAX;
 use crate::placement::{HubShape, Imbalance};
@@ -25,83 +24,85 @@ use crate::stragglers::Stragglers;
 
 pub use probe::{LinkStatus, ProbeLinks, ProbeOrder, ProbeOutcome, ProbeReport};
 
-/// The port a connection manager listens on unless told otherwise.
+/// The default port of a connection manager.
 pub const MANAGER_PORT: u16 = 7770;
-/// The port a hub's interfaces listen on unless told otherwise.
+/// The default port of a hub's interfaces.
 pub const HUB_PORT: u16 = 7771;
 
-/// `POST /v1/jobs`: CreateService. Needs the admin token unless the manager listens on loopback only.
+/// `POST /v1/jobs`: CreateService.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateService {
-    /// Unique among the jobs that have not ended: 1 to 128 bytes of letters, digits, `.`, `_`, `-` and `/`.
+    /// Unique among the jobs that have not ended: 1 to 128 letters, digits, `.`, `_`, `-` and `/`.
     pub name: String,
-    /// Ranks 0 to `workers - 1` make up the job.
+    /// Number of workers, 1 to 1,024: ranks 0 to `workers - 1` make up the job.
     pub workers: u32,
-    /// Waits and lifetimes.
+    /// Waits, lifetimes and policies.
     #[serde(default)]
     pub options: JobOptions,
 }
 
-/// Waits and lifetimes of one job, in seconds, and what it waits for.
+/// Waits and lifetimes of one job, in seconds, and its policies. A hub that does not know an option refuses
+/// the job.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct JobOptions {
-    /// How long ConnectService and InitService wait for the other ranks; the error lists those missing.
+    /// How long ConnectService, InitService and the opening of all streams may each take, 0.1 to 86,400; the
+    /// error lists the missing ranks or hubs.
     pub rendezvous_timeout_s: f64,
-    /// How long a job may stay without any sign of its workers before it is ended and its memory freed.
+    /// Ends a job that does not run yet, when no worker has called for so long and no call waits; 0.1 to
+    /// 604,800. It never ends a job that runs at hubs.
     pub lease_s: f64,
-    /// How long a worker may be silent on its streams before the job is failed; at least 1.
+    /// How long a worker may be silent on its streams before the job fails; 1 to 86,400, and at least 15 with
+    /// `on_interface_down` `continue`.
     pub dead_after_s: f64,
-    /// How sums become those of all workers where hubs serve racks or hosts.
+    /// How the sums of sites become those of all workers, if hubs serve racks or hosts.
     pub reduction: Reduction,
     /// Where the optimizer runs if there are several sites.
     pub optimize_at: OptimizeAt,
-    /// What the job gets of a hub core's time against others with work there, whose weights are 1 unless they say so too;
-    /// at most [`WEIGHT_MAX`]. Who creates jobs says it, not who works in them.
+    /// The job's share of a hub core's time, relative to the other jobs with work there; 1 to 100.
+    /// The creator of the job sets it, not its workers.
     #[serde(skip_serializing_if = "is_one")]
     pub weight: u32,
-    /// ConnectService waits until so many hubs have joined, at most 1,024; every hub that has joined by then serves the
-    /// job. `None` waits for the first hub only; with 0 the ranks only meet, and no hub serves them.
+    /// The number of hubs, at most 1,024, for which ConnectService waits; hubs of single hosts do not count.
+    /// Every hub that has joined by then serves the job. `None` waits for the first hub only. With 0 the
+    /// ranks only meet, no hub serves them, and options that only a hub can follow are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<u32>,
-    /// What becomes of the job when a network interface that its streams go through goes down.
+    /// What happens to the job when a network interface that its streams use goes down.
     #[serde(skip_serializing_if = "is_default")]
     pub on_interface_down: OnInterfaceDown,
-    /// What becomes of workers that come late to a step: `wait`, `drop:FRACTION` or `backup:N`. Other than `wait` for
-    /// synchronous jobs at one site with an optimizer; [`Settings::may_leave_out`] says which.
+    /// What happens to workers that are late in a step: `wait`, `drop:FRACTION` or `backup:N`. All but `wait`
+    /// are for synchronous jobs at one site with an optimizer; see [`combinations`](crate::combinations).
     #[serde(skip_serializing_if = "is_default")]
     #[cfg_attr(feature = "openapi", schema(value_type = String, example = "backup:1"))]
     pub stragglers: Stragglers,
-    /// Ends the job when its ranks have waited so long for one of them, with that rank's name; `None` only says so.
+    /// How long the ranks may wait for one of them before the job ends with that rank's name, 1 to 604,800;
+    /// with `None` the wait is only reported.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub progress_timeout_s: Option<f64>,
-    /// How often the job's hubs write a checkpoint; `None` writes none.
+    /// How often the job's hubs write a checkpoint: `1000` (steps) or `30s`; `None` writes none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub checkpoint_every: Option<Every>,
-    /// The checkpoint that parameters, optimizer state, step and hyperparameters come from; `None` begins with rank 0's.
+    /// The checkpoint from which parameters, optimizer state, step and hyperparameters come: `latest`, or a
+    /// number of steps as text; with `None` the job begins with rank 0's.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub resume: Option<Resume>,
 }
 
 impl JobOptions {
-    /// Whether streams are to go on over other interfaces.
+    /// Whether streams continue over other interfaces.
     pub fn continues(&self) -> bool {
         self.on_interface_down == OnInterfaceDown::Continue
     }
 
-    /// Whether a job of such settings has parameters that stay as they are until every worker has contributed to the next step.
-    pub fn stands_still(&self, settings: &Settings) -> bool {
-        settings.consistency == Consistency::Synchronous && !self.stragglers.leaves_out()
-    }
-
-    /// The steps, by their divisor, whose gradients do not make up for what quantised ones before them have lost. Of these
-    /// residuals each worker has its own and no checkpoint any: where a job is to be reproducible, whoever goes on from a checkpoint
-    /// and whoever had none to go on from must be alike behind it.
+    /// The divisor of the steps in which gradients do not include the residuals of quantised gradients before
+    /// them. Residuals are each worker's own and in no checkpoint. In a reproducible job, a run that goes on
+    /// from a checkpoint and a run that was never interrupted must be equal after the checkpoint.
     pub fn residuals_begin_every(&self, settings: &Settings) -> Option<NonZeroU32> {
         match self.checkpoint_every {
             Some(Every::Steps(steps)) if settings.reproducible => Some(steps),
@@ -110,16 +111,18 @@ impl JobOptions {
     }
 }
 
-/// What becomes of a job when an interface goes down.
+/// What happens to a job when an interface goes down. `fail`: the job fails, with the interface's name.
+/// `continue`: its streams continue over the remaining interfaces; only for synchronous jobs at one site whose
+/// steps have one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OnInterfaceDown {
-    /// It fails, with the interface's name.
+    /// The job fails, with the interface's name.
     #[default]
     Fail,
-    /// Its streams go on over the interfaces that are left, as long as there are some. Of synchronous jobs at one site whose
-    /// steps have one phase; [`Settings::may_resume`] says so.
+    /// Its streams continue over the remaining interfaces, as long as there are any. Only for synchronous
+    /// jobs at one site whose steps have one phase; see [`combinations`](crate::combinations).
     Continue,
 }
 
@@ -144,12 +147,12 @@ impl FromStr for OnInterfaceDown {
     }
 }
 
-/// Left out where nothing else is said, so that older hubs and managers understand it.
+/// Whether a field has its default. It is then left out, so that older hubs and managers understand the text.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// As every job weighs unless it says otherwise; left out, so that older hubs understand it.
+/// Whether a job has the default weight, which is left out so that older hubs understand the text.
 fn is_one(weight: &u32) -> bool {
     *weight == 1
 }
@@ -177,22 +180,23 @@ impl Default for JobOptions {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ServiceCreated {
-    /// Names the job from now on.
+    /// The name of the job from now on.
     pub namespace: Namespace,
-    /// The job's secret, shown once more only to launchers, until every rank has joined; share it with the job's workers only.
+    /// The job's secret. Until every rank has joined, launchers can ask for it again; no other answer shows
+    /// it. Share it with the job's workers only.
     pub nonce: Nonce,
 }
 
-/// `POST /v1/jobs/{namespace}/connect`: ConnectService. Returns when every rank has called it.
+/// `POST /v1/jobs/{namespace}/connect`: ConnectService.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ConnectService {
     /// The caller's rank.
     pub rank: u32,
-    /// Tells a retry of the same process from a second process with the same rank.
+    /// Distinguishes a retry of the same process from a second process with the same rank.
     pub incarnation: Incarnation,
-    /// [`Purpose::Connect`](crate::auth::Purpose::Connect) over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Connect), over namespace, rank and incarnation.
     pub proof: Proof,
     /// Host name of the worker, for messages.
     #[serde(default)]
@@ -200,10 +204,10 @@ pub struct ConnectService {
     /// Process id of the worker, for messages.
     #[serde(default)]
     pub process: u32,
-    /// Where it is.
+    /// The host and rack of the worker.
     #[serde(default)]
     pub place: Place,
-    /// Where it listens for the job's other workers, if it does.
+    /// The address at which it listens for the job's other workers, if it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub peer_address: Option<SocketAddr>,
@@ -217,29 +221,29 @@ pub struct ServiceConnected {
     pub name: String,
     /// Ranks in the job.
     pub workers: u32,
-    /// The hubs at which the caller exchanges, with their interfaces and cores: those of its site.
+    /// The hubs of the caller's site, at which it exchanges, with their interfaces and cores.
     pub hubs: Vec<HubShape>,
     /// The job's waits and lifetimes.
     pub options: JobOptions,
-    /// Where each rank listens for the others, in rank order; none of one that does not.
+    /// The address at which each rank listens for the others, in rank order; `None` for a rank that does not.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<Option<String>>))]
     pub peer_addresses: Vec<Option<SocketAddr>>,
 }
 
-/// `POST /v1/jobs/{namespace}/init`: InitService. Returns when every rank has called it with the same settings and
-/// every hub has allocated its buffers.
+/// `POST /v1/jobs/{namespace}/init`: InitService. In the body `rank`, `incarnation` and `proof` must precede
+/// `settings`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct InitService {
     /// The caller's rank.
     pub rank: u32,
-    /// As given to [`ConnectService`].
+    /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// [`Purpose::Init`](crate::auth::Purpose::Init) over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Init), over namespace, rank and incarnation.
     pub proof: Proof,
-    /// What this rank wants; every rank must want the same.
+    /// The settings of this rank; those of all ranks must be equal.
     pub settings: Settings,
 }
 
@@ -247,55 +251,61 @@ pub struct InitService {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ServiceInitialised {
-    /// Digest of the placement the hubs of the caller's site computed; the worker's own must equal it.
+    /// Digest of the placement that the hubs of the caller's site computed; the worker's own must equal it.
     pub placement_hash: String,
     /// How uneven the placement is at each level.
     pub imbalance: Imbalance,
-    /// Who takes part: with the settings it makes the job's [information book](crate::scheme::Book).
+    /// The workers and hubs that take part: with the settings they make the job's [information
+    /// book](crate::scheme::Book).
     pub roster: Roster,
-    /// The step that the parameters are of, where the hubs have them from a checkpoint: rank 0 sends none then.
+    /// The step of the checkpoint from which the hubs have the parameters, if they have. Rank 0 then sends
+    /// neither Initialise nor InitialiseState, and all ranks pull.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_step: Option<u32>,
 }
 
-/// `POST /v1/jobs/{namespace}/leave`: a worker that reached no hub gives up its rank, or says that its work is done.
+/// `POST /v1/jobs/{namespace}/leave`: LeaveService.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct LeaveService {
     /// The caller's rank.
     pub rank: u32,
-    /// As given to [`ConnectService`].
+    /// The incarnation given to [`ConnectService`].
     pub incarnation: Incarnation,
-    /// [`Purpose::Leave`](crate::auth::Purpose::Leave) over namespace, rank and incarnation.
+    /// The proof for [this call](crate::auth::Purpose::Leave), over namespace, rank and incarnation.
     pub proof: Proof,
-    /// Why, for the others.
+    /// The reason, for the other ranks.
     #[serde(default)]
     pub reason: String,
-    /// Its work is done without a hub. When every rank has said so, the job has finished.
+    /// Whether its work is done without a hub. When every rank has reported so, the job has finished. If some
+    /// ranks do so and others call InitService, the job fails.
     #[serde(default, skip_serializing_if = "is_default")]
     pub finished: bool,
 }
 
-/// Where a job stands.
+/// The state of a job. `connecting`: not every rank has connected. `initialising`: not every rank has sent its
+/// settings, or a hub still allocates. `running`: buffers are allocated; a job without hubs runs as soon as
+/// its ranks have met. `finished`: every worker has left. `failed`: an error, the lease or an operator has
+/// ended it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum JobState {
-    /// Created; not every rank has connected.
+    /// The job is created; not every rank has connected.
     Connecting,
-    /// Every rank has connected; not every rank has handed in its settings, or a hub still allocates.
+    /// Every rank has connected; not every rank has sent its settings, or a hub still allocates.
     Initialising,
-    /// Buffers stand; workers exchange.
+    /// Buffers are allocated; workers exchange.
     Running,
     /// Every worker has left.
     Finished,
-    /// Ended by an error, by its lease, or by an operator.
+    /// The job was ended by an error, by its lease, or by an operator.
     Failed,
 }
 
 impl JobState {
-    /// Whether the job holds no resources any more.
+    /// Whether the job has released its resources.
     pub const fn has_ended(self) -> bool {
         matches!(self, JobState::Finished | JobState::Failed)
     }
@@ -305,11 +315,11 @@ impl JobState {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct JobStatus {
-    /// As given to CreateService.
+    /// The name given to CreateService.
     pub name: String,
     /// The job's namespace.
     pub namespace: Namespace,
-    /// Where it stands.
+    /// The state of the job.
     pub state: JobState,
     /// Why it failed, or the newest warning while it runs; empty where there is none.
     pub message: String,
@@ -325,25 +335,25 @@ pub struct JobStatus {
     pub optimizer: String,
     /// The consistency; empty before InitService.
     pub consistency: String,
-    /// How sums become those of all workers, and why; empty before the hubs are chosen, or where nobody asked and no hub serves
-    /// a rack or a host.
+    /// How the sums of sites become those of all workers, and why. Empty before the hubs are chosen, or if no
+    /// reduction was asked for and no hub serves a rack or a host.
     #[serde(default)]
     pub reduction: String,
-    /// What the hubs count for it.
+    /// What the hubs count for the job.
     pub counters: JobCounters,
-    /// Of every rank, how many updates of chunks it was left out of because it was late; shorter where the last ranks never
-    /// were. Of as many as `counters.updates`.
+    /// For each rank, how many of `counters.updates` left it out because it was late; shorter if the last
+    /// ranks were never left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<u64>,
-    /// Who keeps the others waiting, for longer than the job's recent steps explain.
+    /// The ranks that keep the others waiting for longer than the job's recent steps explain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<AwaitedRanks>,
-    /// Its checkpoints, where it has any to come.
+    /// The job's checkpoints, if it writes any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoints: Option<CheckpointStatus>,
-    /// Seconds since the Unix epoch.
+    /// When the job was created, in seconds since the Unix epoch.
     pub created_at: u64,
-    /// Seconds since the Unix epoch; none while the job lives.
+    /// When the job ended, in seconds since the Unix epoch; `None` while it lives.
     pub ended_at: Option<u64>,
 }
 
@@ -351,17 +361,17 @@ pub struct JobStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AwaitedRanks {
-    /// Ascending; of a site that is awaited all that exchange there or below.
+    /// The ranks, ascending; for a site, all ranks that exchange there or below.
     pub ranks: Vec<u32>,
-    /// The key that has waited longest.
+    /// The key for which others have waited longest.
     pub key: String,
-    /// What is awaited of it, such as `its contribution to step 7`.
+    /// What they wait for, such as `its contribution to step 7`.
     pub what: String,
     /// How long others have waited.
     pub seconds: f64,
 }
 
-/// What hubs count for a job, summed over its cores.
+/// What hubs count for a job, summed over their cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct JobCounters {
@@ -375,10 +385,10 @@ pub struct JobCounters {
     pub contributions: u64,
     /// Chunks optimised.
     pub updates: u64,
-    /// Nanoseconds that hub cores spent on it.
+    /// Nanoseconds that hub cores spent on the job.
     #[serde(default)]
     pub busy_ns: u64,
-    /// Streams that went on over another interface.
+    /// Streams that continued over another interface.
     #[serde(default)]
     pub streams_moved: u64,
 }
@@ -395,7 +405,7 @@ impl std::ops::AddAssign for JobCounters {
     }
 }
 
-/// What one hub core did with its time since the hub started.
+/// How a hub core has used its time since the hub started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CoreCounters {
@@ -409,34 +419,36 @@ pub struct CoreCounters {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HubStatus {
-    /// Given at registration.
+    /// The hub's number, given at registration.
     pub hub: u32,
     /// Interfaces and cores.
     pub shape: HubShape,
-    /// Whom it serves.
+    /// The workers that the hub serves.
     #[serde(default)]
     pub place: Place,
     /// Each core's time.
     pub cores: Vec<CoreCounters>,
-    /// Seconds since the hub was last heard.
+    /// Seconds since the manager last heard from the hub.
     pub silent_s: f64,
 }
 
-/// `POST /v1/hubs`: a hub joins the manager. Needs the admin token unless the manager listens on loopback only.
+/// `POST /v1/hubs`: a hub joins the manager.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RegisterHub {
-    /// Interfaces and cores the hub offers.
+    /// Interfaces and cores that the hub offers.
     pub shape: HubShape,
-    /// Whom it serves: with a host, the workers there; else with a rack, those of the rack; else everybody.
+    /// The workers that the hub serves: with a host those on that host, otherwise with a rack those of that
+    /// rack, otherwise all.
     #[serde(default)]
     pub place: Place,
-    /// What tells the machine it runs on from all others, as a worker's [`Place::host`] does; empty where nobody knows. It says
-    /// only whether workers are on the same machine.
+    /// The id that distinguishes the hub's machine from all others, as a worker's [`Place::host`] does; empty
+    /// if unknown. It serves only to find workers on the same machine.
     #[serde(default)]
     pub machine: String,
-    /// Whether it has a folder for checkpoints; `None` where nobody knows.
+    /// Whether the hub has a folder for checkpoints; `None` if unknown. Where all hubs that have joined say
+    /// that they have none, CreateService refuses a job with `checkpoint_every` or `resume`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_checkpoints: Option<bool>,
 }
@@ -445,21 +457,22 @@ pub struct RegisterHub {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HubRegistered {
-    /// Names the hub from now on.
+    /// The hub's number from now on.
     pub hub: u32,
-    /// Bearer token of this hub's later calls.
+    /// Bearer token of the hub's later calls.
     pub token: String,
 }
 
-/// `POST /v1/hubs/{hub}/poll`: waits for commands. Commands up to `acknowledged` are forgotten, later ones are
-/// repeated until they are acknowledged, so that a lost answer loses no command.
+/// `POST /v1/hubs/{hub}/poll`: waits for commands. The manager forgets commands up to `acknowledged` and
+/// repeats later ones until they are acknowledged, so a lost answer loses no command.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct PollCommands {
-    /// Sequence number of the last command taken; 0 at first.
+    /// Sequence number of the last command that the hub has taken; 0 at first.
     pub acknowledged: u64,
-    /// How long to wait when there is nothing; the manager caps it at 10.
+    /// Seconds to wait if there is no command; the manager caps it at 10, and at a third of the time after
+    /// which it counts a silent hub as lost.
     pub wait_s: f64,
 }
 
@@ -467,91 +480,97 @@ pub struct PollCommands {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Commands {
-    /// Numbered from 1 without gaps.
+    /// The commands, numbered from 1 without gaps.
     pub commands: Vec<NumberedCommand>,
 }
 
-/// A command with its place in the hub's sequence.
+/// A command with its position in the hub's sequence.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NumberedCommand {
-    /// From 1, without gaps.
+    /// The command's number: from 1, without gaps.
     pub sequence: u64,
-    /// What to do.
+    /// The command itself.
     pub command: HubCommand,
 }
 
-/// What a manager asks of a hub.
+/// What a manager orders a hub to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum HubCommand {
-    /// Allocate a job's buffers and expect its workers; answered by [`HubEvent::Allocated`] or [`HubEvent::Refused`].
+    /// Allocate a job's buffers and expect its workers. The hub answers with [`HubEvent::Allocated`] or
+    /// [`HubEvent::Refused`].
     Allocate(Box<JobPlan>),
-    /// All hubs of a job have allocated: open the streams to the sites above.
+    /// Open the streams to the sites above: all hubs of the job have allocated. Only in jobs of several
+    /// sites.
     Link {
         /// The job.
         namespace: Namespace,
     },
-    /// End a job; answered by [`HubEvent::Ended`], and, where its workers are about to end, first by [`HubEvent::Kept`].
+    /// End a job. The hub answers with [`HubEvent::Ended`], and first with [`HubEvent::Kept`] if its workers
+    /// are about to end. A job whose ranks have all left has finished, whatever stop comes after that.
     Stop {
         /// The job.
         namespace: Namespace,
-        /// Told to its workers.
+        /// The reason, which the hub sends to the job's workers.
         reason: String,
         /// What the hub waits for.
         #[serde(default, skip_serializing_if = "is_default")]
         when: StopWhen,
     },
-    /// Tell the ranks that exchange there something that another hub has noticed.
+    /// Send the ranks that exchange here a notice of something that another hub has noticed.
     Tell {
         /// The job.
         namespace: Namespace,
-        /// The rank it is about, if it is about one.
+        /// The rank that the notice is about, if any.
         rank: Option<u32>,
-        /// Who and what.
+        /// The text of the notice.
         message: String,
     },
-    /// Find out with another hub what the network between the two carries; answered by [`HubEvent::Probed`].
+    /// Measure with another hub what the network between the two carries. The hub answers with
+    /// [`HubEvent::Probed`] within a second.
     Probe(ProbeOrder),
 }
 
-/// All a hub must know of a job.
+/// All that a hub must know of a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct JobPlan {
-    /// For messages.
+    /// The job's name, for messages.
     pub name: String,
     /// The job.
     pub namespace: Namespace,
-    /// Its secret.
+    /// The job's secret.
     pub nonce: Nonce,
     /// Waits and lifetimes.
     pub options: JobOptions,
-    /// Every hub of the job, by site, and every rank.
+    /// Every rank and every hub of the job, by site.
     pub composition: Composition,
-    /// Which site the receiver is at.
+    /// The receiver's site.
     pub site: SiteId,
-    /// Which of the site's hubs it is.
+    /// The receiver's position among the hubs of its site.
     pub hub: u32,
-    /// For which the [plan](crate::scheme::Plan) of schemes is made.
+    /// The cluster for which the [plan](crate::scheme::Plan) of schemes is made.
     pub cluster: Cluster,
-    /// What the ranks agreed on.
+    /// The settings on which the ranks agreed.
     pub settings: Settings,
 }
 
-/// `POST /v1/hubs/{hub}/events`: what a hub tells its manager.
+/// `POST /v1/hubs/{hub}/events`: what a hub reports to its manager. The manager takes the counters before the
+/// events, so the report with a job's [`HubEvent::Ended`] carries the job's last counters.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct HubReport {
-    /// Oldest first.
+    /// The events, oldest first.
     pub events: Vec<HubEvent>,
     /// Each core's time, in core order.
     pub cores: Vec<CoreCounters>,
-    /// What each living job has counted on this hub.
+    /// What each living job has counted on this hub. A hub that has joined again names here the jobs that it
+    /// still serves.
     pub jobs: Vec<HubJobCounters>,
-    /// The checkpoints of jobs that have any to come.
+    /// The checkpoints of jobs that write any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<HubJobCheckpoints>,
     /// Whether the hub is about to stop.
@@ -559,15 +578,16 @@ pub struct HubReport {
     pub presence: Presence,
 }
 
-/// Whether a hub is there for jobs.
+/// Whether a hub is available for jobs. `here`: it is. `leaving`: it shuts down, and the manager must not give
+/// it further jobs. `gone`: it has shut down, and this is its last report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Presence {
-    /// It is.
+    /// The hub is available.
     #[default]
     Here,
-    /// It shuts down: no further job is to be given to it.
+    /// The hub shuts down: the manager must not give it further jobs.
     Leaving,
     /// It has shut down, and this is its last report.
     Gone,
@@ -579,7 +599,7 @@ pub enum Presence {
 pub struct HubJobCheckpoints {
     /// The job.
     pub namespace: Namespace,
-    /// Of the reporting hub's part.
+    /// The status of the reporting hub's part.
     pub status: CheckpointStatus,
 }
 
@@ -591,13 +611,13 @@ pub struct HubJobCounters {
     pub namespace: Namespace,
     /// Its counters on the reporting hub.
     pub counters: JobCounters,
-    /// Of every rank, how many updates of chunks there it was left out of because it was late; shorter where the last ranks
-    /// never were.
+    /// For each rank, how many updates of chunks on this hub left it out because it was late; shorter if the
+    /// last ranks were never left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<u64>,
 }
 
-/// Adds what was counted for every rank; a list ends where there is nothing more to count.
+/// Adds counts by rank. A list may be shorter than the number of ranks if the rest is 0.
 pub fn add_by_rank(sum: &mut Vec<u64>, counted: &[u64]) {
     if sum.len() < counted.len() {
         sum.resize(counted.len(), 0);
@@ -607,20 +627,21 @@ pub fn add_by_rank(sum: &mut Vec<u64>, counted: &[u64]) {
     }
 }
 
-/// Something happened to a job at a hub.
+/// Something that happened to a job at a hub.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum HubEvent {
-    /// A probe has ended here.
+    /// A probe has ended at this hub.
     Probed(ProbeReport),
-    /// Buffers stand and streams are accepted.
+    /// The buffers are allocated and the hub accepts streams.
     Allocated {
         /// The job.
         namespace: Namespace,
-        /// Digest of the placement this hub computed.
+        /// Digest of the placement that this hub computed.
         placement_hash: String,
-        /// The step of the checkpoint that its chunks begin with; none where there is no checkpoint, or no chunk.
+        /// The step of the checkpoint with which its chunks begin; `None` if there is no checkpoint, or no
+        /// chunk.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_step: Option<u32>,
     },
@@ -628,31 +649,31 @@ pub enum HubEvent {
     Refused {
         /// The job.
         namespace: Namespace,
-        /// What does not fit, and what would.
+        /// What does not fit, and what would fit.
         reason: String,
     },
-    /// Something a person should know while the job goes on, such as a silent rank.
+    /// Something that a person should know while the job goes on, such as a silent rank.
     Noticed {
         /// The job.
         namespace: Namespace,
-        /// Who and what.
+        /// The message: who and what.
         message: String,
     },
-    /// Ranks keep the others waiting for longer than recent steps explain, or, `None`, do no more.
+    /// Ranks keep the others waiting for longer than recent steps explain; with `None` they no longer do.
     Awaited {
         /// The job.
         namespace: Namespace,
-        /// Who and what, for people.
+        /// The message for people.
         message: String,
-        /// Which.
+        /// The ranks.
         awaited: Option<AwaitedRanks>,
     },
-    /// The last checkpoint of a job whose workers are about to end is in memory, or will not be.
+    /// The last checkpoint of a job whose workers are about to end is in memory, or will not be taken.
     Kept {
         /// The job.
         namespace: Namespace,
     },
-    /// The job is over here and its memory freed.
+    /// The job is over at this hub and its memory is freed.
     Ended(JobEnd),
 }
 
@@ -664,79 +685,88 @@ pub struct JobEnd {
     pub namespace: Namespace,
     /// Whether every worker left of its own accord.
     pub finished: bool,
-    /// Why, where it did not.
+    /// Why, if it did not finish.
     pub reason: String,
     /// How the hub knows the reason.
     #[serde(default, skip_serializing_if = "is_default")]
     pub cause: CauseKind,
-    /// The rank to which it happened, or that said so.
+    /// The rank to which it happened, or that reported it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u32>,
-    /// How many seconds ago it happened; the manager may have been out of reach since.
+    /// How many seconds ago it happened; the hub may have been unable to reach the manager since.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ago_s: f64,
 }
 
 impl JobEnd {
-    /// Every worker has just left.
+    /// The end of a job whose workers have all just left.
     pub fn finished(namespace: Namespace) -> JobEnd {
         JobEnd { finished: true, ..JobEnd::failed(namespace, String::new(), CauseKind::Known) }
     }
 
-    /// It has just failed.
+    /// The end of a job that has just failed.
     pub fn failed(namespace: Namespace, reason: String, cause: CauseKind) -> JobEnd {
         JobEnd { namespace, finished: false, reason, cause, rank: None, ago_s: 0.0 }
     }
 }
 
-/// How the reporter of a job's end knows its reason. The same end is reported by several, each with what it has seen; of two
-/// reasons the lesser kind lies nearer to the root.
+/// How the reporter of a job's end knows the reason. Several parties report the same end, each with what it
+/// has seen; the job's reason is the first cause. Causes in this order precede one another: `known` (the
+/// default; the reporter caused the end itself, or has proof), `hub_lost` (the manager does not hear a hub),
+/// `peer_lost` (a hub has lost a rank or a site), `gave_up` (a rank or a site has said why it gave up),
+/// `hearsay` (the reporter was told to stop). An end that began too late to have caused another does not
+/// precede it, and `peer_lost` does not precede what the same rank said itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum CauseKind {
-    /// It is the reporter's own doing, or is proven: a stop that was asked for, a hub that shuts down, an interface that is down,
-    /// an offence.
+    /// The reporter caused the end, or the reason is proven: a stop that was asked for, a hub that shuts
+    /// down, an interface that is down, a violation.
     #[default]
     Known,
     /// The connection manager has lost a hub.
     HubLost,
     /// A hub has lost a rank, or a hub of another site.
     PeerLost,
-    /// A rank, or another site, has given up and said why: often because of what had happened elsewhere.
+    /// A rank, or another site, has given up and said why, often because of something that had happened
+    /// elsewhere.
     GaveUp,
-    /// The reporter has only heard of it: a launcher finds its workers ended, which may have been told to; a hub is told to end
-    /// the job.
+    /// The reporter knows of the end only from others: a launcher finds that its workers have ended, perhaps
+    /// because of a message; a hub receives the order to end the job.
     Hearsay,
 }
 
-/// What the end of a job waits for.
+/// What the end of a job waits for. `now` (the default): nothing. `workers_ending`, from a launcher that is
+/// about to end the workers: the hubs take a last checkpoint, if the job writes any, and the job goes on; if
+/// it then ends without having finished, this is the reason. `workers_ended`: the processes of the workers
+/// have ended; the hubs wait for Leaves that are under way. If every worker has left, the job finishes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum StopWhen {
-    /// For nothing.
+    /// Nothing.
     #[default]
     Now,
-    /// For its workers, whose launcher is about to end them: the hubs take a last checkpoint, where the job has any, and the job
-    /// goes on. If it ends otherwise than finished, this is why.
+    /// The workers, whose launcher is about to end them: the hubs take a last checkpoint, if the job writes
+    /// any, and the job goes on. If it then ends without having finished, this is the reason.
     WorkersEnding,
-    /// For what its workers have sent: their processes have ended. If every one of them has left, the job finishes.
+    /// What the workers have sent: their processes have ended. If every one of them has left, the job
+    /// finishes.
     WorkersEnded,
 }
 
-/// Most characters of a stop's reason.
+/// The largest number of characters in a stop's reason.
 pub const STOP_REASON_CHARS_MAX: usize = 256;
 
 /// The query of `DELETE /v1/jobs/{job}`: StopService.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StopService {
-    /// Why the job is stopped, for its status, its workers and the logs: 1 to [`STOP_REASON_CHARS_MAX`] printable ASCII
-    /// characters. Left out, it was an operator who wished so.
+    /// Why the job is stopped, for its status, its workers and the logs: 1 to [`STOP_REASON_CHARS_MAX`]
+    /// printable ASCII characters. Without it the reason is the operator's wish.
     #[serde(default)]
     pub reason: Option<String>,
-    /// What the stop waits for; nothing, if it is left out.
+    /// What the stop waits for; nothing by default.
     #[serde(default)]
     pub when: StopWhen,
 }
@@ -745,7 +775,7 @@ pub struct StopService {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AskBook {
-    /// Names of properties, separated by commas; the whole book where they are left out.
+    /// Names of properties, separated by commas; the whole book if left out.
     #[serde(default)]
     pub properties: Option<String>,
 }
@@ -762,13 +792,28 @@ pub struct AskBestScheme {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ServiceError {
-    /// For programs.
+    /// The code, for programs.
     pub code: ErrorCode,
-    /// For people: who, what, and what to do.
+    /// The text for people: who, what, and what to do.
     pub message: String,
 }
 
 /// What went wrong, for programs.
+///
+/// - `bad_request` (400, also 408, 413, 415, 421): the request is malformed or out of bounds; its body is too
+///   slow, too long or not declared as JSON; its `Host` is no name of loopback, and the manager has no token.
+/// - `unauthorized` (401): the admin token or hub token is missing or wrong.
+/// - `wrong_nonce` (403): no job of this namespace has the nonce that the proof was made with.
+/// - `not_found` (404, also 405): no such job, hub or route, or the route does not take the method.
+/// - `missing` (408): ranks or hubs, which the message names, did not arrive in time.
+/// - `name_taken` (409): the name belongs to a job that has not ended.
+/// - `rank_taken` (409): the rank belongs to another process.
+/// - `disagreement` (409): the ranks want different things.
+/// - `busy` (409): the request would harm jobs that run.
+/// - `job_ended` (410): the job has ended.
+/// - `does_not_fit` (507): a hub cannot hold the job, or the manager has too many jobs or hubs.
+/// - `internal` (500, also 503): the manager itself failed or is shutting down. With 503 it had no place for
+///   the call and has done nothing: try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -787,7 +832,7 @@ pub enum ErrorCode {
     RankTaken,
     /// The ranks disagree on their settings (409).
     Disagreement,
-    /// Jobs run that it would hurt (409).
+    /// The request would harm jobs that run (409).
     Busy,
     /// Ranks or hubs did not arrive in time (408).
     Missing,
@@ -823,3 +868,8 @@ impl std::fmt::Display for ServiceError {
 }
 
 impl std::error::Error for ServiceError {}
+
+/// Shorthand for a [`ServiceError`].
+pub fn refusal(code: ErrorCode, message: impl Into<String>) -> ServiceError {
+    ServiceError { code, message: message.into() }
+}

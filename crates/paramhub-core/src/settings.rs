@@ -6,13 +6,14 @@ use thiserror::Error;
 
 use crate::chunk::{ChunkMap, TooManyChunks};
 use crate::codec::{Codec, Dtype};
+use crate::combinations::{self, Conflict, Feature, Features};
 use crate::consistency::Consistency;
 use crate::hyperparameters::Hyperparameters;
 use crate::key::{Key, KeyTable};
 use crate::limits::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, GROUPS_MAX};
 use crate::scheme::{self, LayerError, LayerSettings, SchemeChoice};
 
-/// The optimizer a hub runs on each chunk, fused with the sum.
+/// The optimizer that a hub runs on each chunk, fused with the sum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -20,10 +21,11 @@ pub struct OptimizerChoice {
     /// `mean` or `sum` (no optimizer: workers receive the mean or the sum of the gradients), `sgd`, `adam`, `adamw`, or a
     /// name registered at the hub.
     pub name: String,
-    /// What holds from step 0 for keys of group 0; by default the optimizer's own defaults.
+    /// The hyperparameters of group 0 from step 0 on; by default the optimizer's own defaults. A field that is
+    /// left out of the object has the common default, not the optimizer's.
     #[serde(default)]
     pub hyperparameters: Option<Hyperparameters>,
-    /// What holds from step 0 for keys of group 1, of group 2, and so on.
+    /// The hyperparameters of group 1, of group 2, and so on, from step 0 on.
     #[serde(default, deserialize_with = "read_groups")]
     pub groups: Vec<Hyperparameters>,
 }
@@ -34,7 +36,8 @@ impl OptimizerChoice {
         OptimizerChoice { name: name.into(), hyperparameters: None, groups: Vec::new() }
     }
 
-    /// Every group's hyperparameters at step 0, in the order of their numbers; `defaults` are the optimizer's own.
+    /// The hyperparameters of each group at step 0, in the order of the groups' numbers; `defaults` are the
+    /// optimizer's own.
     pub fn of_groups(&self, defaults: Hyperparameters) -> Vec<Hyperparameters> {
         let first = self.hyperparameters.unwrap_or(defaults);
         [first].into_iter().chain(self.groups.iter().copied()).collect()
@@ -60,46 +63,53 @@ pub struct Settings {
     /// How contributions are combined: `sum`, or a name registered at the hub.
     #[serde(default = "default_aggregator")]
     pub aggregator: String,
-    /// When a worker sees the others' contributions.
+    /// When a worker sees the contributions of others.
     #[serde(default)]
     pub consistency: Consistency,
-    /// Bytes of an f32 chunk.
+    /// Bytes of an f32 chunk: a multiple of 4, 1 KiB to 16 MiB; 32 KiB by default.
     #[serde(default = "default_chunk_bytes")]
     pub chunk_bytes: u32,
-    /// How gradients travel; by default as they lie in memory. Parameters travel in their key's dtype.
+    /// The codec of gradients; by default that of their dtype. Parameters travel in their key's dtype.
     ///
-    /// A quantised codec, one-bit or two-bit, is for the weights of fully connected layers: here it stands for the f32 keys of
-    /// two dimensions, and the others travel as they lie in memory. Any f32 key may name it for itself. Such a key is
-    /// quantised both ways, with error feedback: see ARCHITECTURE.md.
+    /// A quantised codec, one-bit or two-bit, is for the weights of fully connected layers. As the job's
+    /// codec it applies to the f32 keys of two dimensions only, and the others travel in their dtype. Any f32
+    /// key may name it for itself. Such a key is quantised both ways, with error feedback: see
+    /// docs/decisions/quantisation.md.
     #[serde(default)]
     pub codec: Option<Codec>,
-    /// Sum contributions in rank order, whatever the order of arrival, so that results are bit-equal from run to run.
+    /// Sum contributions in rank order, whatever the order of arrival, so that results are bit-equal from run
+    /// to run. Needs synchronous consistency.
     #[serde(default)]
     pub reproducible: bool,
-    /// Fail the job, naming key and rank, when a gradient holds a NaN or an infinity; by default they pass.
+    /// Fail the job, naming key and rank, when a gradient has a NaN or an infinity; by default they pass.
     #[serde(default)]
     pub reject_non_finite: bool,
-    /// Let tensors lie back to back in shared memory, so that neighbours in the table can be handled as one; by default each
-    /// starts where a processor likes it best.
+    /// Place tensors back to back in shared memory, so that neighbours in the table can be handled as one; by
+    /// default each starts at the alignment that suits the processor.
     #[serde(default)]
     pub packed: bool,
-    /// Hold every step until the norm of its whole mean gradient is known and rank 0 has released it with a factor.
+    /// Hold every step until the norm of its whole mean gradient is known and rank 0 has released it with a
+    /// factor. Needs synchronous consistency and an optimizer.
     #[serde(default)]
     pub two_phase: bool,
-    /// Clip the mean gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does; steps are in two phases then, and
-    /// rank 0's worker releases them by itself.
+    /// Clip the mean gradient to this global norm, a finite number above 0, as
+    /// torch.nn.utils.clip_grad_norm_ does. Steps then have two phases, and rank 0's worker releases them by
+    /// itself.
     #[serde(default)]
     pub clip_norm: Option<f64>,
-    /// How layers are exchanged that do not say so themselves. Those without factors go through the hubs all the same.
+    /// The scheme of layers without a choice of their own: `auto`, `hub` (the default), `factors` or
+    /// `factors-to-hub`. Layers without factors always go through the hubs.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = String))]
     pub scheme: SchemeChoice,
-    /// Which keys make up a layer. A key that is in none is a layer of its own, without factors.
+    /// The keys of each layer, at most 65,536 layers. A key that is in no layer is a layer of its own, without
+    /// factors.
     #[serde(default, deserialize_with = "scheme::read_layers", skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<LayerSettings>,
 }
 
-/// Reads no more groups than a job may have: a group takes a hundred times the bytes of its shortest text.
+/// Reads no more groups than a job may have: a group takes a hundred times as many bytes as its shortest
+/// text.
 fn read_groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Hyperparameters>, D::Error> {
     struct Groups;
 
@@ -125,13 +135,13 @@ fn read_groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Hyperpa
     deserializer.deserialize_seq(Groups)
 }
 
-/// Whether an optimizer of this name updates parameters. `mean` and `sum` do not: what comes back follows from the step's
-/// gradients alone.
+/// Whether an optimizer of this name updates parameters. `mean` and `sum` do not: their answers follow from
+/// the step's gradients alone.
 pub fn has_parameters(optimizer: &str) -> bool {
     !matches!(optimizer, "mean" | "sum")
 }
 
-/// Whether workers have the optimizer of this name, too; others are registered at hubs.
+/// Whether workers have the optimizer of this name, too; other optimizers are registered at hubs only.
 pub fn is_built_in(optimizer: &str) -> bool {
     matches!(optimizer, "mean" | "sum" | "sgd" | "adam" | "adamw")
 }
@@ -147,10 +157,10 @@ fn default_chunk_bytes() -> u32 {
 /// Why settings cannot be used.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum SettingsError {
-    /// The chunk size is out of bounds or no whole number of elements.
+    /// A chunk size that is out of bounds or not a whole number of elements.
     #[error("chunk size {0} is not a multiple of 4 between {CHUNK_BYTES_MIN} and {CHUNK_BYTES_MAX} bytes")]
     ChunkBytes(u32),
-    /// Too many chunks.
+    /// A key table that makes too many chunks.
     #[error(transparent)]
     TooManyChunks(#[from] TooManyChunks),
     /// More groups than a job may have.
@@ -169,40 +179,13 @@ pub enum SettingsError {
         /// Groups that have hyperparameters.
         groups: usize,
     },
-    /// Rank order has no meaning where contributions are applied one by one.
-    #[error("reproducible needs synchronous consistency, but {0} was asked for")]
-    ReproducibleNeedsSynchronous(Consistency),
-    /// Only a step that ends for all at once has a norm before its update, and only an optimizer something to hold.
-    #[error(
-        "a step in two phases, as clipping needs, takes synchronous consistency and an optimizer, but {0} was asked for"
-    )]
-    TwoPhase(String),
-    /// Streams of such a job cannot be resumed.
-    #[error(
-        "a job goes on over other interfaces only if it is synchronous and its steps have one phase, but {0} was asked for: use \
-         on_interface_down = fail"
-    )]
-    Resume(String),
-    /// Steps of such a job cannot end without somebody.
-    #[error(
-        "late workers can be left out only of a synchronous job with an optimizer at the hub that is not reproducible and whose \
-         steps have one phase, but {0}: use stragglers = wait"
-    )]
-    Stragglers(String),
-    /// What is lost to a codec could not be fed back.
-    #[error("key `{key}` cannot travel as {codec}: {reason}")]
-    Quantised {
-        /// The key.
-        key: String,
-        /// What it was to travel as.
-        codec: Codec,
-        /// Why not, and what to do.
-        reason: String,
-    },
+    /// Settings that do not combine.
+    #[error(transparent)]
+    Combination(#[from] Conflict),
     /// Layers that cannot be used.
     #[error(transparent)]
     Layer(#[from] LayerError),
-    /// A norm that nothing can be clipped to.
+    /// A norm to which nothing can be clipped.
     #[error("clip_norm is {0}; it must be a finite number above 0")]
     ClipNorm(f64),
     /// The ranks disagree.
@@ -224,7 +207,7 @@ pub enum SettingsError {
 }
 
 impl Settings {
-    /// Settings with every default for these keys.
+    /// Settings for these keys, with all defaults.
     pub fn new(keys: KeyTable) -> Self {
         Settings {
             keys,
@@ -243,15 +226,12 @@ impl Settings {
         }
     }
 
-    /// Checks what no single field can.
+    /// Checks the conditions that involve several fields.
     pub fn check(&self) -> Result<(), SettingsError> {
         if !self.chunk_bytes.is_multiple_of(4)
             || !(CHUNK_BYTES_MIN..=CHUNK_BYTES_MAX).contains(&self.chunk_bytes)
         {
             return Err(SettingsError::ChunkBytes(self.chunk_bytes));
-        }
-        if self.reproducible && self.consistency != Consistency::Synchronous {
-            return Err(SettingsError::ReproducibleNeedsSynchronous(self.consistency));
         }
         let groups = self.groups();
         if groups > GROUPS_MAX {
@@ -263,110 +243,24 @@ impl Settings {
         if let Some(norm) = self.clip_norm.filter(|norm| !norm.is_finite() || *norm <= 0.0) {
             return Err(SettingsError::ClipNorm(norm));
         }
-        if self.is_two_phase() && !(self.has_parameters() && self.consistency == Consistency::Synchronous) {
-            let asked_for = format!("{} with `{}`", self.consistency, self.optimizer.name);
-            return Err(SettingsError::TwoPhase(asked_for));
+        self.check_with(Features::NONE)?;
+        for (key, codec) in self.quantised_keys().filter(|(key, _)| key.dtype != Dtype::F32) {
+            let of_key = Features::of([(Feature::Quantised, true), (Feature::HalfPrecisionKey, true)]);
+            let subject = || format!("key `{}` ({codec}, {})", key.name, key.dtype);
+            combinations::check(of_key).map_err(|conflict| conflict.about(subject()))?;
         }
-        self.check_quantised()?;
         scheme::check(self)?;
         ChunkMap::new(&self.keys, self.chunk_bytes)?;
         Ok(())
     }
 
-    fn check_quantised(&self) -> Result<(), SettingsError> {
-        let Some((key, codec)) = self.quantised_keys().next() else { return Ok(()) };
-        let refused = |key: &Key, codec, reason: String| {
-            Err(SettingsError::Quantised { key: key.name.clone(), codec, reason })
-        };
-        if self.consistency != Consistency::Synchronous {
-            let reason = format!(
-                "its answers are changes since the step before, which all ranks have in common only in a synchronous job, but \
-                 {} was asked for",
-                self.consistency
-            );
-            return refused(key, codec, reason);
-        }
-        match self.quantised_keys().find(|(key, _)| key.dtype != Dtype::F32) {
-            Some((key, codec)) => {
-                let reason = format!(
-                    "it is {}, whose roundings error feedback would take for its own: give it as f32, or choose {} for it",
-                    key.dtype, key.dtype
-                );
-                refused(key, codec, reason)
-            }
-            None => Ok(()),
-        }
-    }
-
-    fn quantised_keys(&self) -> impl Iterator<Item = (&Key, Codec)> {
+    /// The keys in one or two bits, each with its codec.
+    pub(crate) fn quantised_keys(&self) -> impl Iterator<Item = (&Key, Codec)> {
         let keys = self.keys.keys().iter().map(|key| (key, self.codec_of(key)));
         keys.filter(|(_, codec)| codec.is_quantised())
     }
 
-    /// Refuses settings that hubs of several sites cannot serve: sums between sites are exact, and what comes back from above
-    /// would have to be quantised again at each of them, every time with an error of its own.
-    pub fn may_span_sites(&self) -> Result<(), SettingsError> {
-        let Some((key, codec)) = self.quantised_keys().next() else { return Ok(()) };
-        let reason =
-            "hubs that serve racks or hosts exchange sums in full: use --reduction flat, or f32".into();
-        Err(SettingsError::Quantised { key: key.name.clone(), codec, reason })
-    }
-
-    /// Refuses settings under which a stream that was cut could not be resumed: where the model can move on without a rank, or
-    /// rank 0 steers a step by frames that nobody answers, what was lost with the stream cannot be told from what was not.
-    pub fn may_resume(&self) -> Result<(), SettingsError> {
-        if self.consistency != Consistency::Synchronous {
-            return Err(SettingsError::Resume(format!("consistency {}", self.consistency)));
-        }
-        if self.is_two_phase() {
-            return Err(SettingsError::Resume("steps in two phases, as clipping needs".into()));
-        }
-        Ok(())
-    }
-
-    /// Refuses settings under which a step cannot end without those who are late.
-    pub fn may_leave_out(&self) -> Result<(), SettingsError> {
-        let refused = |why: String| Err(SettingsError::Stragglers(why));
-        if self.consistency != Consistency::Synchronous {
-            return refused(format!("with consistency {} no step waits for anybody", self.consistency));
-        }
-        if !self.has_parameters() {
-            return refused(format!(
-                "with `{}` a worker that is left out would miss a step's gradients for ever, since the hub has no parameters \
-                 to send it",
-                self.optimizer.name
-            ));
-        }
-        if self.reproducible {
-            return refused(
-                "which workers are late differs from run to run, and reproducible was asked for".into(),
-            );
-        }
-        if self.quantises() {
-            return refused(
-                "a worker that comes late would miss the changes since its own step, which is what quantised keys travel as"
-                    .into(),
-            );
-        }
-        if self.is_two_phase() {
-            return refused(
-                "in two phases, as clipping needs, every chunk of a step must have the same workers' gradients".into(),
-            );
-        }
-        Ok(())
-    }
-
-    /// Who asks for a scheme other than the hub by name, for messages; none where nobody does.
-    pub fn forced_scheme(&self) -> Option<String> {
-        let by_job = self.scheme.forced().map(|scheme| format!("it asks for {scheme}"));
-        let forced = |layer: &LayerSettings| {
-            let scheme = layer.scheme?.forced()?;
-            Some(format!("its layer `{}` asks for {scheme}", layer.name))
-        };
-        by_job.or_else(|| self.layers.iter().find_map(forced))
-    }
-
-    /// Groups of keys, at least one; some may have no key.
+    /// Number of groups of keys, at least one; some may have no key.
     pub fn groups(&self) -> usize {
         1 + self.optimizer.groups.len()
     }
@@ -376,26 +270,28 @@ impl Settings {
         self.two_phase || self.clip_norm.is_some()
     }
 
-    /// The codec of a key's gradients: its own, or the job's where that is for such keys, or that of its memory.
+    /// The codec of a key's gradients: its own; else the job's, if that applies to such keys; else that of
+    /// its dtype.
     pub fn codec_of(&self, key: &Key) -> Codec {
         let is_for =
             |codec: &Codec| !codec.is_quantised() || (key.dtype == Dtype::F32 && key.shape.len() == 2);
         key.codec.or(self.codec.filter(is_for)).unwrap_or(key.dtype.codec())
     }
 
-    /// Whether any key is quantised. Streams of such a job are never local: memory shared with a hub carries raw tensors,
-    /// which are cheaper there, and a worker must not contribute more exactly for where it runs.
+    /// Whether any key is quantised. Streams of such a job are never local: memory shared with a hub carries
+    /// raw tensors, which are cheaper there, and a worker's contribution must not be more exact because of
+    /// where it runs.
     pub fn quantises(&self) -> bool {
         self.keys.keys().iter().any(|key| self.codec_of(key).is_quantised())
     }
 
-    /// Whether the parameters start from what rank 0 sends; without an optimizer there are none.
+    /// Whether there are parameters, which rank 0 initialises; without an optimizer there are none.
     pub fn has_parameters(&self) -> bool {
         has_parameters(&self.optimizer.name)
     }
 
-    /// Refuses `self`, the settings of rank `mine`, where they differ from those of rank `theirs`, naming the first
-    /// difference and both sides of it.
+    /// Refuses `self`, the settings of rank `mine`, if they differ from those of rank `theirs`. The error
+    /// names the first difference and both of its sides.
     pub fn agree(&self, mine: u32, theirs: u32, other: &Settings) -> Result<(), SettingsError> {
         let disagree = |what: String, mine_has: String, theirs_has: String| {
             Err(SettingsError::Disagreement { mine, theirs, what, mine_has, theirs_has })
@@ -527,7 +423,8 @@ mod tests {
     fn checks_what_no_single_field_can() {
         assert_eq!(Settings { chunk_bytes: 6, ..settings(1) }.check(), Err(SettingsError::ChunkBytes(6)));
         let stale = Settings { reproducible: true, consistency: Consistency::Asynchronous, ..settings(1) };
-        assert!(matches!(stale.check(), Err(SettingsError::ReproducibleNeedsSynchronous(_))));
+        let refused = stale.check().unwrap_err().to_string();
+        assert!(refused.contains("`reproducible` cannot be combined with asynchronous"), "{refused}");
         assert_eq!(settings(1).check(), Ok(()));
     }
 
@@ -543,30 +440,9 @@ mod tests {
         }
         let consistency = Consistency::BoundedStaleness(1);
         let refused = Settings { consistency, ..good.clone() }.check().unwrap_err().to_string();
-        assert!(refused.contains("staleness:1 with `sgd`"), "{refused}");
-        let mean = Settings { two_phase: true, ..settings(1) };
-        assert!(matches!(mean.check(), Err(SettingsError::TwoPhase(_))));
-    }
-
-    #[test]
-    fn late_workers_are_left_out_only_where_what_is_left_is_right() {
-        let good = Settings { optimizer: OptimizerChoice::named("sgd"), ..settings(1) };
-        assert_eq!(good.may_leave_out(), Ok(()));
-        let stale = Consistency::BoundedStaleness(2);
-        let matrix = KeyTable::new(vec![Key::new("fc.weight", [4, 3])]).unwrap();
-        for (odd, what) in [
-            (Settings { consistency: stale, ..good.clone() }, "staleness:2"),
-            (settings(1), "with `mean`"),
-            (Settings { reproducible: true, ..good.clone() }, "reproducible was asked for"),
-            (
-                Settings { codec: Some(Codec::OneBit), keys: matrix, ..good.clone() },
-                "the changes since its own step",
-            ),
-            (Settings { clip_norm: Some(1.0), ..good.clone() }, "clipping"),
-        ] {
-            let refused = odd.may_leave_out().unwrap_err().to_string();
-            assert!(refused.contains(what) && refused.ends_with("use stragglers = wait"), "{refused}");
-        }
+        assert!(refused.contains("cannot be combined with bounded staleness"), "{refused}");
+        let mean = Settings { two_phase: true, ..settings(1) }.check().unwrap_err().to_string();
+        assert!(mean.contains("cannot be combined with the optimizer `mean` or `sum`"), "{mean}");
     }
 
     #[test]
@@ -583,17 +459,19 @@ mod tests {
         let codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
         assert_eq!(codecs, [Codec::OneBit, Codec::F32, Codec::F32, Codec::TwoBit, Codec::BF16, Codec::F32]);
         assert!(settings.quantises() && settings.check() == Ok(()));
-        let refused = settings.may_span_sites().unwrap_err().to_string();
-        assert!(refused.contains("`fc.weight` cannot travel as one-bit"), "{refused}");
         let stale = Settings { consistency: Consistency::Asynchronous, ..settings };
         let refused = stale.check().unwrap_err().to_string();
+        assert!(refused.starts_with("key `fc.weight` (one-bit): quantised keys"), "{refused}");
         assert!(refused.contains("changes since the step before"), "{refused}");
         let half = Key { dtype: Dtype::F16, ..Key::new("h", [3]) }.in_codec(Codec::OneBit);
         let half = Settings::new(KeyTable::new(vec![half]).unwrap());
         assert!(half.check().unwrap_err().to_string().contains("give it as f32"));
         let plain = Settings { codec: Some(Codec::BF16), ..self::settings(3) };
-        assert!(!plain.quantises() && plain.may_span_sites().is_ok());
+        assert!(!plain.quantises() && plain.check() == Ok(()));
         assert_eq!(plain.codec_of(&plain.keys.keys()[0]), Codec::BF16);
+        let vectors = Settings { codec: Some(Codec::TwoBit), ..self::settings(3) };
+        let refused = vectors.check().unwrap_err().to_string();
+        assert!(refused.contains("would have no effect with a job without f32 keys"), "{refused}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What becomes of a worker that comes late to a step.
+//! What happens to a worker that is late in a step.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,44 +6,45 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Whether the steps of a job wait for every worker. The unit is the chunk: a step of a chunk ends with the contributions it
-/// has, the mean is over those, and one that comes later is discarded whole.
+/// Whether the steps of a job wait for every worker. Each chunk decides by itself: its step ends with the
+/// contributions that it has, the mean is over those, and a later contribution is dropped whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Stragglers {
     /// A step ends when all workers have contributed.
     #[default]
     Wait,
-    /// A step ends when this fraction of the time that the median contribution took has gone by since that one came, with those
-    /// that are there; more than 0, at most [`Stragglers::FRACTION_MAX`]. Poseidon (Zhang et al., 2017, section 4.1) drops
-    /// stragglers without saying when a worker is one.
+    /// A step ends a while after the median contribution, with the contributions that are there. The while is
+    /// this fraction of the time that the median contribution took; more than 0, at most
+    /// [`Stragglers::FRACTION_MAX`]. Poseidon (Zhang et al., 2017, section 4.1) drops stragglers without
+    /// stating when a worker is one.
     Drop(f64),
-    /// A step ends when all but so many workers have contributed: the backup workers of Chen et al., "Revisiting distributed
-    /// synchronous SGD" (2016).
+    /// A step ends when all but this many workers have contributed: the backup workers of Chen et al.,
+    /// "Revisiting distributed synchronous SGD" (2016).
     Backup(u32),
 }
 
-/// When a chunk's step ends although contributions are missing.
+/// What ends a chunk's step although contributions are missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quorum {
-    /// With so many contributions.
+    /// This many contributions.
     Count(u32),
-    /// When a clock says so that runs from the median contribution on.
+    /// A clock that runs from the median contribution on.
     Clock,
 }
 
 impl Stragglers {
-    /// The most time that may be given, in times of the median's.
+    /// The largest [`Drop`](Stragglers::Drop) fraction.
     pub const FRACTION_MAX: f64 = 1000.0;
-    /// Nobody is late who comes so soon after the median: threads wake with less precision than that.
+    /// A contribution this soon after the median is never late: threads wake with less precision than that.
     pub const GRACE_MIN: Duration = Duration::from_millis(1);
 
-    /// Whether a step may end without some worker.
+    /// Whether a step may end without some workers.
     pub fn leaves_out(self) -> bool {
         self != Stragglers::Wait
     }
 
-    /// What ends a step of a job of so many workers; `None` where all are waited for.
+    /// What ends a step in a job of this many workers; `None` if it waits for all of them.
     pub fn quorum(self, workers: u32) -> Option<Quorum> {
         match self {
             Stragglers::Wait => None,
@@ -52,17 +53,17 @@ impl Stragglers {
         }
     }
 
-    /// How long others may come after the median contribution, which took so long; `None` where no clock decides.
+    /// How long contributions may come after the median one, which took `median`; `None` if no clock decides.
     pub fn grace(self, median: Duration) -> Option<Duration> {
         let Stragglers::Drop(fraction) = self else { return None };
         let grace = Duration::try_from_secs_f64(median.as_secs_f64() * fraction).unwrap_or(Duration::MAX);
         Some(grace.max(Self::GRACE_MIN))
     }
 
-    /// Refuses what a job of so many workers cannot do, with what it could.
+    /// Refuses a policy that a job of this many workers cannot have, and names one that it could.
     ///
     /// # Errors
-    /// A sentence's second half: what is wrong and what would fit.
+    /// The second half of a sentence: what is wrong and what would fit.
     pub fn check(self, workers: u32) -> Result<(), String> {
         match self {
             Stragglers::Backup(backup) if backup >= workers => Err(match workers {

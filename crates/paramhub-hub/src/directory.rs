@@ -1,4 +1,4 @@
-//! The jobs a hub serves, as the door needs to know them.
+//! The jobs that a hub serves, in the form that the acceptor needs.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
@@ -12,90 +12,91 @@ use paramhub_core::wire::{Caller, Hello, Refusal};
 
 use crate::core::{Neighbour, Ports, Side};
 use crate::local::{JobMemory, LocalMemory};
-use crate::probe::Awaited;
+use crate::probe::ExpectedProbe;
 
-/// Ended jobs whose end is remembered, for workers that come too late to hear it on a stream.
+/// Ended jobs whose reason is kept, for workers that connect too late to receive it on a stream.
 const ENDED_MAX: usize = 256;
 
-/// Jobs whose buffers stand. Steward and door share it; neither is on the data path.
+/// The jobs whose buffers are allocated. Job controller and acceptor share them; neither is on the data path.
 #[derive(Default)]
 pub(crate) struct Directory {
-    jobs: Mutex<Jobs>,
+    jobs: Mutex<JobTables>,
     /// The probe for whose streams the hub waits.
-    pub(crate) probe: Awaited,
+    pub(crate) probe: ExpectedProbe,
 }
 
 #[derive(Default)]
-struct Jobs {
-    living: HashMap<Namespace, Entry>,
-    /// Oldest first.
-    ended: VecDeque<Ended>,
+struct JobTables {
+    living: HashMap<Namespace, JobEntry>,
+    /// The ended jobs, oldest first.
+    ended: VecDeque<EndedJob>,
 }
 
-struct Ended {
+struct EndedJob {
     namespace: Namespace,
     nonce: Nonce,
     message: String,
 }
 
-/// What a stream must fit.
-pub(crate) struct Entry {
+/// What the acceptor checks a stream against.
+pub(crate) struct JobEntry {
     pub(crate) name: String,
     pub(crate) nonce: Nonce,
-    /// Where the hub is among the job's sites; its ports and placements.
+    /// The job's sites; the hub's place among them is in `site`, `ports` and the placements.
     pub(crate) composed: Arc<Composed>,
     pub(crate) site: SiteId,
     pub(crate) ports: HashMap<RouteId, Arc<Ports>>,
-    /// Values of state the optimizer keeps a parameter.
+    /// State values per parameter of the job's optimizer.
     pub(crate) state_slots: u8,
     /// Routes with chunks, by interface and core number.
     pub(crate) routes: HashMap<(u16, u16), RouteId>,
     pub(crate) incarnations: HashMap<u32, Incarnation>,
-    /// Ports that have their stream, and the interface that it came by, unless it is one over shared memory. Which of the two it
-    /// is stays so for as long as the job lives: the shard keeps a port's tensors in an arena or sends them, never both.
+    /// The ports that have their stream, with its interface, or `None` for a stream over shared memory. A
+    /// port keeps one of the two kinds for the life of the job: the shard keeps a port's tensors in an arena
+    /// or sends them, never both.
     pub(crate) taken: HashMap<(RouteId, u32), Option<u16>>,
-    /// Streams may be resumed.
+    /// Whether streams may be resumed.
     pub(crate) continues: bool,
     pub(crate) memory: JobMemory,
 }
 
-/// How a stream came in.
-pub(crate) enum Origin {
-    /// By a listener that is these interfaces.
+/// The origin of a stream.
+pub(crate) enum StreamOrigin {
+    /// A listener that stands for these interfaces.
     Interfaces(Range<u16>),
-    /// From a process of this host, which brought these descriptors.
+    /// A process of this host, which sent these descriptors.
     Local(Vec<OwnedFd>),
 }
 
-/// A stream's place.
-pub(crate) struct Admitted {
+/// The place of an admitted stream.
+pub(crate) struct AdmittedStream {
     pub(crate) route: RouteId,
     pub(crate) port: u32,
-    /// Values of state the job's optimizer keeps a parameter.
+    /// State values per parameter of the job's optimizer.
     pub(crate) state_slots: u8,
-    /// What it exchanges through, unless it is TCP.
+    /// The shared memory of the stream; `None` for TCP.
     pub(crate) memory: Option<LocalMemory>,
-    /// It takes the place of the port's stream, and came by this interface.
+    /// The interface over which the stream resumes the port's; `None` for a new stream.
     pub(crate) resumed_by: Option<u16>,
 }
 
 impl Directory {
-    pub(crate) fn insert(&self, namespace: Namespace, entry: Entry) {
+    pub(crate) fn insert(&self, namespace: Namespace, entry: JobEntry) {
         self.jobs().living.insert(namespace, entry);
     }
 
-    /// Closes the door to a job; who still comes for it is told `message`.
+    /// Refuses further streams of a job, with `message`.
     pub(crate) fn remove(&self, namespace: Namespace, message: String) {
         let mut jobs = self.jobs();
-        if let Some(Entry { nonce, .. }) = jobs.living.remove(&namespace) {
+        if let Some(JobEntry { nonce, .. }) = jobs.living.remove(&namespace) {
             if jobs.ended.len() == ENDED_MAX {
                 jobs.ended.pop_front();
             }
-            jobs.ended.push_back(Ended { namespace, nonce, message });
+            jobs.ended.push_back(EndedJob { namespace, nonce, message });
         }
     }
 
-    /// The secret of a job that lives or has lately ended.
+    /// The secret of a job that lives or has ended recently.
     pub(crate) fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
         let jobs = self.jobs();
         let living = jobs.living.get(&namespace).map(|entry| entry.nonce);
@@ -103,11 +104,11 @@ impl Directory {
             .or_else(|| jobs.ended.iter().find(|ended| ended.namespace == namespace).map(|ended| ended.nonce))
     }
 
-    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+    fn jobs(&self) -> MutexGuard<'_, JobTables> {
         self.jobs.lock().expect("no panic while holding it")
     }
 
-    /// Who lacks a stream on some route: workers by rank, then sites; nobody for an unknown job.
+    /// The workers by rank, then the sites, that lack a stream on some route; none for an unknown job.
     pub(crate) fn missing(&self, namespace: Namespace) -> Vec<Neighbour> {
         let jobs = self.jobs();
         let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
@@ -121,7 +122,7 @@ impl Directory {
         missing.into_iter().collect()
     }
 
-    /// The ports of a living job whose streams come by this interface.
+    /// The ports of a living job whose streams use this interface.
     pub(crate) fn ports_through(&self, namespace: Namespace, interface: u16) -> Vec<(RouteId, u32)> {
         let jobs = self.jobs();
         let Some(entry) = jobs.living.get(&namespace) else { return Vec::new() };
@@ -129,8 +130,13 @@ impl Directory {
         through.map(|(&port, _)| port).collect()
     }
 
-    /// Gives a proven worker, or a hub of another site, its place on a route, or says why it cannot have it.
-    pub(crate) fn admit(&self, hello: &Hello, origin: Origin) -> Result<Admitted, (Refusal, String)> {
+    /// Admits a proven worker, or a hub of another site, to its place on a route, or refuses it with the
+    /// reason.
+    pub(crate) fn admit(
+        &self,
+        hello: &Hello,
+        origin: StreamOrigin,
+    ) -> Result<AdmittedStream, (Refusal, String)> {
         let mut jobs = self.jobs();
         let refused = |refusal, message: String| Err((refusal, message));
         if hello.caller == Caller::Prober {
@@ -173,12 +179,12 @@ impl Directory {
             return refused(Refusal::Route, why);
         }
         let route = entry.routes.get(&(hello.interface, hello.core)).filter(|_| match &origin {
-            // The way is another, the route is the same.
-            Origin::Interfaces(_) if resumes => true,
-            Origin::Interfaces(interfaces) => interfaces.contains(&hello.interface),
-            Origin::Local(_) if resumes => false,
-            // Whoever is on this host needs no interface: it names one to say which route.
-            Origin::Local(_) => true,
+            // The interface differs, the route is the same.
+            StreamOrigin::Interfaces(_) if resumes => true,
+            StreamOrigin::Interfaces(interfaces) => interfaces.contains(&hello.interface),
+            StreamOrigin::Local(_) if resumes => false,
+            // A process of this host needs no interface: it names one to identify the route.
+            StreamOrigin::Local(_) => true,
         });
         let Some(&route) = route else {
             let (at, core) = (hello.interface, hello.core);
@@ -204,7 +210,7 @@ impl Directory {
             let why = format!("{who} of job `{name}` is connected already: two processes have the same rank");
             return refused(Refusal::RankTaken, why);
         }
-        // Its tensors lie where no interface carries them, and its way cannot be cut.
+        // The tensors of such a stream are in shared memory, and it cannot be cut.
         if resumes && entry.taken.get(&(route, port)) == Some(&None) {
             let why = format!(
                 "{who} of job `{name}` resumes a stream over shared memory, which goes by no interface: only a stream over TCP \
@@ -213,24 +219,24 @@ impl Directory {
             return refused(Refusal::Route, why);
         }
         let by = match &origin {
-            Origin::Interfaces(interfaces) if resumes => Some(interfaces.start),
-            Origin::Interfaces(_) => Some(hello.interface),
-            Origin::Local(_) => None,
+            StreamOrigin::Interfaces(interfaces) if resumes => Some(interfaces.start),
+            StreamOrigin::Interfaces(_) => Some(hello.interface),
+            StreamOrigin::Local(_) => None,
         };
         let memory = match (origin, hello.caller) {
-            (Origin::Local(descriptors), Caller::Worker { rank, shares_parameters, .. }) => {
+            (StreamOrigin::Local(descriptors), Caller::Worker { rank, shares_parameters, .. }) => {
                 let attached = entry.memory.attach(rank, descriptors, shares_parameters);
                 Some(attached.map_err(|why| {
                     (Refusal::Memory, format!("{who} of job `{name}` offers memory that is no use: {why}"))
                 })?)
             }
-            (Origin::Local(_), Caller::Hub { .. } | Caller::Prober) => {
+            (StreamOrigin::Local(_), Caller::Hub { .. } | Caller::Prober) => {
                 return refused(Refusal::Route, "hubs reach one another over interfaces".to_string());
             }
-            (Origin::Interfaces(_), _) => None,
+            (StreamOrigin::Interfaces(_), _) => None,
         };
         let replaces = entry.taken.insert((route, port), by).is_some();
         let resumed_by = by.filter(|_| replaces);
-        Ok(Admitted { route, port, state_slots: entry.state_slots, memory, resumed_by })
+        Ok(AdmittedStream { route, port, state_slots: entry.state_slots, memory, resumed_by })
     }
 }

@@ -15,51 +15,53 @@ use paramhub_core::placement::HubShape;
 use paramhub_core::service::{CoreCounters, RegisterHub};
 use paramhub_transport::handshakes::raise_descriptor_limit;
 use paramhub_transport::host_identity;
-use paramhub_transport::interface::{self, Interface, LeftOut, Sysfs};
+use paramhub_transport::interface::{self, ExcludedInterface, Interface, Sysfs};
 use paramhub_transport::socket;
 use tracing::{error, info, warn};
 
-use crate::checkpoint::Board;
+use crate::acceptor::{Acceptor, AcceptorStop};
+use crate::checkpoint::CheckpointStatuses;
 use crate::config::{HubConfig, HubError};
 use crate::core::{Core, CoreHandle, mailbox};
 use crate::directory::Directory;
-use crate::door::{Door, DoorStop};
 use crate::interfaces::{self, Assignment, Listening, addresses_of, describe, plan, shape};
-use crate::link::Link;
+use crate::job_controller::{ControllerEvent, JobController};
+use crate::manager_link::ManagerLink;
 use crate::probe::Prober;
-use crate::steward::{Letter, Steward};
 
-/// Letters the steward may have waiting.
-const LETTERS: usize = 4096;
-/// Events the manager may not have been told yet.
-const NEWS: usize = 4096;
-/// Core threads for each processor there is: some more than one are of use in tests, and none in earnest.
+/// Events that may wait for the job controller.
+const CONTROLLER_EVENTS: usize = 4096;
+/// Events that may wait for the manager.
+const REPORT_EVENTS: usize = 4096;
+/// Core threads per processor: a few more than one are useful in tests, but not in production.
 const CORES_PER_PROCESSOR_MAX: usize = 8;
-/// How long a stopping hub waits for its manager to hear the last of them, and that the hub is gone.
+/// How long a stopping hub waits for its manager to receive the last events and the news that the hub is
+/// gone.
 const LAST_REPORT: Duration = Duration::from_secs(2);
 
-/// A hub at work: its cores, its door, its steward and its link to the manager, each a thread.
+/// A running hub: its cores, its acceptor, its job controller and its link to the manager, each a thread.
 ///
 /// Dropping it stops it.
 #[derive(Debug)]
 pub struct RunningHub {
     addresses: Vec<SocketAddr>,
     cores: Vec<CoreHandle>,
-    letters: SyncSender<Letter>,
-    door: DoorStop,
-    /// Dropped to end the thread that looks after the interfaces.
+    controller: SyncSender<ControllerEvent>,
+    acceptor: AcceptorStop,
+    /// The thread that watches the interfaces ends when this is dropped.
     watching: Option<SyncSender<()>>,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<String>>>,
     threads: Vec<JoinHandle<()>>,
-    all_told: Mutex<Receiver<()>>,
+    all_reported: Mutex<Receiver<()>>,
 }
 
-/// A hub that listens and has not joined a manager yet: what is wrong with its configuration, or with its addresses, has shown.
+/// A hub that listens and has not joined a manager yet: its configuration and its addresses have proved to be
+/// usable.
 pub struct ListeningHub {
     config: HubConfig,
     found: Vec<Interface>,
-    left_out: Vec<LeftOut>,
+    left_out: Vec<ExcludedInterface>,
     listeners: Vec<TcpListener>,
     addresses: Vec<SocketAddr>,
     local: Option<UnixListener>,
@@ -77,7 +79,7 @@ impl ListeningHub {
             let folder = checkpoints.folder.clone();
             checkpoints.try_out().map_err(|cause| HubError::Checkpoints { folder, cause })?;
         }
-        // A connection manager in this process starts after this, and divides what descriptors there are.
+        // A connection manager in this process starts later, and divides the descriptors that there are.
         let descriptors_max = raise_descriptor_limit();
         let sysfs = Sysfs::default();
         let found = interface::interfaces().unwrap_or_else(|error| {
@@ -118,7 +120,7 @@ impl ListeningHub {
         })
     }
 
-    /// Joins the manager and serves. Returns when workers can be served.
+    /// Joins the manager and serves. Returns when the hub can serve workers.
     pub fn join(self, manager: ManagerClient) -> Result<RunningHub, HubError> {
         let ListeningHub {
             config,
@@ -134,7 +136,7 @@ impl ListeningHub {
         } = self;
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
-        // Before any thread starts, so that a manager that refuses leaves none behind.
+        // This precedes the start of all threads, so that a manager that refuses leaves none running.
         let place = Place {
             rack: config.rack.clone().unwrap_or_default(),
             host: config.host.clone().unwrap_or_default(),
@@ -142,41 +144,41 @@ impl ListeningHub {
         let machine = config.host.clone().unwrap_or_else(host_identity);
         let keeps_checkpoints = Some(config.checkpoints.is_some());
         let offer = RegisterHub { shape: shape.clone(), place, machine, keeps_checkpoints };
-        let link = Link::join(manager, offer, stop.clone(), failure.clone())?;
+        let link = ManagerLink::join(manager, offer, stop.clone(), failure.clone())?;
         describe(&listening, &assignment, config.pin).iter().for_each(|line| info!("{line}"));
         for left_out in left_out.iter().filter(|left_out| left_out.is_worth_saying(&found)) {
             info!("interface {} is left out: {}", left_out.name, left_out.why);
         }
 
-        let (letters, letterbox) = sync_channel(LETTERS);
-        let (news, newsbox) = sync_channel(NEWS);
+        let (controller, controller_events) = sync_channel(CONTROLLER_EVENTS);
+        let (reports, report_events) = sync_channel(REPORT_EVENTS);
         let mut threads = Vec::new();
         let mut cores = Vec::new();
         for index in 0..config.cores {
             let processor = config.pin.then(|| assignment.processor_of[index].number);
             let (handle, thread) =
-                start_core(index, config.spin, processor, letters.clone(), failure.clone())?;
+                start_core(index, config.spin, processor, controller.clone(), failure.clone())?;
             cores.push(handle);
             threads.push(thread);
         }
         let directory = Arc::new(Directory::default());
-        let board = Board::default();
+        let checkpoint_statuses = CheckpointStatuses::default();
         let copies = config.streams as u16;
-        let (door, door_stop) =
-            Door::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
+        let (acceptor, acceptor_stop) =
+            Acceptor::new(listeners, copies, local, directory.clone(), cores.clone(), descriptors_max)
                 .map_err(|cause| HubError::System { what: "wait for connections", cause })?;
         let prober = Prober {
             addresses: addresses.clone(),
             is_rated: listening.iter().all(|listening| listening.rate.is_some()),
             is_probing: Arc::default(),
         };
-        let steward = Steward {
-            letters: letterbox,
-            own_letters: letters.clone(),
+        let job_controller = JobController {
+            events: controller_events,
+            own_sender: controller.clone(),
             cores: cores.clone(),
             directory,
-            news,
-            absence: link.absence(),
+            reports,
+            outage: link.outage(),
             registry: config.registry,
             shape,
             memory_bytes: config.memory_bytes.unwrap_or_else(available_memory_bytes),
@@ -187,76 +189,78 @@ impl ListeningHub {
             interface_names: listening.iter().map(Listening::called).collect(),
             prober,
             checkpoints: config.checkpoints,
-            board: board.clone(),
+            checkpoint_statuses: checkpoint_statuses.clone(),
             writing: Vec::new(),
         };
         let fail = failure.clone();
-        threads.push(spawn("hub-door", move || watch(&fail, "door", || door.run()))?);
+        threads.push(spawn("hub-acceptor", move || watch(&fail, "acceptor", || acceptor.run()))?);
         let fail = failure.clone();
-        let decide = move || {
-            watch(&fail, "steward", || {
-                steward.run();
+        let run_controller = move || {
+            watch(&fail, "job controller", || {
+                job_controller.run();
                 Ok(())
             });
         };
-        threads.push(spawn("hub-steward", decide)?);
-        let (watching, tell_watch) = sync_channel(1);
-        let (copies, watch_letters) = (config.streams as u16, letters.clone());
+        threads.push(spawn("hub-controller", run_controller)?);
+        let (watching, watch_ends) = sync_channel(1);
+        let (copies, to_controller) = (config.streams as u16, controller.clone());
         threads.push(spawn("hub-interfaces", move || {
-            interfaces::watch(&listening, copies, &watch_letters, &tell_watch);
+            interfaces::watch(&listening, copies, &to_controller, &watch_ends);
         })?);
         let (reporter, cores_to_report) = (link.clone(), cores.clone());
-        let (told, all_told) = sync_channel(1);
-        // Neither of the link's threads is joined: each may be waiting for the manager, and holds nothing.
+        let (reported, all_reported) = sync_channel(1);
+        // The link's threads are not joined: each may be waiting for the manager, and holds nothing.
         spawn("hub-reporter", move || {
-            reporter.report(&newsbox, &cores_to_report, &board);
-            // Fails if nobody waits any more.
-            let _ = told.send(());
+            reporter.report(&report_events, &cores_to_report, &checkpoint_statuses);
+            // This fails if `stop` no longer waits.
+            let _ = reported.send(());
         })?;
-        let commands = letters.clone();
+        let commands = controller.clone();
         spawn("hub-commands", move || link.take_commands(&commands))?;
         Ok(RunningHub {
             addresses,
             cores,
-            letters,
-            door: door_stop,
+            controller,
+            acceptor: acceptor_stop,
             watching: Some(watching),
             stop,
             failure,
             threads,
-            all_told: Mutex::new(all_told),
+            all_reported: Mutex::new(all_reported),
         })
     }
 }
 
 impl RunningHub {
-    /// Listens, joins the manager and serves. Returns when workers can be served.
+    /// Listens, joins the manager and serves. Returns when the hub can serve workers.
     pub fn start(manager: ManagerClient, config: HubConfig) -> Result<RunningHub, HubError> {
         ListeningHub::open(config)?.join(manager)
     }
 
-    /// The addresses listened on, one per interface, with the ports that were found free.
+    /// The addresses listened on, one per interface, with the ports that were free.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// What each core did with its time since the hub started.
+    /// How each core has used its time since the hub started.
     pub fn cores(&self) -> Vec<CoreCounters> {
         self.reports().map(|(time, _)| time).collect()
     }
 
-    /// Bytes the buffers of all jobs take.
+    /// Bytes of the buffers of all jobs.
     pub fn memory_bytes(&self) -> u64 {
         self.reports().map(|(_, memory_bytes)| memory_bytes).sum()
     }
 
-    /// Why the hub cannot go on, if so: a core has died, or a manager that had forgotten it refuses to take it back.
+    /// Why the hub cannot go on, if it cannot: a core has died, or a manager that had forgotten the hub
+    /// refuses it.
     pub fn has_failed(&self) -> Option<String> {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Tells every job's workers that the hub is shutting down, frees all, signs off at the manager and returns, within a second or,
-    /// where the manager does not answer, three; where jobs have checkpoints, when the last ones are written.
+    /// Sends the workers of every job the news that the hub shuts down, frees everything and signs off at the
+    /// manager. Returns within a second, or within three if the manager does not answer; if jobs have
+    /// checkpoints, it returns when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();
     }
@@ -272,17 +276,17 @@ impl RunningHub {
         if self.stop.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.door.stop();
+        self.acceptor.stop();
         self.watching = None;
-        // A steward that is gone has stopped already.
-        let _ = self.letters.send(Letter::Stop);
+        // If the job controller is gone, it has stopped already.
+        let _ = self.controller.send(ControllerEvent::Stop);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 error!("a thread of the hub panicked");
             }
         }
-        // A manager that does not listen finds out by the hub's silence.
-        let _ = self.all_told.lock().expect("no panic while holding it").recv_timeout(LAST_REPORT);
+        // A manager that does not listen notices the hub's silence.
+        let _ = self.all_reported.lock().expect("no panic while holding it").recv_timeout(LAST_REPORT);
     }
 }
 
@@ -333,7 +337,8 @@ fn check(config: &HubConfig) -> Result<(), HubError> {
     Ok(())
 }
 
-/// Refuses more streams than there is room for once it is known what is listened on: a copy of an interface counts as one.
+/// Refuses more streams than there is room for, once the addresses are known: each copy of an interface
+/// counts as one.
 fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
     if streams == 0 || interfaces.saturating_mul(streams) > INTERFACES_MAX {
         return Err(HubError::Config(format!(
@@ -344,7 +349,7 @@ fn check_streams(interfaces: usize, streams: usize) -> Result<(), HubError> {
     Ok(())
 }
 
-/// A listener of a random name that only processes of this host, and of its network namespace, can reach.
+/// A listener at a random name that only processes of this host, in its network namespace, can reach.
 fn listen_locally() -> std::io::Result<(UnixListener, String)> {
     let mut random = [0; 16];
     getrandom::fill(&mut random).map_err(std::io::Error::other)?;
@@ -357,16 +362,16 @@ fn start_core(
     index: usize,
     spin: Duration,
     processor: Option<usize>,
-    letters: SyncSender<Letter>,
+    controller: SyncSender<ControllerEvent>,
     failure: Arc<Mutex<Option<String>>>,
 ) -> Result<(CoreHandle, JoinHandle<()>), HubError> {
     let system = |cause| HubError::System { what: "start a core", cause };
-    let tell = Box::new(move |event| match letters.try_send(Letter::Core(event)) {
-        Err(TrySendError::Full(Letter::Core(event))) => Some(event),
-        // Told, or nobody is left to be told.
+    let send_event = Box::new(move |event| match controller.try_send(ControllerEvent::Core(event)) {
+        Err(TrySendError::Full(ControllerEvent::Core(event))) => Some(event),
+        // The event was sent, or the receiver is gone.
         _ => None,
     });
-    let (handle, mailbox) = mailbox(tell).map_err(system)?;
+    let (handle, mailbox) = mailbox(send_event).map_err(system)?;
     let core = Core::new(index, mailbox, spin).map_err(system)?;
     let thread = spawn(&format!("hub-core-{index}"), move || {
         if let Some(processor) = processor {
@@ -382,9 +387,9 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
     spawned.map_err(|cause| HubError::System { what: "start a thread", cause })
 }
 
-/// Runs a thread's work and notes why it ended, if it should not have.
+/// Runs a thread's work and stores why it ended, if it should not have.
 fn watch(failure: &Mutex<Option<String>>, what: &str, run: impl FnOnce() -> std::io::Result<()>) {
-    // What the work shared with others is not looked at again: the whole hub is reported as failed.
+    // State that the work shares with others is not used again: the whole hub is reported as failed.
     let cause = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(Ok(())) => return,
         Ok(Err(cause)) => cause.to_string(),
@@ -406,7 +411,7 @@ fn pin_to_processor(index: usize, processor: usize) {
     }
 }
 
-/// Four fifths of what the machine has free now.
+/// Four fifths of the memory that is free now.
 fn available_memory_bytes() -> u64 {
     let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;

@@ -1,47 +1,50 @@
-//! The hub server: pinned cores that own chunks, sum, optimise and answer them.
+//! The hub server: pinned cores that own chunks, sum and optimise them, and answer the workers.
 //!
-//! Follow a gradient: the `door` lets a worker's stream in and hands it to the core of its route; the `core`'s event loop
-//! receives frames into a buffer that stays in cache; a `shard` adds each whole contribution to its chunk's sum and, with
-//! the last one, runs the optimizer; a `lane` sends the new parameters straight from the model. No thread but that core
-//! ever touches the chunk.
+//! The way of a gradient: the `acceptor` admits a worker's stream and passes it to the core of its route. The
+//! event loop of the `core` receives frames into a buffer that stays in cache. A `shard` adds each whole
+//! contribution to its chunk's sum and, with the last one, runs the optimizer. A `lane` sends the new
+//! parameters straight from the model. No other thread than that core ever touches the chunk.
 //!
-//! Workers of the hub's own host come in by a `local` socket and bring their memory. Their gradients stay there until
-//! the step's last contribution: then the shard adds up all of them, runs the optimizer and writes the parameters back,
-//! block by block, and only headers pass through the lane.
+//! Workers of the hub's own host connect to a `local` socket and share their memory. Their gradients stay
+//! there until the step's last contribution. Then the shard adds up all of them, runs the optimizer and
+//! writes the parameters back, block by block, and only headers pass through the lane.
 //!
-//! What the hub listens on, and which core and processor serve each of its `interfaces`, is settled at its start.
+//! The hub decides at its start on which addresses it listens, and which core and processor serve each of its
+//! `interfaces`.
 //!
-//! Where a job has checkpoints, its cores copy chunks as they come by the wanted step, and a thread of `checkpoint` writes them.
+//! In a job with checkpoints, the cores copy each chunk when it reaches the wanted step, and a thread of
+//! `checkpoint` writes the copies.
 //!
-//! Everything else is slow and rare: the `steward` opens and ends jobs on all cores, and the `link` speaks with the
-//! connection manager.
+//! Everything else is slow and rare: the `job_controller` opens and ends jobs on all cores, and the
+//! `manager_link` exchanges commands and reports with the connection manager.
 #![forbid(unsafe_code)]
 
-mod above;
+mod acceptor;
 mod checkpoint;
 mod config;
 mod core;
 mod directory;
-mod door;
 mod hub;
 mod interfaces;
-mod link;
+mod job_controller;
 mod local;
+mod manager_link;
+mod parent_dialler;
 mod probe;
-mod steward;
 
 pub use checkpoint::{
-    CheckpointConfig, FileEntry, Flaw, Found, Holds, Manifest, TensorEntry, list_checkpoints,
+    CheckpointConfig, CheckpointFlaw, FileEntry, FoundCheckpoint, Manifest, TensorContents, TensorEntry,
+    list_checkpoints,
 };
 pub use config::{HubConfig, HubError, JobLimits};
 pub use hub::{ListeningHub, RunningHub};
 pub use paramhub_kernels::{Aggregator, Optimizer, Registry};
 pub use paramhub_transport::interface::{Rate, Selector};
 
-/// For fuzz targets.
+/// Entry points of fuzz targets.
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing {
-    /// Drives a core as the bytes say, and returns how many frames it has accepted.
+    /// Drives a core as `data` selects, and returns how many frames it has accepted.
     pub fn hub_core(data: &[u8]) -> u64 {
         let mut bytes = data.iter().copied();
         crate::core::exercise::exercise(|| bytes.next())

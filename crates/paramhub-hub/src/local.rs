@@ -5,27 +5,28 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use paramhub_core::arena::ArenaLayout;
+use paramhub_core::combinations::{Feature, Features, conflict_of};
 use paramhub_core::settings::Settings;
 use paramhub_transport::shm::{RING_BYTES_DEFAULT, Segment, rings_bytes};
 
-/// What a stream over shared memory works with.
+/// The memory of a stream over shared memory.
 #[derive(Clone, Debug)]
 pub(crate) struct LocalMemory {
     pub(crate) rings: Arc<Segment>,
     pub(crate) arenas: RankArenas,
 }
 
-/// A rank's tensors.
+/// The arenas of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct RankArenas {
-    /// Its own: gradients, and parameters unless it reads the common ones.
+    /// Its own arena: gradients, and parameters unless it reads the common ones.
     pub(crate) own: Arc<Segment>,
     pub(crate) layout: Arc<ArenaLayout>,
-    /// Where it reads parameters in common with the other workers of this host, if it does.
+    /// The memory where it reads parameters in common with the other workers of this host, if it does.
     pub(crate) common: Option<CommonParameters>,
 }
 
-/// Parameters that all workers of a host read in one place.
+/// Parameters that all workers of a host read from the same memory.
 #[derive(Clone, Debug)]
 pub(crate) struct CommonParameters {
     pub(crate) segment: Arc<Segment>,
@@ -36,18 +37,15 @@ pub(crate) struct CommonParameters {
 pub(crate) struct JobMemory {
     layout: Arc<ArenaLayout>,
     common_layout: Arc<ArenaLayout>,
-    /// Chunks of a key may be anywhere; the hub that writes the common parameters must have them all.
-    is_only_hub: bool,
-    /// Until every worker has contributed to the next step.
-    stands_still: bool,
-    /// Some keys travel as no arena holds them.
-    quantises: bool,
-    /// Of every rank here, one for all its streams.
+    /// The features of the job at this site, with which shared memory and shared parameters must combine.
+    job: Features,
+    /// The arena of each rank here, one for all its streams.
     own: HashMap<u32, Arc<Segment>>,
     common: Option<Arc<Segment>>,
 }
 
-/// The system drops descriptors that a receiver has no numbers for, and says nothing.
+/// The message about a wrong number of descriptors. The system drops descriptors without notice if the
+/// receiver has no numbers left for them.
 fn wrong_descriptors(count: usize) -> String {
     let cause = if count < 2 {
         ": this hub's process may have none left; if so, raise its limit (ulimit -n, or LimitNOFILE= of its systemd unit)"
@@ -58,29 +56,25 @@ fn wrong_descriptors(count: usize) -> String {
 }
 
 impl JobMemory {
-    /// `stands_still` is [`JobOptions::stands_still`](paramhub_core::service::JobOptions::stands_still).
-    pub(crate) fn new(settings: &Settings, hubs: usize, stands_still: bool) -> Self {
+    /// `job` has the features of the job's settings and options, and of the site's hubs.
+    pub(crate) fn new(settings: &Settings, job: Features) -> Self {
         JobMemory {
             layout: Arc::new(ArenaLayout::new(settings)),
             common_layout: Arc::new(ArenaLayout::parameters_only(settings)),
-            is_only_hub: hubs == 1,
-            stands_still,
-            quantises: settings.quantises(),
+            job,
             own: HashMap::new(),
             common: None,
         }
     }
 
-    /// Takes what a stream of `rank` brought, its arena and its rings, or says what is wrong with it.
+    /// Takes the arena and the rings that a stream of `rank` sent, or returns what is wrong with them.
     pub(crate) fn attach(
         &mut self,
         rank: u32,
         descriptors: Vec<OwnedFd>,
         shares_parameters: bool,
     ) -> Result<LocalMemory, String> {
-        if self.quantises {
-            return Err("some keys are quantised, and shared memory carries raw tensors: use TCP".into());
-        }
+        self.check(Feature::SharedMemory)?;
         let [arena, rings] =
             <[OwnedFd; 2]>::try_from(descriptors).map_err(|found| wrong_descriptors(found.len()))?;
         let rings = Segment::adopt(rings, rings_bytes(RING_BYTES_DEFAULT))
@@ -97,15 +91,13 @@ impl JobMemory {
         Ok(LocalMemory { rings: Arc::new(rings), arenas })
     }
 
+    /// Refuses shared memory, or shared parameters, with which the job does not combine.
+    pub(crate) fn check(&self, asked: Feature) -> Result<(), String> {
+        conflict_of(asked, self.job).map_or(Ok(()), |conflict| Err(conflict.to_string()))
+    }
+
     fn common(&mut self) -> Result<CommonParameters, String> {
-        if !self.stands_still {
-            let why = "parameters can be shared only in a synchronous job that waits for all workers, where they stand still \
-                       between steps";
-            return Err(why.into());
-        }
-        if !self.is_only_hub {
-            return Err("parameters can be shared only where the job has a single hub".into());
-        }
+        self.check(Feature::SharedParameters)?;
         let segment = match &self.common {
             Some(segment) => segment.clone(),
             None => {
@@ -120,7 +112,7 @@ impl JobMemory {
 }
 
 impl LocalMemory {
-    /// What the worker maps to read common parameters.
+    /// The descriptor of the common parameters, for the worker to map.
     pub(crate) fn common_descriptor(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         self.arenas.common.as_ref().map(|common| common.segment.as_fd())
     }

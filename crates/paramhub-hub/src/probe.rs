@@ -1,8 +1,8 @@
 //! Probes: what the network between this hub and another carries, measured when the manager asks for it (PHub section 3.4).
 //!
-//! One of the two hubs dials the other, a few streams through the doors that streams of jobs take, with a secret that the
-//! manager has drawn for this probe. Then both send as much as they can for half a second, and each tells the manager what
-//! has arrived.
+//! One of the two hubs dials the other, with a few streams to the listeners that streams of jobs use and a
+//! secret that the manager has drawn for this probe. Then both send as much as they can for half a second,
+//! and each reports to the manager what has arrived.
 
 mod transfer;
 
@@ -20,18 +20,18 @@ use paramhub_core::wire::{Caller, Hello, Refusal, Verdict};
 use paramhub_transport::socket::{dial, dial_from, greet};
 
 use crate::directory::Directory;
-use crate::steward::Letter;
+use crate::job_controller::ControllerEvent;
 
-/// How long all streams together may take to be opened.
+/// How long all streams together may take to open.
 const CONNECT: Duration = Duration::from_millis(500);
-/// Pause before a hub is dialled again that has not heard of the probe yet.
+/// Pause before a hub that does not know of the probe yet is dialled again.
 const REDIAL: Duration = Duration::from_millis(20);
 /// Streams of one probe.
 const STREAMS_MAX: u16 = 64;
 
-/// The probe for whose streams this hub waits, at most one. Steward and door share it.
+/// The probe for whose streams this hub waits, at most one. Job controller and acceptor share it.
 #[derive(Debug, Default)]
-pub(crate) struct Awaited(Mutex<Option<Expected>>);
+pub(crate) struct ExpectedProbe(Mutex<Option<Expected>>);
 
 #[derive(Debug)]
 struct Expected {
@@ -40,13 +40,13 @@ struct Expected {
     streams: SyncSender<OwnedFd>,
 }
 
-impl Awaited {
-    /// The secret of a probe that is waited for.
+impl ExpectedProbe {
+    /// The secret of a probe that the hub waits for.
     pub(crate) fn nonce(&self, probe: Namespace) -> Option<Nonce> {
         self.expected().as_ref().filter(|expected| expected.probe == probe).map(|expected| expected.nonce)
     }
 
-    /// Takes a stream that has proven itself. One too many, or too late, is closed.
+    /// Takes a stream that has proven itself, and closes it if there are enough or it is late.
     pub(crate) fn admit(&self, probe: Namespace, stream: OwnedFd) {
         if let Some(expected) = self.expected().as_ref().filter(|expected| expected.probe == probe) {
             let _ = expected.streams.try_send(stream);
@@ -68,9 +68,9 @@ impl Awaited {
     }
 }
 
-/// Takes part in probes, one at a time.
+/// Runs probes, one at a time.
 pub(crate) struct Prober {
-    /// Where this hub listens: streams to another one leave from these addresses by turns.
+    /// The addresses on which this hub listens: streams to another hub leave from them in turn.
     pub(crate) addresses: Vec<SocketAddr>,
     /// Whether the rates of all its interfaces are known.
     pub(crate) is_rated: bool,
@@ -78,43 +78,44 @@ pub(crate) struct Prober {
 }
 
 impl Prober {
-    /// Begins a probe on a thread of its own, which tells the steward how it came out; `refused` says why there is none.
+    /// Begins a probe on a thread of its own, which reports the outcome to the job controller. With `refused`
+    /// it only reports that reason.
     pub(crate) fn begin(
         &self,
         order: ProbeOrder,
         refused: Option<String>,
         directory: &Arc<Directory>,
-        letters: &SyncSender<Letter>,
+        controller: &SyncSender<ControllerEvent>,
     ) {
         let (probe, is_rated) = (order.probe, self.is_rated);
-        let report = move |outcome| Letter::Probed(ProbeReport { probe, outcome, is_rated });
+        let report = move |outcome| ControllerEvent::Probed(ProbeReport { probe, outcome, is_rated });
         let refused = refused.or_else(|| {
             let is_probing = self.is_probing.swap(true, Ordering::AcqRel);
             is_probing.then(|| "it takes part in another probe".to_string())
         });
         if let Some(reason) = refused {
-            // The steward itself is asking: it must not wait for room in its own letterbox.
-            let _ = letters.try_send(report(ProbeOutcome::Failed(reason)));
+            // The job controller itself is the caller: it must not wait for room in its own channel.
+            let _ = controller.try_send(report(ProbeOutcome::Failed(reason)));
             return;
         }
         let (is_probing, sources) = (self.is_probing.clone(), self.addresses.clone());
-        let (directory, to) = (directory.clone(), letters.clone());
+        let (directory, to) = (directory.clone(), controller.clone());
         let probes = move || {
             let measured = take_part(&order, &sources, &directory.probe);
             is_probing.store(false, Ordering::Release);
             let outcome = measured.map_or_else(ProbeOutcome::Failed, ProbeOutcome::BitsPerSecond);
-            // A steward that is gone tells nobody.
+            // If the job controller is gone, there is no report.
             let _ = to.send(report(outcome));
         };
         if let Err(error) = thread::Builder::new().name("hub-probe".into()).spawn(probes) {
             self.is_probing.store(false, Ordering::Release);
             let reason = format!("it cannot start a thread: {error}");
-            let _ = letters.try_send(report(ProbeOutcome::Failed(reason)));
+            let _ = controller.try_send(report(ProbeOutcome::Failed(reason)));
         }
     }
 }
 
-fn take_part(order: &ProbeOrder, sources: &[SocketAddr], awaited: &Awaited) -> Result<f64, String> {
+fn take_part(order: &ProbeOrder, sources: &[SocketAddr], awaited: &ExpectedProbe) -> Result<f64, String> {
     if !(1..=STREAMS_MAX).contains(&order.streams) {
         return Err(format!("{} streams were asked for: 1 to {STREAMS_MAX} are possible", order.streams));
     }
@@ -152,7 +153,7 @@ fn await_streams(
     Ok(streams)
 }
 
-/// All at the same time: each takes several round trips.
+/// Dials all streams at the same time, since each takes several round trips.
 fn dial_streams(
     order: &ProbeOrder,
     sources: &[SocketAddr],
@@ -174,7 +175,7 @@ fn dial_streams(
     })
 }
 
-/// Opens one, again and again while the other hub has not heard of the probe.
+/// Opens one stream, and dials again while the other hub does not know of the probe.
 fn dial_stream(
     order: &ProbeOrder,
     to: &str,
@@ -212,7 +213,7 @@ fn dial_stream(
     }
 }
 
-/// Tries every address the name stands for, from `from` where a way leads there from it.
+/// Tries every address of the name, from `from` if there is a route to it from there.
 fn connect(to: &str, from: Option<IpAddr>, deadline: Instant) -> Result<TcpStream, String> {
     let mut refused = "its name stands for no address".to_string();
     for address in to.to_socket_addrs().map_err(|error| error.to_string())? {

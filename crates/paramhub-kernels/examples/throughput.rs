@@ -1,7 +1,8 @@
-//! Speed of the kernels on this machine, for each instruction set: bytes read and written per second, for
-//! a 32 KiB chunk that stays in cache and for 256 MiB that do not, beside a triad `a[i] = b[i] + s * c[i]`.
-//! Optimizers walk the 256 MiB chunk by chunk, state slots side by side, as a hub core does. (Two arrays a
-//! multiple of 256 MiB apart evict each other from the L1 of AMD's cores; whole slots of that size would.)
+//! Speed of the kernels on this machine, for each instruction set: bytes read and written per second, for a
+//! 32 KiB chunk that stays in cache and for 256 MiB that do not, next to a triad `a[i] = b[i] + s * c[i]`.
+//! Optimizers process the 256 MiB chunk by chunk, with state slots side by side, as a hub core does. (Two
+//! arrays a multiple of 256 MiB apart evict each other from the L1 of AMD's cores; whole slots of that size
+//! would.)
 //!
 //! `cargo run --release -p paramhub-kernels --example throughput`
 
@@ -28,7 +29,7 @@ fn main() {
         let mut model = vec![0.5_f32; len];
         let mut sum = vec![0.25_f32; len];
         let mut state = vec![0.125_f32; 2 * len];
-        // One byte off: a wire buffer has no alignment.
+        // One byte off, since a wire buffer has no alignment.
         let mut wire = vec![0_u8; bytes + 1];
         let full = &mut wire[1..];
         convert::encode(&sum, full, Codec::F32);
@@ -62,7 +63,7 @@ fn main() {
                     assert_eq!(finite::first_non_finite_with(isa, half, codec), None);
                 });
             }
-            // Nothing may drift to subnormals or infinity while it is repeated.
+            // Repetition must not lead to subnormals or infinity.
             sum.fill(0.25);
             convert::encode(&sum, &mut wire[1..], Codec::F32);
             let (mean, sgd, adam_w) =

@@ -8,19 +8,19 @@ use crate::quantise;
 use crate::shared::{self, Floats};
 use crate::sum;
 
-/// Values decoded at a time by the default wire forms, and the most that [`Aggregator::gather`] is given; one tile lies on
-/// the stack.
+/// Elements that the default wire forms decode at a time, and the most that [`Aggregator::gather`] gets; one
+/// tile is on the stack.
 pub const TILE_ELEMENTS: usize = 256;
 
 /// How the contributions to a chunk combine (PHub section 3.2.2).
 ///
-/// The first contribution is assigned, the others are added, each as it arrives or, in reproducible
-/// mode, in rank order. Element `i` of the result may depend on elements `i` of the contributions alone:
-/// a hub cuts tensors into chunks, and the default wire forms cut chunks into tiles.
+/// The first contribution is assigned, the others are added, each as it arrives or, in reproducible mode, in
+/// rank order. Element `i` of the result may depend only on elements `i` of the contributions: a hub cuts
+/// tensors into chunks, and the default wire forms cut chunks into tiles.
 ///
 /// Only [`add_f32`](Self::add_f32) is required. The wire forms decode a tile at a time and call the f32
-/// forms, so both ways give the same bits; an aggregator that can read wire bytes faster overrides them.
-/// `sum` and the contribution always have the same number of elements.
+/// forms, so both give the same bits; an aggregator that can read wire bytes faster overrides them. `sum` and
+/// the contribution always have the same number of elements.
 pub trait Aggregator: Send + Sync {
     /// `sum` after the first contribution, given as f32. By default a copy.
     fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
@@ -35,9 +35,9 @@ pub trait Aggregator: Send + Sync {
         by_tiles(sum, wire, codec, |sum, contribution| self.assign_f32(sum, contribution));
     }
 
-    /// `sum` after all of `sources`, f32 contributions that other processes may overwrite meanwhile, in order; it `adds` them
-    /// to what is there or begins with them. By default a private copy of each goes through
-    /// [`assign_f32`](Self::assign_f32) and [`add_f32`](Self::add_f32).
+    /// `sum` after all of `sources`, in order: f32 contributions that other processes may overwrite
+    /// meanwhile. If it `adds`, it adds them to `sum`; otherwise the first one begins `sum`. By default a
+    /// private copy of each goes through [`assign_f32`](Self::assign_f32) and [`add_f32`](Self::add_f32).
     fn gather(&self, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
         let mut copy = [0.0; TILE_ELEMENTS];
         assert!(sum.len() <= TILE_ELEMENTS, "contributions in shared memory are summed tile by tile");
@@ -86,12 +86,12 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// With the widest instruction set of this CPU.
+    /// The sum with the widest instruction set of this CPU.
     pub fn new() -> Self {
         Self::with_isa(Isa::best())
     }
 
-    /// With the bodies for `isa`.
+    /// The sum with the bodies for `isa`.
     pub fn with_isa(isa: Isa) -> Self {
         Self { isa }
     }

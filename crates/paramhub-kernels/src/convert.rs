@@ -8,11 +8,12 @@ use crate::quantise;
 
 /// `wire[i] = model[i]`, rounded to the nearest number of `codec`, ties to even.
 ///
-/// Values beyond the range become infinite. A NaN stays a NaN of the same sign; in f16 and bf16 it
-/// becomes quiet and keeps the upper bits of its payload. `wire` may have any alignment.
+/// Values beyond the range become infinite. A NaN stays a NaN of the same sign; in f16 and bf16 it becomes
+/// quiet and keeps the upper bits of its payload. `wire` may have any alignment.
 ///
 /// # Panics
-/// If `wire.len() != model.len() * codec.bytes()`, or the codec is quantised, which takes [`quantise`](mod@crate::quantise).
+/// If `wire.len() != model.len() * codec.bytes()`, or the codec is quantised: see
+/// [`quantise`](mod@crate::quantise).
 pub fn encode(model: &[f32], wire: &mut [u8], codec: Codec) {
     encode_with(Isa::best(), model, wire, codec);
 }
@@ -81,8 +82,8 @@ kernel! {
     }
 }
 
-/// Panics unless `wire_bytes` bytes hold exactly `elements` elements: the caller has checked what came from
-/// outside, so anything else is its bug.
+/// Panics unless `wire_bytes` bytes are exactly `elements` elements: the caller has checked input from
+/// outside, so anything else is the caller's bug.
 #[track_caller]
 pub(crate) fn assert_holds(codec: Codec, elements: usize, wire_bytes: usize) {
     assert!(

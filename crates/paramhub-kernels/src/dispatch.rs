@@ -5,7 +5,7 @@ use thiserror::Error;
 
 /// The environment variable that names the widest instruction set kernels may use: `baseline`, `avx2` or `avx512`.
 ///
-/// It is for tests and comparisons: it makes this processor compute with the kernels that a lesser one would take.
+/// For tests and comparisons: it makes this processor compute with the kernels of a lesser one.
 pub const ISA_VARIABLE: &str = "PARAMHUB_ISA";
 
 /// [`ISA_VARIABLE`] names no instruction set.
@@ -15,8 +15,8 @@ pub const ISA_VARIABLE: &str = "PARAMHUB_ISA";
 )]
 pub struct UnknownIsa(String);
 
-/// An instruction set that this CPU has, so that a value of this type is the proof that a kernel body
-/// compiled for it may run.
+/// An instruction set that this CPU has. A value of this type proves that a kernel body compiled for the set
+/// may run.
 ///
 /// Every kernel picks [`Isa::best`] by itself. The explicit form (`add_with(isa, ..)`,
 /// [`Sgd::with_isa`](crate::Sgd::with_isa)) lets tests and benchmarks run each body.
@@ -26,7 +26,7 @@ pub struct Isa(Body);
 /// The bodies each kernel is compiled to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Body {
-    /// Whatever the compilation target guarantees: SSE2 on x86-64, NEON on AArch64.
+    /// Only what the compilation target guarantees: SSE2 on x86-64, NEON on AArch64.
     Baseline,
     /// AVX2 and F16C.
     #[cfg(target_arch = "x86_64")]
@@ -39,7 +39,8 @@ pub(crate) enum Body {
 impl Isa {
     /// The widest set of this CPU that [`ISA_VARIABLE`] permits, looked up once per process.
     ///
-    /// A value of the variable that names no set has no effect here; programs check it with [`check_environment`](Self::check_environment).
+    /// A value of the variable that names no set has no effect here; programs check it with
+    /// [`check_environment`](Self::check_environment).
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -60,7 +61,8 @@ impl Isa {
         Self::available().filter(permitted).last().unwrap_or(Self::baseline())
     }
 
-    /// The limit that a value of [`ISA_VARIABLE`] sets; an empty one sets none. Every name is known on every processor.
+    /// The limit that a value of [`ISA_VARIABLE`] sets; an empty one sets none. Every name is valid on every
+    /// processor.
     fn limit(value: &str) -> Result<Option<Body>, UnknownIsa> {
         Ok(Some(match value {
             "" => return Ok(None),
@@ -75,7 +77,7 @@ impl Isa {
         }))
     }
 
-    /// What the compilation target guarantees; every CPU has it.
+    /// The set that the compilation target guarantees; every CPU has it.
     pub const fn baseline() -> Self {
         Self(Body::Baseline)
     }
@@ -126,11 +128,11 @@ impl fmt::Display for Isa {
     }
 }
 
-/// Compiles one scalar loop once per instruction set and puts the choice in front as a first argument
-/// `isa: Isa`.
+/// Compiles one scalar loop once per instruction set, and adds a first argument `isa: Isa` that selects the
+/// copy.
 ///
-/// The compiler vectorises each copy for its set. It never contracts a multiply and an add into a fused
-/// one by itself, even where the set has it, so the copies agree to the bit.
+/// The compiler vectorises each copy for its set. It never contracts a multiplication and an addition into a
+/// fused one by itself, even if the set has it, so the copies agree to the bit.
 macro_rules! kernel {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?)
         $(-> $answer:ty)? $code:block) => {

@@ -1,16 +1,16 @@
 //! Gradients of fully connected layers from their sufficient factors (Poseidon section 3.2).
 //!
-//! A layer of M outputs and N inputs has met K samples: `inputs`, K rows of N numbers, went in, and `output_gradients`, K rows of
-//! M numbers, are the loss's gradient by what came out. The gradient of the weight, M rows of N numbers, is the sum of the K outer
-//! products, and that of the bias the sum of the K rows of output gradients.
+//! A layer of M outputs and N inputs has processed K samples. `inputs` are the K rows of N numbers that went
+//! in; `output_gradients`, K rows of M numbers, are the gradient of the loss with respect to the layer's
+//! output. The gradient of the weight, M rows of N numbers, is the sum of the K outer products, and that of
+//! the bias is the sum of the K rows of output gradients.
 //!
-//! This is the one place with fused multiply-adds, which the matrix product of another crate makes where the processor has them:
-//! every element is one chain over the samples, in their order, cut after every 256. So the bits depend on the samples and their
-//! order and on nothing else among processors with fused multiply-add, however the matrix is cut into tiles and whichever threads
-//! make them; between those with and those without they differ in the last places. Workers that must agree find out first:
-//! [`fingerprint`].
+//! Every element is one chain over the samples in their order, as [`product`](crate::product) states. Workers
+//! that must agree on the bits compare first: [`fingerprint`].
 
 use std::ops::Range;
+
+use crate::product::{Operand, multiply};
 
 /// The factors of a step: all samples of all workers, in rank order.
 #[derive(Clone, Copy, Debug)]
@@ -44,8 +44,8 @@ impl<'a> Factors<'a> {
         Factors { inputs, output_gradients, columns, rows, samples }
     }
 
-    /// A tile of the weight's gradient: the elements in these rows and columns, row by row, into `tile`, of which the first
-    /// `rows.len() * columns.len()` are written.
+    /// Writes a tile of the weight's gradient, the elements in these rows and columns, row by row, to the
+    /// first `rows.len() * columns.len()` elements of `tile`.
     ///
     /// # Panics
     /// If the rows or columns are not within the matrix, or `tile` is too short.
@@ -54,11 +54,11 @@ impl<'a> Factors<'a> {
         self.weight_gradient_into(rows, columns, tile, stride);
     }
 
-    /// The same where a row of the tile begins `stride` elements behind the one before, as in a part of a larger matrix; what
-    /// lies between them is left as it is.
+    /// As [`weight_gradient`](Self::weight_gradient), but each row of the tile begins `stride` elements after
+    /// the one before, as in a part of a larger matrix. The elements between the rows stay unchanged.
     ///
     /// # Panics
-    /// Likewise, or if a row is longer than `stride`.
+    /// As there, or if a row is longer than `stride`.
     pub fn weight_gradient_into(
         &self,
         rows: Range<usize>,
@@ -66,50 +66,12 @@ impl<'a> Factors<'a> {
         target: &mut [f32],
         stride: usize,
     ) {
-        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
-        assert!(
-            columns.start <= columns.end && columns.end <= self.columns && columns.len() <= stride,
-            "columns {columns:?} of {}, {stride} apart",
-            self.columns
-        );
-        if rows.is_empty() || columns.is_empty() {
-            return;
-        }
-        let target = &mut target[..(rows.len() - 1) * stride + columns.len()];
-        if self.samples == 0 {
-            target.chunks_mut(stride).for_each(|row| row[..columns.len()].fill(0.0));
-            return;
-        }
-        // Row k begins at k times the stride; its first element of the tile is `start` further on.
-        let gradients = self.output_gradients[rows.start..].as_ptr();
-        let inputs = self.inputs[columns.start..].as_ptr();
-        // SAFETY: the product reads `gradients[k * self.rows + r]` for k < samples and r < rows.len(), at most element
-        // `rows.start + (samples - 1) * self.rows + rows.len() - 1`, which is below `samples * self.rows` because `rows.end` is at
-        // most `self.rows`; `new` has checked that the slice is that long. The same holds for `inputs` with columns. It writes
-        // `target[r * stride + c]` for r < rows.len() and c < columns.len(), at most the last element of `target`, which was cut to
-        // that length above and is borrowed mutably, so that it overlaps neither; no two of them are one element, because a row is
-        // at most `stride` long. All strides are lengths of slices or less than one where there is a second row, and fit isize.
-        unsafe {
-            matrixmultiply::sgemm(
-                rows.len(),
-                self.samples,
-                columns.len(),
-                1.0,
-                gradients,
-                1,
-                self.rows as isize,
-                inputs,
-                self.columns as isize,
-                1,
-                0.0,
-                target.as_mut_ptr(),
-                stride as isize,
-                1,
-            );
-        }
+        let gradients = Operand::new(self.output_gradients, self.samples, self.rows).columns(rows);
+        let inputs = Operand::new(self.inputs, self.samples, self.columns).columns(columns);
+        multiply(gradients.transposed(), inputs, target, stride);
     }
 
-    /// The bias's gradient, one element for each row of the weight: added up in the order of the samples.
+    /// The bias's gradient, one element for each row of the weight, added up in the order of the samples.
     ///
     /// # Panics
     /// If `gradient` does not have M elements.
@@ -118,7 +80,7 @@ impl<'a> Factors<'a> {
         self.bias_gradient_of(0..self.rows, gradient);
     }
 
-    /// The same of some rows alone.
+    /// As [`bias_gradient`](Self::bias_gradient), for some rows alone.
     ///
     /// # Panics
     /// If the rows are not within the matrix, or `gradient` does not have an element for each.
@@ -131,18 +93,19 @@ impl<'a> Factors<'a> {
     }
 }
 
-/// Elements of a tile at most: with parameters, state and what is given back it stays in a core's second cache.
+/// The most elements of a tile: with the parameters, the state and the answer it stays in a core's second
+/// cache.
 const TILE_ELEMENTS: usize = 1 << 17;
-/// Columns of a tile at most.
+/// The most columns of a tile.
 const TILE_COLUMNS: usize = 2048;
-/// Samples with which a tile of so many elements takes about a millisecond.
+/// The number of samples with which a full tile takes about a millisecond.
 const TILE_SAMPLES: usize = 256;
-/// Rows and columns below which a product would spend its time on arranging its factors.
+/// With fewer rows or columns a product would spend its time on arranging its factors.
 const TILE_ROWS_MIN: usize = 64;
 const TILE_COLUMNS_MIN: usize = 128;
 
-/// How a gradient is made piece by piece: in bands of rows, and these in tiles of columns, each at most 512 KiB large and about a
-/// millisecond's work.
+/// How a gradient is made piece by piece: in bands of rows, and each band in tiles of columns. A tile is at
+/// most 512 KiB large and about a millisecond's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiling {
     /// Rows of a band; the last may have fewer.
@@ -152,7 +115,7 @@ pub struct Tiling {
 }
 
 impl Tiling {
-    /// For a matrix of so many columns and products over so many samples.
+    /// The tiling for a matrix of this many columns and products over this many samples.
     pub fn new(columns: usize, samples: usize) -> Tiling {
         let elements = TILE_ELEMENTS / samples.div_ceil(TILE_SAMPLES).max(1);
         let rows = (elements / columns.max(1)).max(TILE_ROWS_MIN);
@@ -165,18 +128,19 @@ impl Tiling {
         self.rows * self.columns
     }
 
-    /// The tiles of a row of so many elements, left to right.
+    /// The tiles of a row of this many elements, left to right.
     pub fn across(self, columns: usize) -> impl Iterator<Item = Range<usize>> {
         (0..columns).step_by(self.columns).map(move |start| start..columns.min(start + self.columns))
     }
 }
 
-/// What this processor makes of a few products, as bits: equal at two processes if what they make of the same factors is.
+/// A digest of the bits of a few products on this processor. If it is equal in two processes, so are their
+/// products of equal factors.
 pub fn fingerprint() -> u64 {
-    // More samples than one chain has, and sides that no register's width divides.
+    // More samples than one chain has, and sides that the width of no register divides.
     const SHAPE: (usize, usize) = (37, 43);
     const SAMPLES: usize = 300;
-    // Numbers whose products need rounding, of a linear congruential generator.
+    // Numbers whose products need rounding, from a linear congruential generator.
     let mut state = 0x9e37_79b9_u32;
     let mut draw = |count: usize| -> Vec<f32> {
         let mut next = || {
@@ -199,7 +163,7 @@ mod tests {
 
     use super::*;
 
-    /// In f64, element by element.
+    /// The weight's gradient in f64, element by element.
     fn reference(factors: &Factors<'_>) -> Vec<f64> {
         let mut gradient = vec![0.0; factors.rows * factors.columns];
         for k in 0..factors.samples {
@@ -308,7 +272,7 @@ mod tests {
         assert_eq!(Tiling::new(25_088, 2048), Tiling { rows: 64, columns: 256 });
     }
 
-    /// The order of samples is the order of additions, and chains are cut at one place whatever the tile.
+    /// The order of samples is the order of additions, and every tile cuts the chains at the same place.
     #[test]
     fn many_samples_have_the_same_bits_in_any_tile() {
         let (samples, shape) = (1000, (70, 130));

@@ -5,8 +5,8 @@ use paramhub_core::codec::Codec;
 use crate::convert::assert_holds;
 use crate::dispatch::{Isa, kernel};
 
-/// Elements looked at between two decisions to go on: long enough for the vector loop, short enough to
-/// stay in L1 for the second look.
+/// Elements per block, after each of which the search decides whether to go on: enough for the vector loop,
+/// and few enough to stay in L1 for the second look.
 const BLOCK_ELEMENTS: usize = 1024;
 
 /// The index of the first NaN or infinity among the little-endian elements of `wire`, at any alignment.

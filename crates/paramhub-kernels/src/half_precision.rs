@@ -1,8 +1,8 @@
 //! One element or one slice of f16 and bf16.
 //!
-//! The scalar forms have no branches, so a loop over them vectorises, and they give the same bits as the
-//! F16C instructions for every input, NaNs included. They avoid subnormal operands where they compute
-//! in f32, so a process that flushes subnormals (`torch.set_flush_denormal`) changes nothing.
+//! The scalar forms have no branches, so a loop over them vectorises, and they give the same bits as the F16C
+//! instructions for every input, including NaNs. They avoid subnormal operands when they compute in f32, so
+//! they give the same bits in a process that flushes subnormals (`torch.set_flush_denormal`).
 
 use crate::dispatch::{Body, Isa};
 
@@ -13,7 +13,7 @@ const F16_INFINITY: u32 = 0x7c00;
 const F16_QUIET: u32 = 0x0200;
 /// 2^-14, the smallest normal f16, as f32 bits.
 const F16_NORMAL_MIN: u32 = (127 - 14) << 23;
-/// 2^16, where every f32 rounds to an infinite f16, as f32 bits.
+/// 2^16, from which on every f32 rounds to an infinite f16, as f32 bits.
 const F16_OVERFLOW: u32 = (127 + 16) << 23;
 
 /// Exact. A signalling NaN becomes quiet and keeps its payload.
@@ -60,7 +60,7 @@ pub(crate) fn f32_to_f16(value: f32) -> u16 {
     (sign | rounded) as u16
 }
 
-/// Exact: every bit, a NaN's too, is kept.
+/// Exact: it keeps every bit, also those of a NaN.
 #[inline(always)]
 pub(crate) fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
@@ -77,7 +77,7 @@ pub(crate) fn f32_to_bf16(value: f32) -> u16 {
     (if bits & !F32_SIGN > F32_INFINITY { nan } else { rounded }) as u16
 }
 
-/// `out[i] = wire[i]`, both of one length.
+/// `out[i] = wire[i]`; both have the same length.
 pub(crate) fn decode_f16(isa: Isa, out: &mut [f32], wire: &[[u8; 2]]) {
     match isa.body() {
         Body::Baseline => decode_f16_portable(out, wire),
@@ -90,7 +90,7 @@ pub(crate) fn decode_f16(isa: Isa, out: &mut [f32], wire: &[[u8; 2]]) {
     }
 }
 
-/// `sum[i] += wire[i]`, both of one length.
+/// `sum[i] += wire[i]`; both have the same length.
 pub(crate) fn add_f16(isa: Isa, sum: &mut [f32], wire: &[[u8; 2]]) {
     match isa.body() {
         Body::Baseline => add_f16_portable(sum, wire),
@@ -103,7 +103,7 @@ pub(crate) fn add_f16(isa: Isa, sum: &mut [f32], wire: &[[u8; 2]]) {
     }
 }
 
-/// `wire[i] = model[i]` rounded, both of one length.
+/// `wire[i] = model[i]`, rounded; both have the same length.
 pub(crate) fn encode_f16(isa: Isa, model: &[f32], wire: &mut [[u8; 2]]) {
     match isa.body() {
         Body::Baseline => encode_f16_portable(model, wire),
@@ -187,14 +187,14 @@ mod avx2 {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     fn load(values: &[f32; 8]) -> __m256 {
-        // SAFETY: the reference covers the 32 bytes read; the load asks for no alignment.
+        // SAFETY: the reference covers the 32 bytes read; the load needs no alignment.
         unsafe { _mm256_loadu_ps(values.as_ptr()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     fn store(values: &mut [f32; 8], vector: __m256) {
-        // SAFETY: the reference covers the 32 bytes written; the store asks for no alignment.
+        // SAFETY: the reference covers the 32 bytes written; the store needs no alignment.
         unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
     }
 
@@ -207,7 +207,7 @@ mod avx2 {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     fn widen(halves: &[[u8; 2]; 8]) -> __m256 {
-        // SAFETY: the reference covers the 16 bytes read; the load asks for no alignment.
+        // SAFETY: the reference covers the 16 bytes read; the load needs no alignment.
         _mm256_cvtph_ps(unsafe { _mm_loadu_si128(halves.as_ptr().cast()) })
     }
 
@@ -215,7 +215,7 @@ mod avx2 {
     #[target_feature(enable = "avx2,f16c")]
     fn narrow(vector: __m256, halves: &mut [[u8; 2]; 8]) {
         let rounded = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(vector);
-        // SAFETY: the reference covers the 16 bytes written; the store asks for no alignment.
+        // SAFETY: the reference covers the 16 bytes written; the store needs no alignment.
         unsafe { _mm_storeu_si128(halves.as_mut_ptr().cast(), rounded) }
     }
 }
@@ -231,14 +231,14 @@ mod avx512 {
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn load(values: &[f32; 16]) -> __m512 {
-        // SAFETY: the reference covers the 64 bytes read; the load asks for no alignment.
+        // SAFETY: the reference covers the 64 bytes read; the load needs no alignment.
         unsafe { _mm512_loadu_ps(values.as_ptr()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn store(values: &mut [f32; 16], vector: __m512) {
-        // SAFETY: the reference covers the 64 bytes written; the store asks for no alignment.
+        // SAFETY: the reference covers the 64 bytes written; the store needs no alignment.
         unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
     }
 
@@ -251,7 +251,7 @@ mod avx512 {
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn widen(halves: &[[u8; 2]; 16]) -> __m512 {
-        // SAFETY: the reference covers the 32 bytes read; the load asks for no alignment.
+        // SAFETY: the reference covers the 32 bytes read; the load needs no alignment.
         _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) })
     }
 
@@ -259,7 +259,7 @@ mod avx512 {
     #[target_feature(enable = "avx512f")]
     fn narrow(vector: __m512, halves: &mut [[u8; 2]; 16]) {
         let rounded = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(vector);
-        // SAFETY: the reference covers the 32 bytes written; the store asks for no alignment.
+        // SAFETY: the reference covers the 32 bytes written; the store needs no alignment.
         unsafe { _mm256_storeu_si256(halves.as_mut_ptr().cast(), rounded) }
     }
 }

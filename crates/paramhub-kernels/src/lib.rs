@@ -1,22 +1,22 @@
 //! Sums, optimizers and conversions on slices, with SIMD inside.
 //!
-//! A hub core hands this crate one chunk at a time: the bytes of a contribution as they lie in the
-//! receive buffer, the chunk's sum, its model and its optimizer state. Everything here is a function on
-//! slices: no thread, no allocation, no knowledge of jobs, keys or frames.
+//! A hub core passes one chunk at a time to this crate: the bytes of a contribution in the receive buffer,
+//! the chunk's sum, its model and its optimizer state. Everything here is a function on slices: it starts no
+//! thread, allocates nothing and knows no jobs, keys or frames.
 //!
 //! # The rounding rule
 //!
-//! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to
-//! even. There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element ever
-//! meets another. So the same inputs give the same bits on every CPU, with every instruction set, in
-//! the vector body as in its tail, and however a tensor is cut into chunks. Three modules have rules of their own:
-//! [`squares`](squares::squares) and [`quantise`] add elements up, and [`factors`] multiplies matrices. The one freedom IEEE leaves
-//! open stays open: which payload a NaN carries when two NaNs meet.
+//! Every operation on an element is one IEEE 754 operation, rounded on its own to the nearest, ties to even.
+//! There is no fused multiply-add, no reciprocal estimate and no reassociation, and no element is combined
+//! with another. So the same inputs give the same bits on every CPU, with every instruction set, in the
+//! vector body as in its tail, and however a tensor is cut into chunks. Three modules have rules of their
+//! own: [`squares`](squares::squares) and [`quantise`] add elements up, and [`product`] multiplies matrices.
+//! One freedom that IEEE leaves open stays open: the payload of a NaN that results from two NaNs.
 //!
 //! # Wire bytes
 //!
-//! Contributions are the little-endian elements of a [`Codec`] in a `&[u8]` of any alignment, so that a hub
-//! adds straight from its receive buffer. Sums, models and optimizer state are `f32`.
+//! Contributions are the little-endian elements of a [`Codec`] in a `&[u8]` of any alignment, so a hub adds
+//! straight from its receive buffer. Sums, models and optimizer state are `f32`.
 //!
 //! # One step of a chunk
 //!
@@ -51,6 +51,7 @@ pub mod finite;
 mod half_precision;
 pub mod nontemporal;
 pub mod optimizer;
+pub mod product;
 pub mod quantise;
 mod registry;
 pub mod shared;
@@ -62,7 +63,7 @@ pub use dispatch::{ISA_VARIABLE, Isa, UnknownIsa};
 pub use optimizer::{Adam, Mean, Optimizer, Sgd, Step, Undivided, mean_factor};
 pub use registry::{Registry, RegistryError};
 
-// The vocabulary of these signatures, so that an optimizer's author needs this crate alone.
+// The vocabulary of these signatures, so that the author of an optimizer needs this crate alone.
 pub use paramhub_core::codec::Codec;
 pub use paramhub_core::hyperparameters::{
     EXTRA_NAME_BYTES_MAX, EXTRA_VALUES_MAX, ExtraValues, HyperparameterError, Hyperparameters,

@@ -1,11 +1,13 @@
-//! Aggregators and optimizers whose results bypass the cache (PHub sections 3.2.2 and 4.5, table 4): there to be compared
-//! with those that do not.
+//! Aggregators and optimizers whose results bypass the cache (PHub sections 3.2.2 and 4.5, table 4), for
+//! comparison with those whose results do not.
 //!
-//! What a hub writes is soon read again: the sum by the next contribution, the model by the sends. Bypassing the cache
-//! spares it for others and pays with memory bandwidth. PHub measured that this loses, and so may whoever doubts it here.
+//! A hub soon reads again what it writes: the next contribution reads the sum, and the sends read the model.
+//! Bypassing the cache leaves room in it for other data and costs memory bandwidth. PHub measured that this
+//! is slower, and here anyone can repeat the measurement.
 //!
-//! A tile is worked on in the L1 cache by the very kernels that are compared with, so the bits are the same, and from there
-//! streamed to where it belongs. That pass through L1 is part of what is measured; beside memory it is small.
+//! The kernels under comparison process a tile in the L1 cache, so the bits are the same, and the tile is
+//! then streamed to its place. That pass through L1 is part of the measurement; it is small compared with
+//! memory.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
@@ -14,30 +16,31 @@ use crate::aggregate::Aggregator;
 use crate::convert::assert_holds;
 use crate::optimizer::{Optimizer, Step};
 
-/// Elements of a tile: with two slots of state it takes 4 KiB, a fraction of any L1 cache.
+/// Elements of a tile: with two state slots it takes 4 KiB, a fraction of any L1 cache.
 const TILE_ELEMENTS: usize = 256;
 /// State slots that go through a tile.
 const SLOTS_MAX: usize = 2;
 
-/// Whether this target has stores that bypass the cache. Where it has none, [`NonTemporal`] works and bypasses nothing.
+/// Whether this target has stores that bypass the cache. If it has none, [`NonTemporal`] works but bypasses
+/// nothing.
 pub const IS_SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
-/// Does what `R` does and writes what comes of it past the cache: an aggregator its sum, an optimizer its model and its
-/// state. What an optimizer of more than two slots of state makes is written as usual.
+/// Does what `R` does, and writes the result past the cache: an aggregator its sum, an optimizer its model
+/// and its state. The results of an optimizer with more than two state slots are written as usual.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NonTemporal<R> {
     rule: R,
 }
 
 impl<R> NonTemporal<R> {
-    /// Around `rule`.
+    /// The non-temporal form of `rule`.
     pub fn new(rule: R) -> Self {
         Self { rule }
     }
 }
 
 impl<R: Aggregator> NonTemporal<R> {
-    /// Calls `work` with every tile of the sum, as it was, and its first element.
+    /// Calls `work` with every tile of the old sum, and its first element.
     fn by_tiles(&self, sum: &mut [f32], keeps: bool, mut work: impl FnMut(&mut [f32], usize)) {
         let mut target = Streamed::new(sum);
         let mut tile = [0.0; TILE_ELEMENTS];
@@ -131,8 +134,8 @@ impl<R: Optimizer> Optimizer for NonTemporal<R> {
     }
 }
 
-/// A slice that is overwritten from its beginning, past the cache. Nobody reads what was written before this is dropped,
-/// and by then it is visible to everybody.
+/// A slice that is overwritten from its beginning, past the cache. Nothing reads what was written before this
+/// is dropped, and by then all threads see it.
 struct Streamed<'a> {
     target: &'a mut [f32],
     written: usize,
@@ -143,7 +146,7 @@ impl<'a> Streamed<'a> {
         Self { target, written: 0 }
     }
 
-    /// What is not overwritten yet.
+    /// The part that is not overwritten yet.
     fn rest(&self) -> &[f32] {
         &self.target[self.written..]
     }
@@ -160,7 +163,7 @@ impl Drop for Streamed<'_> {
     }
 }
 
-/// Copies past the cache; [`fence`] must follow before anybody reads the target.
+/// Copies past the cache; [`fence`] must follow before anything reads the target.
 #[cfg(target_arch = "x86_64")]
 fn stream(target: &mut [f32], source: &[f32]) {
     use std::arch::x86_64::{_mm_loadu_ps, _mm_stream_ps};
@@ -174,10 +177,11 @@ fn stream(target: &mut [f32], source: &[f32]) {
     let (target, target_tail) = target.as_chunks_mut::<LANES>();
     let (source, source_tail) = source.as_chunks::<LANES>();
     for (target, source) in target.iter_mut().zip(source) {
-        // SAFETY: `source` is four readable values; no alignment is asked for. SSE is part of x86-64.
+        // SAFETY: `source` is four readable values; the load needs no alignment. SSE is part of x86-64.
         let values = unsafe { _mm_loadu_ps(source.as_ptr()) };
-        // SAFETY: `target` is four writable values at a multiple of 16 bytes, counted from `head` on. The caller's duty,
-        // a fence before anybody reads them, is `Streamed`'s drop, until which it holds them exclusively.
+        // SAFETY: `target` is four writable values at a multiple of 16 bytes, counted from `head` on. The
+        // caller's duty, a fence before anything reads them, is met by the drop of `Streamed`, until which it
+        // holds them exclusively.
         unsafe { _mm_stream_ps(target.as_mut_ptr(), values) };
     }
     target_tail.copy_from_slice(source_tail);
@@ -188,7 +192,7 @@ fn stream(target: &mut [f32], source: &[f32]) {
     target.copy_from_slice(source);
 }
 
-/// Makes what was streamed visible.
+/// Makes the streamed values visible.
 fn fence() {
     // SAFETY: a fence touches no memory, and SSE is part of x86-64.
     #[cfg(target_arch = "x86_64")]
@@ -197,7 +201,7 @@ fn fence() {
     }
 }
 
-/// Asks for the first tile of `values`, for one use and not for the cache.
+/// Prefetches the first tile of `values`, for one use and not for the cache.
 fn prefetch(values: &[f32]) {
     #[cfg(target_arch = "x86_64")]
     for line in values[..values.len().min(TILE_ELEMENTS)].chunks(16) {

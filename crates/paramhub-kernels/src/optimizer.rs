@@ -1,5 +1,5 @@
-//! What happens to a chunk once its contributions are summed: the mean and the update in one pass, while
-//! the chunk is in cache (PHub section 3.2.2).
+//! The processing of a chunk's complete sum: the mean and the update in one pass, while the chunk is in cache
+//! (PHub section 3.2.2).
 
 mod adam;
 mod mean;
@@ -18,38 +18,38 @@ use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters};
 /// One update of one chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
-    /// The values in force for this step.
+    /// The hyperparameters of this step.
     pub hyperparameters: &'a Hyperparameters,
-    /// How many updates this chunk has had, this one included: 1 or more. Adam's `t`.
+    /// The number of this update of the chunk, from 1. Adam's `t`.
     pub number: u64,
-    /// How many contributions are in the sum: 1 or more.
+    /// Number of contributions in the sum, at least 1.
     pub contributions: u32,
-    /// What the mean gradient is multiplied with: 1, unless the job clips it or scales it otherwise.
+    /// The factor for the mean gradient: 1, unless the job clips or scales it.
     pub factor: f32,
 }
 
-/// What a sum of so many contributions is multiplied with to become their mean: the quotient, rounded to f32.
+/// The factor that makes a mean of a sum of this many contributions: the quotient, rounded to f32.
 pub fn mean_factor(contributions: u32) -> f32 {
     1.0 / contributions as f32
 }
 
 impl Step<'_> {
-    /// What a sum is multiplied with to become the gradient of this step: `1 / contributions`, rounded to f32, times
+    /// The factor that makes this step's gradient of a sum: `1 / contributions`, rounded to f32, times
     /// `factor`, rounded again; a factor of 1 changes no bit.
     ///
-    /// An optimizer that takes the mean does so as `sum[i] * step.mean_factor()`, a multiplication, so that whoever
-    /// repeats a step elsewhere gets the same bits.
+    /// An optimizer that takes the mean does so as `sum[i] * step.mean_factor()`, a multiplication, so that a
+    /// repetition of the step elsewhere gives the same bits.
     pub fn mean_factor(&self) -> f32 {
         mean_factor(self.contributions) * self.factor
     }
 }
 
-/// An update rule, fused with the division by the number of contributions where it takes the mean.
+/// An update rule. A rule that takes the mean fuses the division by the number of contributions.
 ///
-/// A rule is elementwise: element `i` of the new model and state depends on elements `i` alone, because a
-/// hub cuts tensors into chunks and calls each chunk's owner by itself. Implementations hold no state of
-/// their own; what they must remember lives in `state`, which the hub allocates, zeroes, saves and restores.
-/// Calls happen on the data path: do not allocate, lock or log.
+/// A rule is elementwise: element `i` of the new model and state depends on elements `i` alone, because a hub
+/// cuts tensors into chunks and calls each chunk's owner by itself. Implementations have no state of their
+/// own: `state` holds what they must keep, and the hub allocates, zeroes, saves and restores it. The calls
+/// are on the data path: do not allocate, lock or log.
 ///
 /// ```
 /// use paramhub_kernels::{Hyperparameters, Optimizer, Step};
@@ -71,28 +71,28 @@ impl Step<'_> {
 /// }
 /// ```
 pub trait Optimizer: Send + Sync {
-    /// State values per parameter that a job needs which starts with `hyperparameters`: 1 for SGD with
-    /// momentum, 0 without, 2 for Adam.
+    /// State values per parameter of a job that starts with `hyperparameters`: 1 for SGD with momentum, 0
+    /// without, 2 for Adam.
     fn state_slots(&self, hyperparameters: &Hyperparameters) -> usize;
 
-    /// Updates one chunk: `model` and `sum` have its length, `state` holds its slots back to back (slot `k`
-    /// is `state[k * model.len()..(k + 1) * model.len()]`, see [`slots_mut`]), as many as
-    /// [`state_slots`](Self::state_slots) said when the job began, zeroed before step 1. Where the job has groups of keys it
-    /// holds as many as the most demanding of them needs.
+    /// Updates one chunk. `model` and `sum` have its length. `state` has its slots back to back: slot `k` is
+    /// `state[k * model.len()..(k + 1) * model.len()]`, see [`slots_mut`]. There are as many slots as
+    /// [`state_slots`](Self::state_slots) returned when the job began, zeroed before step 1. In a job with
+    /// groups of keys there are as many as the most demanding group needs.
     fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]);
 
-    /// The values a job gets that names none.
+    /// The hyperparameters of a job that sets none.
     fn defaults(&self) -> Hyperparameters {
         Hyperparameters::default()
     }
 
-    /// Whether every call must bring a whole chunk as the job cut it. By default a hub may cut chunks smaller still, into
-    /// blocks that stay in the first cache while other things happen to them.
+    /// Whether each call must have a whole chunk of the job. By default a hub may cut chunks further, into
+    /// blocks that stay in the first cache between several passes.
     fn needs_whole_chunks(&self) -> bool {
         false
     }
 
-    /// Whether this optimizer can run on `hyperparameters`. By default it can on any.
+    /// Whether this optimizer can run with `hyperparameters`. By default it can run with any.
     ///
     /// # Errors
     /// Names the value at fault and what it must be.
@@ -101,8 +101,8 @@ pub trait Optimizer: Send + Sync {
         Ok(())
     }
 
-    /// Whether a job that began with `initial` can go on with `next`: `next` passes
-    /// [`check`](Self::check) and needs no more state than was allocated.
+    /// Whether a job that began with `initial` can continue with `next`: `next` passes [`check`](Self::check)
+    /// and needs no more state than was allocated.
     ///
     /// # Errors
     /// As `check`, and [`HyperparameterError::MoreState`].

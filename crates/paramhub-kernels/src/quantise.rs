@@ -1,13 +1,15 @@
-//! One or two bits an element, with what is lost kept for the next time (Seide et al., "1-bit stochastic gradient descent
-//! and its application to data-parallel distributed training of speech DNNs", Interspeech 2014).
+//! One or two bits per element, with the loss kept for the next time (Seide et al., "1-bit stochastic
+//! gradient descent and its application to data-parallel distributed training of speech DNNs", Interspeech
+//! 2014).
 //!
-//! The values of a block of [`QUANTISED_BLOCK_ELEMENTS`] are split at their mean; with two bits each half is split at its own
-//! mean again. Every class is rebuilt as the mean of its values, rounded to bf16, so that a block keeps its sum but for that
-//! rounding. Decoding needs no memory and is [`convert::decode`](crate::convert::decode), [`sum::assign`](crate::sum::assign)
-//! and [`sum::add`](crate::sum::add), as of every other codec.
+//! The values of a block of [`QUANTISED_BLOCK_ELEMENTS`] are split at their mean; with two bits each half is
+//! split at its own mean again. Each class decodes to the mean of its values, rounded to bf16, so a block
+//! keeps its sum except for that rounding. Decoding needs no memory:
+//! [`convert::decode`](crate::convert::decode), [`sum::assign`](crate::sum::assign) and
+//! [`sum::add`](crate::sum::add) do it, as for every other codec.
 //!
-//! A block that holds a NaN or an infinity, or whose values add up to one, has levels that are not finite: what is decoded
-//! of it is not finite either, and [`first_non_finite`] tells.
+//! A block with a NaN or an infinity, or whose values add up to one, has levels that are not finite. Then its
+//! decoded values are not finite either, and [`first_non_finite`] finds them.
 
 use paramhub_core::codec::{Codec, QUANTISED_BLOCK_ELEMENTS};
 
@@ -15,10 +17,10 @@ use crate::dispatch::{Isa, kernel};
 use crate::half_precision::{bf16_to_f32, f32_to_bf16};
 
 const BLOCK: usize = QUANTISED_BLOCK_ELEMENTS;
-/// Running sums, as many in every body, so that all round alike.
+/// The number of running sums. It is the same in every body, so that all of them round alike.
 const LANES: usize = 16;
 
-/// Quantises `values[i] + residual[i]` into `wire` and leaves what is lost of it in `residual`.
+/// Quantises `values[i] + residual[i]` into `wire` and leaves the loss in `residual`.
 ///
 /// # Panics
 /// If the codec is not quantised, or the lengths do not fit one another.
@@ -36,8 +38,8 @@ pub fn encode_with(isa: Isa, values: &[f32], residual: &mut [f32], wire: &mut [u
     }
 }
 
-/// Quantises `model[i] - seen[i]` into `wire` and adds it to `seen`, which thereby stays what whoever decodes all that is
-/// encoded here, and adds it up, has: what is lost remains in the difference.
+/// Quantises `model[i] - seen[i]` into `wire` and adds the decoded result to `seen`. So `seen` is always what
+/// a receiver has that adds up everything encoded here, and the loss remains in the difference.
 ///
 /// # Panics
 /// As [`encode`].
@@ -55,7 +57,8 @@ pub fn encode_change_with(isa: Isa, model: &[f32], seen: &mut [f32], wire: &mut 
     }
 }
 
-/// The first element of the first block of a payload of so many elements that holds something not finite.
+/// The first element of the first block that has a value that is not finite, in a payload of `elements`
+/// elements.
 ///
 /// # Panics
 /// As [`encode`].
@@ -66,7 +69,7 @@ pub fn first_non_finite(wire: &[u8], elements: usize, codec: Codec) -> Option<us
     levels.iter().position(is_bad).map(|level| level / levels_a_block * BLOCK)
 }
 
-/// `out[i] = wire[first + i]` of a payload of `elements`, where `first` is a multiple of eight.
+/// `out[i] = wire[first + i]` for a payload of `elements`, where `first` is a multiple of eight.
 pub(crate) fn decode_from(
     isa: Isa,
     wire: &[u8],
@@ -95,7 +98,7 @@ fn bits(codec: Codec) -> usize {
     codec.quantised_bits().expect("the codec is quantised")
 }
 
-/// Levels and numbers of a payload.
+/// The levels and the numbers of a payload.
 #[track_caller]
 fn parts(wire: &[u8], elements: usize, codec: Codec) -> (&[[u8; 2]], &[u8]) {
     assert_holds(codec, elements, wire.len());
@@ -206,7 +209,8 @@ fn change<const BITS: usize>(model: &[f32], seen: &mut [f32], levels: &mut [[u8;
     }
 }
 
-/// Splits a block into classes, and writes their levels, every value's class and what is rebuilt of it.
+/// Splits a block into classes, and writes their levels, the class of each value and the value that it
+/// decodes to.
 #[inline(always)]
 fn quantise<const BITS: usize>(
     values: &[f32],
@@ -215,11 +219,11 @@ fn quantise<const BITS: usize>(
     numbers: &mut [u8],
 ) {
     let mean = mean_where(values, |_| true);
-    // Not `<=`: a NaN must count somewhere.
+    // Not `<=`: a NaN must belong to a class.
     let low = mean_where(values, |value| u32::from(value > mean) == 0);
     let high = mean_where(values, |value| value > mean);
-    // A class is the number of splits below, for one bit that at the mean alone. No branches: what is random is not
-    // predicted.
+    // The class of a value is the number of splits below it; with one bit there is a single split, at the
+    // mean. There are no branches, since random values cannot be predicted.
     let class_of = move |value: f32| match BITS {
         1 => u32::from(value > mean),
         _ => u32::from(value > low) + u32::from(value > mean) + u32::from(value > high),
@@ -245,7 +249,7 @@ fn quantise<const BITS: usize>(
     pack::<BITS>(&classes, numbers);
 }
 
-/// The mean of the values that belong, 0 if none does.
+/// The mean of the values for which `belongs` holds, 0 if there are none.
 #[inline(always)]
 fn mean_where(values: &[f32], belongs: impl Fn(f32) -> bool) -> f32 {
     let mut sums = [0.0_f32; LANES];
@@ -258,7 +262,7 @@ fn mean_where(values: &[f32], belongs: impl Fn(f32) -> bool) -> f32 {
     for (sum, value) in sums.iter_mut().zip(left) {
         *sum += if belongs(*value) { *value } else { 0.0 };
     }
-    // Wrapping, for it cannot: a check of every addition would keep the loop from being vectorised.
+    // Wrapping, although it cannot wrap: a check of every addition would prevent vectorisation.
     let count = values.iter().fold(0_u32, |count, value| count.wrapping_add(u32::from(belongs(*value))));
     if count == 0 { 0.0 } else { sums.iter().sum::<f32>() / count as f32 }
 }
@@ -274,8 +278,8 @@ fn pick<const BITS: usize>(levels: [f32; 4], class: u32) -> f32 {
     if high { lower } else { upper }
 }
 
-/// Puts classes side by side, the first in the lowest bits. A product gathers those of one byte in its highest bits: every
-/// class meets every shift, and no two land on one bit.
+/// Packs classes side by side, the first in the lowest bits. A multiplication collects the classes of one
+/// byte in its highest bits: every class meets every shift, and no two results share a bit.
 #[inline(always)]
 fn pack<const BITS: usize>(classes: &[u8; BLOCK], packed: &mut [u8]) {
     if BITS == 1 {
@@ -289,7 +293,7 @@ fn pack<const BITS: usize>(classes: &[u8; BLOCK], packed: &mut [u8]) {
     }
 }
 
-/// Combines each of `out` with the value rebuilt for it, from element `first` of the payload on.
+/// Combines each of `out` with its decoded value, from element `first` of the payload on.
 #[inline(always)]
 fn rebuild<const BITS: usize>(
     levels: &[[u8; 2]],

@@ -7,7 +7,7 @@ use crate::optimizer::{Adam, Mean, Optimizer, Sgd, Undivided};
 
 /// Optimizers and aggregators by the names that jobs ask for.
 ///
-/// A hub is given one at its start; a program that brings its own kinds registers them before that.
+/// A hub gets one at its start; a program with kinds of its own registers them before that.
 #[derive(Clone)]
 pub struct Registry {
     optimizers: BTreeMap<String, Arc<dyn Optimizer>>,
@@ -15,7 +15,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// A registry that knows nothing.
+    /// An empty registry.
     pub fn empty() -> Self {
         Self { optimizers: BTreeMap::new(), aggregators: BTreeMap::new() }
     }
@@ -63,7 +63,7 @@ impl Registry {
     /// The optimizer called `name`.
     ///
     /// # Errors
-    /// If there is none; the error lists the names there are.
+    /// If there is none; the error lists the existing names.
     pub fn optimizer(&self, name: &str) -> Result<Arc<dyn Optimizer>, RegistryError> {
         look_up(&self.optimizers, "optimizer", name)
     }
@@ -71,7 +71,7 @@ impl Registry {
     /// The aggregator called `name`.
     ///
     /// # Errors
-    /// If there is none; the error lists the names there are.
+    /// If there is none; the error lists the existing names.
     pub fn aggregator(&self, name: &str) -> Result<Arc<dyn Aggregator>, RegistryError> {
         look_up(&self.aggregators, "aggregator", name)
     }
@@ -102,18 +102,18 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// Why a name was refused.
+/// Why a name is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistryError {
-    /// Nothing is registered under the name.
+    /// Nothing is registered under this name.
     #[error("no {kind} is called {name:?}; there are: {}", known.join(", "))]
     Unknown {
         /// `optimizer` or `aggregator`.
         kind: &'static str,
         /// The name asked for.
         name: String,
-        /// The names there are, sorted.
+        /// The existing names, sorted.
         known: Vec<String>,
     },
     /// The name is taken.
@@ -124,7 +124,7 @@ pub enum RegistryError {
         /// The name given.
         name: String,
     },
-    /// A name needs at least one character.
+    /// The name is empty.
     #[error("an {kind} cannot be registered under an empty name")]
     Empty {
         /// `optimizer` or `aggregator`.

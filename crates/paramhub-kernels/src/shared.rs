@@ -1,11 +1,11 @@
 //! Copies between a process's own memory and memory that another process may read and write meanwhile.
 //!
-//! No reference to such memory is ever made: it is read once, through raw pointers, into memory nobody else can touch,
-//! and only that copy is looked at. Whatever the other side writes meanwhile, the copy holds some bytes and nothing worse
-//! happens.
+//! No reference to such memory is ever made: it is read once, through raw pointers, into private memory, and
+//! only that copy is used. If the other side writes meanwhile, the copy has arbitrary bytes, and nothing
+//! worse happens.
 //!
-//! These loops stand where `memcpy` would: it picks `rep movsb` for such sizes, which some processors run at a fifteenth of
-//! their speed where the target lies less than 16 bytes behind the source, modulo the page size.
+//! These loops replace `memcpy`. For such sizes it uses `rep movsb`, which on some processors has a fifteenth
+//! of its speed if the target is less than 16 bytes behind the source, modulo the page size.
 
 #[cfg(target_arch = "x86_64")]
 use crate::dispatch::Body;
@@ -13,22 +13,22 @@ use std::marker::PhantomData;
 
 use crate::dispatch::Isa;
 
-/// Bytes moved by one turn of a loop; targets are brought to a multiple of it first.
+/// Bytes that one turn of a loop moves; targets are aligned to a multiple of it first.
 const LINE_BYTES: usize = 64;
 
-/// How far ahead of the sum its sources are fetched: what stands between two sums of neighbouring blocks would otherwise
-/// leave the memory idle for the time of an access.
+/// How far ahead of the sum its sources are fetched: otherwise the work between the sums of neighbouring
+/// blocks would leave the memory idle for the time of an access.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_ELEMENTS: usize = 256;
 
-/// Fetches what will soon be read.
+/// Prefetches bytes that will soon be read.
 pub fn prefetch(bytes: &[u8]) {
     for line in bytes.chunks(LINE_BYTES) {
         prefetch_line(line.as_ptr());
     }
 }
 
-/// A hint, which does no harm at any address.
+/// A prefetch, which is harmless at any address.
 #[inline(always)]
 fn prefetch_line(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -43,8 +43,8 @@ fn prefetch_line(line: *const u8) {
 /// Copies `target.len()` bytes from `source`, which another process may write to meanwhile.
 ///
 /// # Safety
-/// `source` is valid for reads of `target.len()` bytes, mapped for as long as this runs, and does not overlap `target`.
-/// That its bytes may change while they are read is allowed for.
+/// `source` is valid for reads of `target.len()` bytes, mapped for as long as this runs, and does not overlap
+/// `target`. Its bytes may change while they are read.
 pub unsafe fn copy_in(source: *const u8, target: &mut [u8]) {
     // SAFETY: the duties are those of `copy`, and the caller's.
     unsafe { copy(source, target.as_mut_ptr(), target.len()) };
@@ -59,8 +59,8 @@ pub unsafe fn copy_out(source: &[u8], target: *mut u8) {
     unsafe { copy(source.as_ptr(), target, source.len()) };
 }
 
-/// [`copy_out`] past the caches: this side will not read the target again, and lines that are overwritten whole need not be
-/// fetched first. Call [`fence`] before telling the other side.
+/// [`copy_out`] past the caches: this side will not read the target again, and lines that are overwritten
+/// whole need not be fetched first. Call [`fence`] before announcing the data to the other side.
 ///
 /// # Safety
 /// As [`copy_out`].
@@ -69,14 +69,14 @@ pub unsafe fn stream_out(source: &[u8], target: *mut u8) {
     unsafe { stream_bytes(source.as_ptr(), target, source.len()) };
 }
 
-/// [`stream_out`] into this process's own memory, for what will not be read again soon. Call [`fence`] before another thread
-/// reads it.
+/// [`stream_out`] into this process's own memory, for data that will not be read again soon. Call [`fence`]
+/// before another thread reads it.
 ///
 /// # Panics
 /// If the lengths differ.
 pub fn stream(source: &[u8], target: &mut [u8]) {
     assert_eq!(source.len(), target.len(), "a copy is as long as what is copied");
-    // SAFETY: `target` is as many bytes and borrowed exclusively, and so lies elsewhere.
+    // SAFETY: `target` has as many bytes, and is borrowed exclusively, so the two do not overlap.
     unsafe { stream_out(source, target.as_mut_ptr()) };
 }
 
@@ -93,18 +93,18 @@ impl Floats<'_> {
     pub const NONE: Self = Floats { start: std::ptr::null(), len: 0, memory: PhantomData };
 
     /// # Safety
-    /// `start` is valid for reads of `len` elements, mapped for as long as the value lives, and no reference of this
-    /// process to them allows writing. That they may change meanwhile is allowed for.
+    /// `start` is valid for reads of `len` elements, mapped for as long as the value lives, and no reference
+    /// of this process to them allows writing. The elements may change meanwhile.
     pub unsafe fn new(start: *const u8, len: usize) -> Self {
         Floats { start, len, memory: PhantomData }
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -115,16 +115,18 @@ impl Floats<'_> {
     /// If `target` is not as long.
     pub fn read(&self, target: &mut [f32]) {
         assert_eq!(target.len(), self.len, "a copy is as long as what is copied");
-        // SAFETY: `new`'s caller vouches for the source; `target` is borrowed exclusively, and so lies elsewhere.
+        // SAFETY: `new`'s caller guarantees the source; `target` is borrowed exclusively, so the two do not
+        // overlap.
         unsafe { copy(self.start, target.as_mut_ptr().cast(), size_of_val(target)) };
     }
 }
 
-/// `sum[i] = sources[0][i] + sources[1][i] + ...`, or `sum[i] + sources[0][i] + ...` where it `adds`: every contribution to a
-/// chunk in one pass, each added in order and rounded on its own, so that the bits are those of adding one after the other.
+/// `sum[i] = sources[0][i] + sources[1][i] + ...`, or `sum[i] + sources[0][i] + ...` if it `adds`. It adds
+/// all contributions to a chunk in one pass, each in order and rounded on its own, so the bits are those of
+/// adding one after the other.
 ///
 /// # Panics
-/// If a source is not as long as the sum, or nothing is added up.
+/// If a source is not as long as the sum, or there is nothing to add up.
 pub fn gather(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     assert!(adds || !sources.is_empty(), "a sum needs a contribution");
     assert!(sources.iter().all(|source| source.len == sum.len()), "contributions are as long as their sum");
@@ -139,7 +141,7 @@ pub fn gather(sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     }
 }
 
-/// [`gather`] of the elements from `first` on, tile by tile.
+/// [`gather`] for the elements from `first` on, tile by tile.
 fn gather_from(first: usize, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]) {
     let mut tile = [0.0; 256];
     for start in (first..sum.len()).step_by(tile.len()) {
@@ -147,7 +149,7 @@ fn gather_from(first: usize, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]
         for (number, source) in sources.iter().enumerate() {
             let tile = &mut tile[..end - start];
             let from = source.start.wrapping_add(start * size_of::<f32>());
-            // SAFETY: `start..end` lies within the source, which is as long as the sum.
+            // SAFETY: `start..end` is within the source, which is as long as the sum.
             unsafe { copy(from, tile.as_mut_ptr().cast(), size_of_val(tile)) };
             for (total, value) in sum[start..end].iter_mut().zip(tile) {
                 *total = if number == 0 && !adds { *value } else { *total + *value };
@@ -156,8 +158,8 @@ fn gather_from(first: usize, sum: &mut [f32], adds: bool, sources: &[Floats<'_>]
     }
 }
 
-/// Orders every [`stream_out`] of this thread before whatever it writes next: streaming stores overtake ordinary ones, even
-/// those with release ordering.
+/// Orders every [`stream_out`] of this thread before its next writes: streaming stores overtake ordinary
+/// ones, even those with release ordering.
 pub fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64.
@@ -187,9 +189,9 @@ unsafe fn stream_bytes(source: *const u8, target: *mut u8, length: usize) {
     let head = (target.addr().next_multiple_of(LINE_BYTES) - target.addr()).min(length);
     let body = (length - head) / LINE_BYTES * LINE_BYTES;
     let done = head + body;
-    // SAFETY: the three pieces lie one behind the other within `length` bytes, which the caller vouches for.
+    // SAFETY: the three pieces follow each other within `length` bytes, which the caller guarantees.
     unsafe { copy_volatile(source, target, head) };
-    // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores want it.
+    // SAFETY: as above, and the middle's target is a multiple of 64, as streaming stores require.
     unsafe { stream_lines(source.wrapping_add(head), target.wrapping_add(head), body) };
     // SAFETY: as above.
     unsafe { copy_volatile(source.wrapping_add(done), target.wrapping_add(done), length - done) };
@@ -214,7 +216,8 @@ unsafe fn stream_lines(source: *const u8, target: *mut u8, length: usize) {
     }
 }
 
-/// Word by word, then byte by byte; volatile, so that each is read once and nothing is assumed of it.
+/// Word by word, then byte by byte; volatile, so that each is read once and the compiler assumes nothing of
+/// it.
 ///
 /// # Safety
 /// Both pointers are valid for `length` bytes and the ranges do not overlap.
@@ -241,7 +244,7 @@ mod x86 {
 
     use super::{AHEAD_ELEMENTS, Floats, LINE_BYTES, copy_volatile, gather_from, prefetch_line};
 
-    /// One copy loop: load and store whole vectors, the rest byte by byte.
+    /// One copy loop: it loads and stores whole vectors, and the rest byte by byte.
     macro_rules! copy {
         ($(#[$attribute:meta])* $name:ident, $vector:ty, $zero:ident, $load:ident, $store:ident) => {
             $(#[$attribute])*
@@ -274,7 +277,7 @@ mod x86 {
                     unsafe { $store(target.wrapping_add(at).cast(), vector) };
                     at += VECTOR;
                 }
-                // SAFETY: what is left of both ranges.
+                // SAFETY: the rest of both ranges.
                 unsafe { copy_volatile(source.wrapping_add(at), target.wrapping_add(at), length - at) };
             }
         };
@@ -392,7 +395,7 @@ mod tests {
                 for out in [copy_out as unsafe fn(&[u8], *mut u8), stream_out] {
                     let (mut there, mut back) = (vec![0xee; 1300], vec![0xee; 1300]);
                     let at = there.as_mut_ptr().wrapping_add(shift);
-                    // SAFETY: `there` holds `shift + length` bytes.
+                    // SAFETY: `there` has `shift + length` bytes.
                     unsafe { out(&source[shift..shift + length], at) };
                     fence();
                     // SAFETY: as above.
@@ -419,7 +422,7 @@ mod tests {
                     .collect();
                 let sources: Vec<Floats<'_>> = contributions
                     .iter()
-                    // SAFETY: each holds `shift` bytes and `len` elements, and outlives the sources.
+                    // SAFETY: each has `shift` bytes and `len` elements, and outlives the sources.
                     .map(|bytes| unsafe { Floats::new(bytes[shift..].as_ptr(), len) })
                     .collect();
                 for adds in [false, true] {
@@ -440,7 +443,7 @@ mod tests {
                     }
                     for body in bodies {
                         let mut sum = begin.clone();
-                        // SAFETY: the sources are as long as the sum; the set is here.
+                        // SAFETY: the sources are as long as the sum; the CPU has the set.
                         unsafe { body(&mut sum, adds, &sources) };
                         assert_eq!(sum, expected, "{len} elements, adds {adds}");
                     }
@@ -462,7 +465,8 @@ mod tests {
             let mut target = vec![0_u8; 1024];
             let start = target.as_ptr().align_offset(64);
             let at = target.as_mut_ptr().wrapping_add(start);
-            // SAFETY: the set is here; `start` is at most 63, so that 777 bytes fit; `at` is a multiple of 64.
+            // SAFETY: the CPU has the set; `start` is at most 63, so that 777 bytes fit; `at` is a multiple
+            // of 64.
             unsafe { body(source.as_ptr(), at, source.len()) };
             fence();
             assert_eq!(target[start..start + source.len()], source);

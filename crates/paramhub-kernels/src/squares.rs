@@ -1,12 +1,13 @@
-//! What the norm of a gradient is made of.
+//! The sum of squares for the norm of a gradient.
 
 use crate::dispatch::{Isa, kernel};
 
-/// Running sums, so that the additions do not wait for one another.
+/// The number of running sums, so that additions do not wait for one another.
 const LANES: usize = 16;
 
-/// The squares of `values[i] * factor`, added up. The products are rounded to f32, as an optimizer rounds a mean; their
-/// squares are exact in f64, in which they are added, in an order that depends on `values.len()` alone.
+/// The sum of the squares of `values[i] * factor`. The products are rounded to f32, as an optimizer rounds a
+/// mean. Their squares are exact in f64, in which they are added in an order that depends on `values.len()`
+/// alone.
 pub fn squares(values: &[f32], factor: f32) -> f64 {
     squares_with(Isa::best(), values, factor)
 }

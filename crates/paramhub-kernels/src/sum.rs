@@ -7,7 +7,7 @@ use crate::dispatch::{Isa, kernel};
 use crate::half_precision::{add_f16, bf16_to_f32};
 use crate::quantise;
 
-/// `sum[i] = wire[i]`: the first contribution of a chunk, so that nothing has to be zeroed.
+/// `sum[i] = wire[i]`: the first contribution to a chunk, so that nothing must be zeroed.
 ///
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
@@ -22,8 +22,8 @@ pub fn assign_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
     decode_with(isa, wire, sum, codec);
 }
 
-/// `sum[i] += wire[i]`: a later contribution of a chunk (PHub section 3.2.2), added in f32 whatever it
-/// travelled as.
+/// `sum[i] += wire[i]`: a later contribution to a chunk (PHub section 3.2.2), added in f32 in whatever codec
+/// it travelled.
 ///
 /// `wire` holds `sum.len()` elements, little-endian, at any alignment.
 ///
@@ -44,8 +44,8 @@ pub fn add_with(isa: Isa, sum: &mut [f32], wire: &[u8], codec: Codec) {
     }
 }
 
-/// `sum[i] += contribution[i]`: a contribution that was parked as f32, as reproducible mode does to sum in
-/// rank order.
+/// `sum[i] += contribution[i]`: a contribution that was parked as f32, as reproducible mode does in order to
+/// sum in rank order.
 ///
 /// # Panics
 /// If the lengths differ.

@@ -1,5 +1,5 @@
-//! Who may call: operators and hubs by token, which the head of a request shows, so that no body is read before. Workers prove
-//! a job's nonce instead, in their bodies.
+//! Who may call. Operators and hubs show a token in the head of a request, so that it is checked before any
+//! body is read. Workers prove a job's nonce in their bodies instead.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use axum::http::{Method, header, request::Parts};
 use paramhub_core::service::ErrorCode;
 use subtle::ConstantTimeEq;
 
-use crate::clock::Now;
+use crate::clock::now;
+use crate::connection_slots::ConnectionSlot;
 use crate::error::{Refusal, refusal};
-use crate::places::Guest;
 use crate::registry::Registry;
-use crate::routes::Segment;
+use crate::routes::PathSegment;
 
 /// Witness that the caller has the admin token, or that the manager needs none.
 pub(crate) struct Admin;
@@ -22,17 +22,17 @@ impl FromRequestParts<Arc<Registry>> for Admin {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
-        let guest = Caller::of(parts);
+        let slot = Caller::of(parts);
         let Some(expected) = &registry.admin_token else {
-            // Everybody may; a call that takes no body is complete.
+            // Without a token every caller is admitted. A call without a body is complete.
             if parts.method != Method::POST {
-                guest.0.complete();
+                slot.0.complete();
             }
             return Ok(Admin);
         };
         let message = match bearer(parts) {
             Some(token) if token.as_bytes().ct_eq(expected.as_bytes()).into() => {
-                guest.0.prove_operator()?;
+                slot.0.prove_operator()?;
                 return Ok(Admin);
             }
             Some(_) => "this is not the connection manager's admin token",
@@ -56,21 +56,21 @@ impl FromRequestParts<Arc<Registry>> for FromHub {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, registry: &Arc<Registry>) -> Result<Self, Refusal> {
-        let Segment(hub) = Segment::<u32>::from_request_parts(parts, registry).await?;
+        let PathSegment(hub) = PathSegment::<u32>::from_request_parts(parts, registry).await?;
         let token = bearer(parts).map(str::to_string);
-        registry.with(|world| world.hubs.admit(hub, token.as_deref(), Now::read()).map(drop))?;
+        registry.with(|state| state.membership.admit_hub(hub, token.as_deref(), now()))?;
         Caller::of(parts).0.prove_hub(hub)?;
         Ok(FromHub { hub, token: token.expect("a hub without one is not admitted") })
     }
 }
 
-/// Who calls, as far as that is known.
-pub(crate) struct Caller(pub(crate) Arc<Guest>);
+/// The slot of the caller's connection, which knows what the caller has proved.
+pub(crate) struct Caller(pub(crate) Arc<ConnectionSlot>);
 
 impl Caller {
     pub(crate) fn of(parts: &Parts) -> Self {
-        let guest = parts.extensions.get::<Arc<Guest>>();
-        Caller(guest.expect("the server gives every request its caller's place").clone())
+        let slot = parts.extensions.get::<Arc<ConnectionSlot>>();
+        Caller(slot.expect("the server gives every request its caller's place").clone())
     }
 }
 

@@ -1,5 +1,6 @@
-//! Request bodies: bounded in bytes and time before anything looks at them. Of a caller who has proved nothing a body is read
-//! among what all such callers may send; a key table's budget is for ranks that have proved their job's nonce.
+//! Request bodies, bounded in bytes and time before they are parsed. The bodies of all callers who have
+//! proved nothing are bounded together. Key tables have a budget of their own, for ranks that have proved
+//! their job's nonce.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -18,34 +19,36 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
 use crate::auth::Caller;
+use crate::connection_slots::{ConnectionSlot, busy};
 use crate::error::{Refusal, refusal};
-use crate::places::{Guest, busy};
 use crate::registry::{Registry, blocking};
-use crate::routes::{Segment, namespace};
-use crate::world::Rank;
+use crate::routes::{PathSegment, namespace};
+use crate::state::CallingRank;
 
-/// Bytes of most bodies.
+/// The most bytes of most bodies.
 pub(crate) const SMALL: usize = 64 << 10;
-/// Bytes of a hub's shape: 64 interfaces that each list 1,024 cores fit.
+/// The most bytes of a hub's shape: 64 interfaces that each list 1,024 cores fit.
 pub(crate) const SHAPE: usize = 1 << 20;
-/// Bytes of a hub's report.
+/// The most bytes of a hub's report.
 pub(crate) const REPORT: usize = 4 << 20;
 /// How long a small body may take.
 const SMALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a key table may take, with the wait for its turn; half a gigabyte at 10 MB/s.
+/// How long a key table may take, including the wait for its turn; enough for half a gigabyte at 10 MB/s.
 const TABLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// In each of these times of its own a key table must get on by [`PACE_BYTES`].
+/// At least [`PACE_BYTES`] of a key table must arrive in each interval of this length.
 const PACE: Duration = Duration::from_secs(5);
 const PACE_BYTES: usize = 256 << 10;
-/// Bytes within which InitService says who calls, so that a key table is read of ranks alone.
+/// The bytes in which InitService must name the calling rank and its proof, so that a key table is read from
+/// ranks alone.
 const CLAIM_BYTES: usize = 4 << 10;
-/// Up to here a key table is small, and waits for no large one.
+/// The most bytes of a small key table, which waits for no large one.
 const SMALL_TABLE: usize = 4 << 20;
-/// KiB of small key tables that are read and compared at a time.
+/// KiB of small key tables that are read and compared at the same time.
 const SMALL_TABLES_KIB: usize = 128 << 10;
-/// KiB of all others, two of the largest; further ones wait.
+/// KiB of large key tables that are read and compared at the same time: two of the largest. Further ones
+/// wait.
 const LARGE_TABLES_KIB: usize = 2 * REQUEST_BYTES_MAX / 1024;
-/// Bodies above this are parsed beside the executor's threads.
+/// Bodies above this many bytes are parsed beside the executor's threads.
 const PARSED_AT_ONCE: usize = 64 << 10;
 
 /// A JSON body of at most `LIMIT` bytes.
@@ -57,40 +60,44 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static, const LIMIT: usize> F
     type Rejection = Refusal;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
-        let mut body = Arriving::begin(request, LIMIT, Instant::now(), SMALL_TIMEOUT)?;
+        let mut body = IncomingBody::begin(request, LIMIT, Instant::now(), SMALL_TIMEOUT)?;
         while body.more().await? {}
-        let Arriving { bytes, guest, .. } = body;
-        guest.complete();
+        let IncomingBody { bytes, slot, .. } = body;
+        slot.complete();
         let parsed =
             if bytes.len() > PARSED_AT_ONCE { blocking(move || parse(&bytes)).await? } else { parse(&bytes) };
         Ok(JsonBody(parsed?))
     }
 }
 
-/// The budgets of key tables that are in hand.
-pub(crate) struct Tables {
+/// The budgets of key tables that are being read and compared.
+pub(crate) struct KeyTableBudgets {
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
 }
 
-impl Default for Tables {
+impl Default for KeyTableBudgets {
     fn default() -> Self {
-        Tables::new(SMALL_TABLES_KIB, LARGE_TABLES_KIB)
+        KeyTableBudgets::new(SMALL_TABLES_KIB, LARGE_TABLES_KIB)
     }
 }
 
-impl Tables {
+impl KeyTableBudgets {
     fn new(small_kib: usize, large_kib: usize) -> Self {
-        Tables { small: Arc::new(Semaphore::new(small_kib)), large: Arc::new(Semaphore::new(large_kib)) }
+        KeyTableBudgets {
+            small: Arc::new(Semaphore::new(small_kib)),
+            large: Arc::new(Semaphore::new(large_kib)),
+        }
     }
 
-    /// Waits for a place for a table of so many bytes.
+    /// Waits for room in the budget for a table of `declared` bytes.
     async fn admit(&self, declared: usize, deadline: Instant) -> Result<OwnedSemaphorePermit, Refusal> {
         let (budget, most) = match declared <= SMALL_TABLE {
             true => (&self.small, SMALL_TABLES_KIB),
             false => (&self.large, LARGE_TABLES_KIB),
         };
-        // What is too long is refused elsewhere; here it only must not ask for more than there is.
+        // A table that is too long is refused elsewhere. Here it must only not ask for more than the whole
+        // budget.
         let share = (declared / 1024 + 1).min(most) as u32;
         match timeout_at(deadline, budget.clone().acquire_many_owned(share)).await {
             Ok(Ok(permit)) => Ok(permit),
@@ -101,20 +108,21 @@ impl Tables {
     }
 }
 
-/// An InitService body of a caller who has proved the job's nonce, not yet parsed, with its place in the budget of such bodies.
+/// An InitService body of a caller who has proved the job's nonce, not yet parsed. It holds its share of the
+/// budget of such bodies.
 pub(crate) struct TableBody {
-    pub(crate) caller: Rank,
+    pub(crate) caller: CallingRank,
     bytes: Vec<u8>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl TableBody {
-    /// Reads who calls, checks that, waits for a place in the budget and then for the rest, for all together no longer than
-    /// `patience` after `begun`.
+    /// Reads the caller's claim and checks it, waits for room in the budget and then reads the rest. All this
+    /// must end before the body's deadline.
     async fn receive(
-        mut body: Arriving,
-        tables: &Tables,
-        prove: impl Fn(&Claim) -> Result<Rank, Refusal>,
+        mut body: IncomingBody,
+        tables: &KeyTableBudgets,
+        prove: impl Fn(&Claim) -> Result<CallingRank, Refusal>,
     ) -> Result<Self, Refusal> {
         let declared = body.declared.unwrap_or(REQUEST_BYTES_MAX);
         let claim = loop {
@@ -137,11 +145,11 @@ impl TableBody {
         body.bytes.reserve_exact(body.declared.unwrap_or(0).saturating_sub(body.bytes.len()));
         body.pace = Some(Pace { until: Instant::now() + PACE, bytes: body.bytes.len() });
         while body.more().await? {}
-        body.guest.complete();
+        body.slot.complete();
         Ok(TableBody { caller, bytes: body.bytes, _permit: permit })
     }
 
-    /// Parses the body and frees its bytes; what was parsed still counts against the budget.
+    /// Parses the body and frees its bytes. The parsed table still counts against the budget.
     pub(crate) fn parse<T: DeserializeOwned>(&mut self) -> Result<T, ServiceError> {
         parse(&std::mem::take(&mut self.bytes))
     }
@@ -152,22 +160,22 @@ impl FromRequest<Arc<Registry>> for TableBody {
 
     async fn from_request(request: Request, registry: &Arc<Registry>) -> Result<Self, Refusal> {
         let (mut parts, body) = request.into_parts();
-        let Segment(text) = Segment::<String>::from_request_parts(&mut parts, registry).await?;
+        let PathSegment(text) = PathSegment::<String>::from_request_parts(&mut parts, registry).await?;
         let namespace = namespace(&text)?;
-        let guest = Caller::of(&parts).0;
+        let slot = Caller::of(&parts).0;
         let request = Request::from_parts(parts, body);
-        let body = Arriving::begin(request, REQUEST_BYTES_MAX, Instant::now(), TABLE_TIMEOUT)?;
+        let body = IncomingBody::begin(request, REQUEST_BYTES_MAX, Instant::now(), TABLE_TIMEOUT)?;
         let prove = |claim: &Claim| {
-            let caller = Rank { namespace, rank: claim.rank, incarnation: claim.incarnation };
+            let caller = CallingRank { namespace, rank: claim.rank, incarnation: claim.incarnation };
             registry.check_proof(caller, Purpose::Init, &claim.proof)?;
-            registry.seat(&guest, namespace)?;
+            registry.admit_rank(&slot, namespace)?;
             Ok(caller)
         };
         TableBody::receive(body, &registry.tables, prove).await
     }
 }
 
-/// What InitService says before the settings.
+/// The fields of InitService that come before the settings.
 #[derive(Deserialize)]
 struct Claim {
     rank: u32,
@@ -176,7 +184,8 @@ struct Claim {
 }
 
 impl Claim {
-    /// Who calls, if the body begins with that: all that comes before the settings is made an object of its own.
+    /// The claim, if the body begins with it: the fields before the settings are parsed as an object of their
+    /// own.
     fn at_the_beginning_of(body: &[u8]) -> Option<Claim> {
         let settings = b"\"settings\"";
         let before = body.windows(settings.len()).take(CLAIM_BYTES).position(|window| window == settings)?;
@@ -185,11 +194,11 @@ impl Claim {
     }
 }
 
-/// A body, as far as it has come.
-struct Arriving {
+/// A body that is being read.
+struct IncomingBody {
     body: Body,
     bytes: Vec<u8>,
-    guest: Arc<Guest>,
+    slot: Arc<ConnectionSlot>,
     declared: Option<usize>,
     limit: usize,
     begun: Instant,
@@ -197,16 +206,17 @@ struct Arriving {
     pace: Option<Pace>,
 }
 
-/// By when a body must have more bytes than it had.
+/// When the next [`PACE_BYTES`] of a body are due.
 struct Pace {
     until: Instant,
     bytes: usize,
 }
 
-impl Arriving {
+impl IncomingBody {
     fn begin(request: Request, limit: usize, begun: Instant, patience: Duration) -> Result<Self, Refusal> {
         let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        // Browsers cannot send this type to another site unasked, so no web page can create jobs on a loopback manager.
+        // Browsers do not send this type to another site unless that allows it, so no web page can create
+        // jobs on a loopback manager.
         if !content_type.is_some_and(|value| value.trim_start().starts_with("application/json")) {
             let message = "the body must be JSON with `content-type: application/json`";
             return Err(Refusal::with_status(
@@ -217,14 +227,14 @@ impl Arriving {
         }
         let declared = declared_bytes(&request);
         let (parts, body) = request.into_parts();
-        let guest = Caller::of(&parts).0;
+        let slot = Caller::of(&parts).0;
         let deadline = begun + patience;
-        let arriving =
-            Arriving { body, bytes: Vec::new(), guest, declared, limit, begun, deadline, pace: None };
-        if declared.is_some_and(|bytes| bytes > limit) { Err(arriving.too_long()) } else { Ok(arriving) }
+        let incoming =
+            IncomingBody { body, bytes: Vec::new(), slot, declared, limit, begun, deadline, pace: None };
+        if declared.is_some_and(|bytes| bytes > limit) { Err(incoming.too_long()) } else { Ok(incoming) }
     }
 
-    /// Takes the next bytes; false where there are no more.
+    /// Appends the next bytes; false at the end of the body.
     async fn more(&mut self) -> Result<bool, Refusal> {
         let deadline = self.pace.as_ref().map_or(self.deadline, |pace| pace.until.min(self.deadline));
         let frame = poll_fn(|cx| Pin::new(&mut self.body).poll_frame(cx));
@@ -241,14 +251,14 @@ impl Arriving {
             return Err(self.too_long());
         }
         self.bytes.extend_from_slice(&bytes);
-        // A body that always has a byte to read would never be late.
+        // A body that always has a byte ready never times out above, so the deadline is checked here, too.
         if Instant::now() >= deadline {
             self.late()?;
         }
         Ok(true)
     }
 
-    /// Begins the next stretch of a body that keeps its pace; refuses every other.
+    /// Begins the next interval if the body keeps its pace; otherwise refuses the body.
     fn late(&mut self) -> Result<(), Refusal> {
         let now = Instant::now();
         if let Some(pace) = &mut self.pace

@@ -1,30 +1,21 @@
-//! The time, read once at the edge and handed inwards.
+//! The time, read once per request and passed inwards.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::LazyLock;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use paramhub_core::membership::{Now, REPORTED_BACK_MAX};
 use tokio::time::Instant;
 
-/// A moment on both clocks: one that never jumps, for waits, and the calendar's, for listings.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Now {
-    pub(crate) instant: Instant,
-    pub(crate) unix_s: u64,
+/// When this process first read the time.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// The present moment.
+pub(crate) fn now() -> Now {
+    let unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
+    Now { monotonic: START.elapsed() + REPORTED_BACK_MAX, unix_s }
 }
 
-impl Now {
-    pub(crate) fn read() -> Self {
-        let unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
-        Now { instant: Instant::now(), unix_s }
-    }
-
-    /// So many seconds before; not before the clock began.
-    pub(crate) fn earlier(self, seconds: f64) -> Now {
-        let span = std::time::Duration::from_secs_f64(seconds);
-        let instant = self.instant.checked_sub(span).unwrap_or(self.instant);
-        Now { instant, unix_s: self.unix_s.saturating_sub(span.as_secs()) }
-    }
-
-    pub(crate) fn seconds_since(self, earlier: Now) -> f64 {
-        self.instant.saturating_duration_since(earlier.instant).as_secs_f64()
-    }
+/// The moment at which [`Now::monotonic`] has this value.
+pub(crate) fn instant(monotonic: Duration) -> Instant {
+    *START + monotonic.saturating_sub(REPORTED_BACK_MAX)
 }

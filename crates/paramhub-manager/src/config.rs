@@ -16,24 +16,26 @@ pub struct ManagerConfig {
     pub listen: SocketAddr,
     /// Directory that keeps the jobs across restarts; `None` keeps them in memory. Default: `None`.
     pub state: Option<PathBuf>,
-    /// What operators and hubs must show. Needed unless the manager listens on loopback only; enforced wherever it is
-    /// given. Default: `None`.
+    /// The token that operators and hubs must show. Needed unless the manager listens on loopback only;
+    /// enforced wherever it is given. Default: `None`.
     pub admin_token: Option<String>,
-    /// What a rack's link to the others carries each way: lets a job's `auto` reduction choose by PHub's condition. Default:
-    /// `None`, it goes by the hubs' places.
+    /// The rate of a rack's link to the others, each way. With it a job's `auto` reduction follows PHub's
+    /// condition. Default: `None`, hubs of several racks probe it.
     pub core_rate: Option<Rate>,
-    /// A hub not heard for this long is lost, and its jobs with it. At least 100 ms; hubs speak about three times as
-    /// often. Default: 10 s.
+    /// How long a hub may be silent before it is lost, and its jobs with it. At least 100 ms; hubs call about
+    /// three times as often. Default: 10 s.
     pub hub_timeout: Duration,
-    /// Connections of callers who have proved nothing; where there are more, the oldest of the address with most of them make
-    /// room. An eighth of the descriptors that the process may open if that is less. Default: 1,024.
-    pub strangers_max: usize,
-    /// Ranks whose jobs wait to be complete, each of which holds a connection; further jobs' ranks are told to come back. Half of
-    /// the descriptors that the process may open if that is less. Default: 16,384.
+    /// The most connections of callers who have proved nothing. Beyond that the oldest connection of the
+    /// address with the most of them is evicted. An eighth of the descriptors that the process may open if
+    /// that is less. Default: 1,024.
+    pub unauthenticated_max: usize,
+    /// The most ranks whose jobs wait to be complete, each of which holds a connection. Ranks of further jobs
+    /// are asked to try again. Half of the descriptors that the process may open if that is less. Default:
+    /// 16,384.
     pub ranks_max: usize,
-    /// Jobs that may live at a time. Default: 10,000.
+    /// The most jobs that may live at a time. Default: 10,000.
     pub living_jobs_max: usize,
-    /// Ended jobs that are remembered, the newest. Default: 1,000.
+    /// How many ended jobs are remembered, the newest. Default: 1,000.
     pub ended_jobs_max: usize,
 }
 
@@ -45,7 +47,7 @@ impl Default for ManagerConfig {
             admin_token: None,
             core_rate: None,
             hub_timeout: Duration::from_secs(10),
-            strangers_max: 1024,
+            unauthenticated_max: 1024,
             ranks_max: 16_384,
             living_jobs_max: 10_000,
             ended_jobs_max: 1000,
@@ -54,7 +56,7 @@ impl Default for ManagerConfig {
 }
 
 impl ManagerConfig {
-    /// Refuses what would be unsafe or cannot work.
+    /// Refuses configurations that are unsafe or cannot work.
     pub(crate) fn check(&self) -> Result<(), ManagerError> {
         match &self.admin_token {
             None if !self.listen.ip().is_loopback() => {
@@ -72,7 +74,9 @@ impl ManagerConfig {
             let value = format!("{:?}", self.hub_timeout);
             return out_of_bounds("the silence after which a hub is lost", value, "between 100 ms and a day");
         }
-        for (setting, value) in [("strangers_max", self.strangers_max), ("ranks_max", self.ranks_max)] {
+        for (setting, value) in
+            [("unauthenticated_max", self.unauthenticated_max), ("ranks_max", self.ranks_max)]
+        {
             if !(8..=1 << 20).contains(&value) {
                 return out_of_bounds(setting, value.to_string(), "between 8 and 1,048,576");
             }
@@ -88,7 +92,7 @@ impl std::fmt::Debug for ManagerConfig {
             .field("state", &self.state)
             .field("admin_token", &self.admin_token.as_ref().map(|_| ".."))
             .field("hub_timeout", &self.hub_timeout)
-            .field("strangers_max", &self.strangers_max)
+            .field("unauthenticated_max", &self.unauthenticated_max)
             .field("ranks_max", &self.ranks_max)
             .field("living_jobs_max", &self.living_jobs_max)
             .field("ended_jobs_max", &self.ended_jobs_max)

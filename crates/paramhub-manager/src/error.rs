@@ -1,4 +1,4 @@
-//! What goes wrong: with the manager itself ([`ManagerError`]) and with a request ([`Refusal`]).
+//! Errors of the manager itself ([`ManagerError`]) and of a request ([`Refusal`]).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+pub(crate) use paramhub_core::service::refusal;
 use paramhub_core::service::{ErrorCode, ServiceError};
 use thiserror::Error;
 
@@ -15,20 +16,20 @@ pub enum ManagerError {
     /// The address cannot be listened on.
     #[error("the connection manager cannot listen on {address}: {cause}. {advice}")]
     Listen {
-        /// As configured.
+        /// The configured address.
         address: SocketAddr,
         /// The operating system's answer.
         cause: std::io::Error,
         /// What to do.
         advice: &'static str,
     },
-    /// Anyone on the network could create and stop jobs.
+    /// Any host on the network could create and stop jobs.
     #[error(
         "the connection manager would listen on {address}, which other machines can reach, without an admin token. Give \
          one with --admin-token or PARAMHUB_ADMIN_TOKEN, for instance from `openssl rand -hex 32`, or listen on 127.0.0.1"
     )]
     TokenNeeded {
-        /// As configured.
+        /// The configured address.
         address: SocketAddr,
     },
     /// The token cannot travel in a header.
@@ -37,11 +38,11 @@ pub enum ManagerError {
     /// A number in the configuration is out of bounds.
     #[error("{setting} is {value}, but must be {expected}")]
     Setting {
-        /// Its name.
+        /// The setting's name.
         setting: &'static str,
-        /// Its value.
+        /// The setting's value.
         value: String,
-        /// What would do.
+        /// The accepted values.
         expected: &'static str,
     },
     /// The state directory cannot be used.
@@ -49,12 +50,12 @@ pub enum ManagerError {
     State {
         /// The directory, or the file in it.
         path: PathBuf,
-        /// What the operating system or the store says.
+        /// The message of the operating system or of the store.
         cause: String,
         /// What to do.
         advice: &'static str,
     },
-    /// No threads, or no random numbers, to be had.
+    /// The system has no threads or no random numbers.
     #[error("the connection manager cannot start: {0}")]
     System(std::io::Error),
 }
@@ -67,7 +68,7 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    /// A refusal whose status says more than its code can.
+    /// A refusal whose status is more precise than its code.
     pub(crate) fn with_status(status: StatusCode, code: ErrorCode, message: impl Into<String>) -> Self {
         Refusal { status, error: refusal(code, message) }
     }
@@ -84,9 +85,4 @@ impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         (self.status, Json(self.error)).into_response()
     }
-}
-
-/// Shorthand for a [`ServiceError`].
-pub(crate) fn refusal(code: ErrorCode, message: impl Into<String>) -> ServiceError {
-    ServiceError { code, message: message.into() }
 }

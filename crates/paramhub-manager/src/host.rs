@@ -1,5 +1,6 @@
-//! Guards a manager without a token against DNS rebinding: a web page can have its own name point at loopback, and its
-//! browser then takes the manager for the page's site. The `Host` header tells, for it still carries the page's name.
+//! Guards a manager without a token against DNS rebinding: a web page can have its own name resolve to
+//! loopback, and the browser then takes the manager for the page's site. The `Host` header shows that, for it
+//! still carries the page's name.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -13,14 +14,15 @@ use paramhub_core::service::ErrorCode;
 use crate::error::Refusal;
 use crate::registry::Registry;
 
-/// The one page that any name may ask for: it says nothing but that the manager lives.
+/// The one page that is served under any name: it says only that the manager runs.
 const OPEN_PAGE: &str = "/health";
-/// As much of a strange name as a message repeats.
+/// How many characters of an unknown name a message repeats.
 const SHOWN_CHARS: usize = 64;
 
-/// Refuses what was not sent to loopback by name. A manager with a token needs no such guard: no page knows the token.
+/// Refuses requests whose `Host` does not name loopback. A manager with a token needs no such guard, as no
+/// page knows the token.
 pub(crate) async fn guard(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
-    // The configuration allows no token on loopback only.
+    // Without a token the manager listens on loopback only: the configuration enforces that.
     if registry.admin_token.is_some() || request.uri().path() == OPEN_PAGE {
         return next.run(request).await;
     }
@@ -38,8 +40,8 @@ fn check(request: &Request) -> Result<(), Refusal> {
     let target = request.uri().authority().map(|authority| authority.as_str().as_bytes());
     match names.chain(target).find(|name| !is_loopback(name)) {
         None => Ok(()),
-        Some(stranger) => {
-            let shown: String = String::from_utf8_lossy(stranger).chars().take(SHOWN_CHARS).collect();
+        Some(name) => {
+            let shown: String = String::from_utf8_lossy(name).chars().take(SHOWN_CHARS).collect();
             Err(misdirected(format!("the request's Host is {shown:?}, which is no name of loopback")))
         }
     }
@@ -54,7 +56,8 @@ fn misdirected(what: String) -> Refusal {
     Refusal::with_status(StatusCode::MISDIRECTED_REQUEST, ErrorCode::BadRequest, message)
 }
 
-/// Whether `host`, `host:port`, `[v6]` or `[v6]:port` can mean nothing but this machine, whatever a name server says.
+/// Whether `host`, `host:port`, `[v6]` or `[v6]:port` can mean only this machine, whatever a name server
+/// answers.
 fn is_loopback(authority: &[u8]) -> bool {
     let Ok(authority) = std::str::from_utf8(authority) else { return false };
     let (host, port) = match authority.rsplit_once(':') {

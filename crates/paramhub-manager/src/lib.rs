@@ -1,11 +1,11 @@
 //! The connection manager: jobs, rendezvous and hubs behind JSON over HTTP, with an embedded store.
 //!
-//! It keeps PHub's calls (section 3.1): CreateService makes a job, ConnectService lets its ranks meet in any order,
-//! InitService has them agree on what they exchange and the hubs allocate for it. After that workers and hubs speak to
-//! each other alone, and the manager only listens to what the hubs tell.
+//! It keeps PHub's calls (section 3.1): CreateService makes a job, ConnectService lets its ranks meet in any
+//! order, and InitService has them agree on what they exchange and the hubs allocate memory for it. After
+//! that workers and hubs exchange without the manager, which only receives the hubs' reports.
 //!
-//! This is the only crate with an executor, and it keeps it to itself: [`Manager::start`] runs the manager on threads of
-//! its own, so that a blocking program can embed one.
+//! This is the only crate with an executor, and its callers do not see it: [`Manager::start`] runs the
+//! manager on threads of its own, so that a blocking program can embed one.
 //!
 //! ```
 //! use paramhub_manager::{Manager, ManagerConfig};
@@ -17,31 +17,33 @@
 //! # Ok::<(), paramhub_manager::ManagerError>(())
 //! ```
 //!
-//! From the outside inwards: `server` takes connections, for which there are `places`, `routes` says who may call what, `rendezvous` lets ranks wait,
-//! `registry` guards the `world` of jobs and hubs and saves it to the `store`, and `job` is one job's state machine.
+//! From the outside inwards: `server` accepts connections, for which there are `connection_slots`; `routes`
+//! decides who may call what; `rendezvous` lets ranks wait, each as a `caller`; `registry` guards the `state`
+//! of jobs and hubs and saves it to the `store`. Who may join, when a rendezvous is complete, and when hubs
+//! and jobs end is decided by the state machine in [`paramhub_core::membership`].
 #![forbid(unsafe_code)]
 
 mod allocation;
 mod auth;
 mod body;
+mod caller;
 mod clock;
 mod config;
+mod connection_slots;
 mod error;
 mod host;
-mod hubs;
-mod job;
-mod line;
+mod hub_queues;
+mod log;
 mod manager;
+mod metered_stream;
 mod metrics;
 mod openapi;
-mod places;
-mod probes;
 mod registry;
 mod rendezvous;
 mod routes;
 mod server;
+mod state;
 mod store;
-mod world;
 
 pub use config::ManagerConfig;
 pub use error::ManagerError;

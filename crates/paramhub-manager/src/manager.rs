@@ -9,17 +9,17 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::config::ManagerConfig;
 use crate::error::ManagerError;
-use crate::line::STRANGER_BUFFER;
+use crate::metered_stream::UNAUTHENTICATED_BUFFER;
 use crate::registry::Registry;
 use crate::server::serve;
 
-/// Threads that answer requests; what takes long runs beside them.
+/// Threads that answer requests. Long work runs on other threads.
 const EXECUTOR_THREADS: usize = 2;
 /// Threads for the store, large bodies and placements.
 const BLOCKING_THREADS: usize = 4;
-/// Connections that may wait to be accepted; the system allows no more, as a rule.
+/// Connections that may wait to be accepted. The system usually allows no more.
 const BACKLOG: i32 = 4096;
-/// How long work on those may still take when the manager stops.
+/// How long work on the blocking threads may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(200);
 
 /// The connection manager.
@@ -57,7 +57,8 @@ impl Manager {
                 let saving = tokio::spawn(serving.clone().save_changes());
                 tokio::spawn(serving.clone().watch_time());
                 serve(listener, serving).await;
-                // The last states are worth a moment, but a disk that hangs is no reason to hang too.
+                // The last states are worth a short wait, but a disk that hangs must not keep the manager
+                // from stopping.
                 let _ = tokio::time::timeout(STOP_GRACE, saving).await;
             });
             runtime.shutdown_timeout(STOP_GRACE);
@@ -70,12 +71,13 @@ impl Manager {
 }
 
 impl RunningManager {
-    /// Where it listens, with the port the system chose where none was given.
+    /// The address it listens on, with the port that the system chose if none was given.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its URL for programs on this machine; one that listens everywhere is reached over loopback.
+    /// The URL for programs on this machine. A manager that listens on all addresses is reached over
+    /// loopback.
     pub fn url(&self) -> String {
         let host = match self.address.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -85,7 +87,8 @@ impl RunningManager {
         format!("http://{}", SocketAddr::new(host, self.address.port()))
     }
 
-    /// Stops it, within a second: no further connection is taken, and everyone who waits is told.
+    /// Stops the manager within a second: it accepts no further connection and notifies every caller that
+    /// waits.
     pub fn stop(mut self) {
         self.end();
     }
@@ -93,7 +96,7 @@ impl RunningManager {
     fn end(&mut self) {
         self.registry.stop();
         if let Some(thread) = self.thread.take() {
-            // A manager that panicked has said so on standard error; there is nothing left to stop.
+            // A manager that panicked has reported that on standard error and has stopped already.
             let _ = thread.join();
         }
     }
@@ -115,9 +118,10 @@ fn listen(address: SocketAddr) -> Result<TcpListener, ManagerError> {
     let bind = || {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         socket.set_reuse_address(true)?;
-        // Connections have these from their beginning: what a stranger sends before it is accepted counts, too.
-        socket.set_recv_buffer_size(STRANGER_BUFFER)?;
-        socket.set_send_buffer_size(STRANGER_BUFFER)?;
+        // Connections inherit this. It must be set before they are accepted, since an unauthenticated caller
+        // may send bytes before that.
+        socket.set_recv_buffer_size(UNAUTHENTICATED_BUFFER)?;
+        socket.set_send_buffer_size(UNAUTHENTICATED_BUFFER)?;
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         socket.set_nonblocking(true)?;

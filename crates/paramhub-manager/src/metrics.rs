@@ -9,6 +9,7 @@ use std::sync::atomic::AtomicU64;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
+use paramhub_core::membership::Membership;
 use paramhub_core::service::{JobCounters, JobState};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -16,10 +17,9 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
-use crate::clock::Now;
-use crate::places::Taken;
+use crate::clock::now;
+use crate::connection_slots::ConnectionCounts;
 use crate::registry::Registry;
-use crate::world::World;
 
 /// Requests answered, by route, method and status.
 pub(crate) type Requests = Family<RequestLabels, Counter>;
@@ -74,9 +74,9 @@ struct LinkLabels {
     to: String,
 }
 
-/// Counts a request when it is answered.
+/// Counts requests when they are answered.
 pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Request, next: Next) -> Response {
-    // Whatever a client sends, there are only as many labels as there are routes and methods.
+    // A client cannot add labels: there are only as many as there are routes and methods.
     let route = request.extensions().get::<MatchedPath>().map_or("unknown", MatchedPath::as_str).to_string();
     let method = match request.method().as_str() {
         "GET" => "GET",
@@ -90,26 +90,27 @@ pub(crate) async fn count(State(registry): State<Arc<Registry>>, request: Reques
     response
 }
 
-/// How much of the numbers a caller gets.
+/// How many of the numbers a caller gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detail {
-    /// What tells no names: of jobs and hubs together.
+    /// The totals of jobs and hubs, without names.
     Totals,
-    /// The numbers of each job and each pair of racks, too, by their names.
+    /// Also the numbers of each job and each pair of racks, by their names.
     Everything,
 }
 
-/// The numbers as they stand, as OpenMetrics text.
+/// The present numbers, as OpenMetrics text.
 pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
     let mut metrics = prometheus_client::registry::Registry::with_prefix("paramhub");
     metrics.register("manager_requests", "Requests answered", registry.requests.clone());
-    collect_connections(registry.places.taken(), &mut metrics);
-    registry.with(|world| {
-        collect_totals(world, &mut metrics);
-        collect_hubs(world, &mut metrics);
+    collect_connections(registry.slots.counts(), &mut metrics);
+    registry.with(|state| {
+        let state = &state.membership;
+        collect_totals(state, &mut metrics);
+        collect_hubs(state, &mut metrics);
         if detail == Detail::Everything {
-            collect_jobs(world, &mut metrics);
-            collect_links(world, &mut metrics);
+            collect_jobs(state, &mut metrics);
+            collect_links(state, &mut metrics);
         }
     });
     let mut text = String::new();
@@ -117,25 +118,25 @@ pub(crate) fn render(registry: &Registry, detail: Detail) -> String {
     text
 }
 
-fn collect_connections(taken: Taken, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_connections(counts: ConnectionCounts, metrics: &mut prometheus_client::registry::Registry) {
     let connections = Family::<KindLabels, Gauge>::default();
     let kinds = [
-        ("stranger", taken.strangers),
-        ("hub", taken.hubs),
-        ("rank", taken.ranks),
-        ("operator", taken.operators),
+        ("stranger", counts.unauthenticated),
+        ("hub", counts.hubs),
+        ("rank", counts.ranks),
+        ("operator", counts.operators),
     ];
     for (kind, count) in kinds {
         connections.get_or_create(&KindLabels { kind }).set(i64::try_from(count).unwrap_or(i64::MAX));
     }
     metrics.register("manager_connections", "Connections, by what their callers have proved", connections);
-    let made_room = Counter::<u64>::default();
-    made_room.inc_by(taken.made_room);
+    let evictions = Counter::<u64>::default();
+    evictions.inc_by(counts.evictions);
     let help = "Callers who had proved nothing and were turned away to make room for newer ones";
-    metrics.register("manager_strangers_turned_away", help, made_room);
+    metrics.register("manager_strangers_turned_away", help, evictions);
 }
 
-fn collect_totals(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_totals(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
     let states = Family::<StateLabels, Gauge>::default();
     let names = [
         (JobState::Connecting, "connecting"),
@@ -144,25 +145,25 @@ fn collect_totals(world: &World, metrics: &mut prometheus_client::registry::Regi
         (JobState::Finished, "finished"),
         (JobState::Failed, "failed"),
     ];
-    for (wanted, state) in names {
-        let jobs = world.jobs().filter(|job| job.state() == wanted).count();
-        states.get_or_create(&StateLabels { state }).set(jobs as i64);
+    for (wanted, label) in names {
+        let jobs = state.jobs().filter(|job| job.state() == wanted).count();
+        states.get_or_create(&StateLabels { state: label }).set(jobs as i64);
     }
     metrics.register("jobs", "Jobs remembered, by state", states);
 
     let waiting = Gauge::<i64>::default();
-    waiting.set(world.jobs().map(|job| i64::from(job.waiting)).sum());
+    waiting.set(state.jobs().map(|job| job.waiting() as i64).sum());
     metrics.register("rendezvous_waiting", "ConnectService and InitService calls that wait", waiting);
 
     let memory = Gauge::<i64>::default();
-    let living = world.jobs().filter(|job| !job.state().has_ended());
+    let living = state.jobs().filter(|job| !job.state().has_ended());
     let bytes: u64 = living.map(|job| job.counters().memory_bytes).fold(0, u64::saturating_add);
     memory.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     metrics.register("jobs_memory_bytes", "Bytes of the hubs' buffers of all living jobs", memory);
 }
 
 /// The numbers of each living job.
-fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_jobs(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
     type Count = fn(&JobCounters) -> u64;
     let counts: [(&str, &str, Count); 5] = [
         ("job_received_bytes", "Bytes the hubs received for a living job", |counters| {
@@ -180,7 +181,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     let awaited = Family::<AwaitedLabels, Gauge<f64, AtomicU64>>::default();
     let families = counts.map(|_| Family::<JobLabels, Counter>::default());
     let memory = Family::<JobLabels, Gauge>::default();
-    for job in world.jobs().filter(|job| !job.state().has_ended()) {
+    for job in state.jobs().filter(|job| !job.state().has_ended()) {
         let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
         let counters = job.counters();
         for (family, (_, _, count)) in families.iter().zip(&counts) {
@@ -191,7 +192,7 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
             let labels = RankLabels { job: labels.job.clone(), namespace: labels.namespace.clone(), rank };
             left_out.get_or_create(&labels).inc_by(updates);
         }
-        if let Some(late) = job.awaited(Now::read()) {
+        if let Some(late) = job.awaited(now()) {
             for &rank in &late.ranks {
                 let JobLabels { job, namespace } = labels.clone();
                 let labels = AwaitedLabels { job, namespace, rank, key: late.key.clone() };
@@ -208,17 +209,17 @@ fn collect_jobs(world: &World, metrics: &mut prometheus_client::registry::Regist
     let help =
         "How long ranks have waited for one that is late beyond what recent steps explain, and at which key";
     metrics.register("job_awaited_seconds", help, awaited);
-    collect_checkpoints(world, metrics);
+    collect_checkpoints(state, metrics);
     metrics.register("job_core_seconds", "Time that hub cores spent on a living job", busy);
     metrics.register("job_memory_bytes", "Bytes of the hubs' buffers of a living job", memory);
 }
 
-/// Of living jobs that have any to come.
-fn collect_checkpoints(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+/// The checkpoints of living jobs that take any.
+fn collect_checkpoints(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
     let [step, at, bytes] = [(); 3].map(|()| Family::<JobLabels, Gauge>::default());
     let seconds = Family::<JobLabels, Gauge<f64, AtomicU64>>::default();
     let [written, skipped, failed] = [(); 3].map(|()| Family::<JobLabels, Counter>::default());
-    for job in world.jobs().filter(|job| !job.state().has_ended()) {
+    for job in state.jobs().filter(|job| !job.state().has_ended()) {
         let Some(status) = job.checkpoints() else { continue };
         let labels = JobLabels { job: job.name.clone(), namespace: job.namespace.to_string() };
         written.get_or_create(&labels).inc_by(status.written);
@@ -240,11 +241,11 @@ fn collect_checkpoints(world: &World, metrics: &mut prometheus_client::registry:
     metrics.register("job_checkpoints_failed", "Those that could not be written", failed);
 }
 
-fn collect_hubs(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_hubs(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
     let hubs = Gauge::<i64>::default();
     let busy = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
     let idle = Family::<CoreLabels, Counter<f64, AtomicU64>>::default();
-    let cores = world.cores(Now::read());
+    let cores = state.cores(now());
     hubs.set(cores.len() as i64);
     for (hub, cores) in cores {
         for (core, counters) in (0..).zip(cores) {
@@ -258,10 +259,10 @@ fn collect_hubs(world: &World, metrics: &mut prometheus_client::registry::Regist
     metrics.register("hub_core_idle_seconds", "Time a hub core spent waiting for frames", idle);
 }
 
-fn collect_links(world: &World, metrics: &mut prometheus_client::registry::Registry) {
+fn collect_links(state: &Membership, metrics: &mut prometheus_client::registry::Registry) {
     let rates = Family::<LinkLabels, Gauge<f64, AtomicU64>>::default();
     let ages = Family::<LinkLabels, Gauge<f64, AtomicU64>>::default();
-    for link in world.link_statuses(Now::read()) {
+    for link in state.link_statuses(now()) {
         let labels = LinkLabels { from: link.from, to: link.to };
         ages.get_or_create(&labels).set(link.age_s);
         if let Some(rate) = link.rate {

@@ -1,4 +1,7 @@
-//! The OpenAPI document, drawn from the routes and from the types in paramhub-core.
+//! The OpenAPI document, generated from the routes and from the types in paramhub-core.
+
+#[cfg(test)]
+mod page;
 
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ComponentsBuilder, OpenApi as Document};
@@ -11,10 +14,19 @@ use crate::routes::{book, hubs, jobs, pages};
 #[openapi(
     info(
         title = "paramhub connection manager",
-        description = "Jobs, rendezvous and hubs. Every answer that is not a success carries a ServiceError; unknown \
-                       routes answer 404 and unknown methods 405 with one. A manager on loopback without an admin token \
-                       answers 421 to a request whose Host is no name of loopback. A connection carries one request. What \
-                       workers and hubs say to each other on their data connections is described in docs/protocol.md.",
+        description = "The manager speaks HTTP/1.1 without TLS, on port 7770 by default. A connection carries one request, and \
+                       the manager closes it after the answer. Bodies are JSON with `content-type: application/json`, and \
+                       unknown fields in them are refused. Byte strings are hexadecimal.\n\n\
+                       Every answer that is not a success carries a ServiceError: the code for programs, the message for \
+                       people. Unknown routes answer 404 and unknown methods 405 with one. A manager without an admin token \
+                       answers only requests whose `Host` is `localhost` or a loopback address, with any port or none, and \
+                       421 to others; `/health` answers under every name.\n\n\
+                       A caller that has proved nothing yet, by a token or by a job's nonce, takes one of few places. Where \
+                       these are full, the manager closes the oldest connection of the address with the most, with 503 if \
+                       that can be sent. A client should send head and body at once, and try again if its connection \
+                       breaks. Bodies and times are bounded.\n\n\
+                       What workers and hubs say to each other on their data connections is described in docs/protocol.md, \
+                       and so are the proofs of workers.",
     ),
     paths(
         jobs::create, jobs::connect, jobs::init, jobs::leave, jobs::list, jobs::show, jobs::stop, jobs::membership,
@@ -24,12 +36,19 @@ use crate::routes::{book, hubs, jobs, pages};
     ),
     modifiers(&Tokens),
     tags(
-        (name = "jobs", description = "What workers and operators ask."),
-        (name = "hubs", description = "What hubs ask."),
+        (name = "jobs", description = "What workers and operators ask. An operator creates a job and gives namespace and nonce \
+                                       to its workers. Each rank calls ConnectService, then InitService, and then opens its \
+                                       streams to the hubs. Ranks of a job that was created with `hubs` 0 only meet: \
+                                       ConnectService answers with their addresses and no hubs, and InitService is refused. \
+                                       Ranks of any other job may do without hubs as well once they are connected, if all \
+                                       of them do."),
+        (name = "hubs", description = "What hubs ask, and what operators ask about hubs. A hub dials the manager; the manager \
+                                       never dials. Commands are numbered from 1 without gaps, and are repeated until a poll \
+                                       acknowledges them."),
         (name = "manager", description = "The manager itself."),
     )
 )]
-pub(crate) struct Interface;
+pub(crate) struct ApiDocument;
 
 struct Tokens;
 

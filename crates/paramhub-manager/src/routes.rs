@@ -1,4 +1,4 @@
-//! The HTTP routes: what each takes, who may call it, and what it answers.
+//! The HTTP routes: the arguments of each, who may call it, and its answer.
 
 pub(crate) mod book;
 pub(crate) mod hubs;
@@ -15,40 +15,40 @@ use serde::de::DeserializeOwned;
 use crate::error::{Refusal, refusal};
 
 /// The variable part of a path.
-pub(crate) struct Segment<T>(pub(crate) T);
+pub(crate) struct PathSegment<T>(pub(crate) T);
 
-impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segment<T> {
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for PathSegment<T> {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
         match Path::<T>::from_request_parts(parts, state).await {
-            Ok(Path(value)) => Ok(Segment(value)),
+            Ok(Path(value)) => Ok(PathSegment(value)),
             Err(wrong) => Err(refusal(ErrorCode::BadRequest, wrong.body_text()).into()),
         }
     }
 }
 
-/// What the query asks for.
-pub(crate) struct Asked<T>(pub(crate) T);
+/// The arguments in the query.
+pub(crate) struct QueryParameters<T>(pub(crate) T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Asked<T> {
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for QueryParameters<T> {
     type Rejection = Refusal;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
         match Query::<T>::from_request_parts(parts, state).await {
-            Ok(Query(value)) => Ok(Asked(value)),
+            Ok(Query(value)) => Ok(QueryParameters(value)),
             Err(wrong) => Err(refusal(ErrorCode::BadRequest, wrong.body_text()).into()),
         }
     }
 }
 
-/// Answers what no route takes.
+/// Answers a request for an unknown route.
 pub(crate) async fn unknown_route(uri: axum::http::Uri) -> Refusal {
     let message = format!("there is no {} here: GET /openapi.json lists every route", uri.path());
     refusal(ErrorCode::NotFound, message).into()
 }
 
-/// Answers a method that a route does not take.
+/// Answers a request with a method that the route does not have.
 pub(crate) async fn unknown_method(method: axum::http::Method, uri: axum::http::Uri) -> Refusal {
     let message = format!("{} does not take {method}: GET /openapi.json lists every route", uri.path());
     Refusal::with_status(StatusCode::METHOD_NOT_ALLOWED, ErrorCode::NotFound, message)

@@ -1,8 +1,9 @@
 //! The router, and the connections it serves.
 //!
-//! A connection carries one request. So there are no idle connections, and each of the steps a connection goes through,
-//! head, body, wait, answer, has its own bound: what a client does with a connection ends. How many there may be is a matter
-//! of their [places](crate::places): every connection is accepted at once, and it is strangers who make room.
+//! A connection carries one request, so there are no idle connections. Each step of a connection, head, body,
+//! wait and answer, has its own bound, so every connection ends. How many there may be is up to their
+//! [slots](crate::connection_slots): every connection is accepted at once, and unauthenticated ones are
+//! evicted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,28 +21,28 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::host::guard;
-use crate::line::Line;
+use crate::metered_stream::MeteredStream;
 use crate::metrics::count;
-use crate::places::{Guest, Places};
 use crate::registry::Registry;
 use crate::routes::{book, hubs, jobs, pages, unknown_method, unknown_route};
 
 /// How long the head of a request may take.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client may take to receive its answer, the largest of which is a hub's plan.
+/// How long a client may take to receive its answer. The largest is a hub's plan.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// As long for one who has proved nothing.
-const STRANGER_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a request's head: the longest has 64 properties of an information book.
+/// The same for a caller who has proved nothing.
+const UNAUTHENTICATED_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most bytes of a request's head. The longest has 64 properties of an information book.
 const HEAD_BYTES_MAX: usize = 128 << 10;
-/// Between two attempts to have a stranger make room.
-const ROOM_PAUSE: Duration = Duration::from_millis(2);
-/// How often that is tried for one connection: until nobody is young any more.
-const ROOM_ATTEMPTS: u32 = 30;
-/// Between two lines that say that no connection can be accepted.
-const COMPLAINT_PAUSE: Duration = Duration::from_secs(60);
-/// Pause when the system has no file descriptor left for a new connection.
+/// The pause between two attempts to evict an unauthenticated connection.
+const EVICTION_PAUSE: Duration = Duration::from_millis(2);
+/// How many attempts are made for one connection: until every connection is old enough to be evicted.
+const EVICTION_ATTEMPTS: u32 = 30;
+/// The least time between two log lines about connections that cannot be accepted.
+const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
+/// The pause when the system has no file descriptor left for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// How long answers may still take when the manager stops.
 const STOP_GRACE: Duration = Duration::from_millis(300);
@@ -75,7 +76,7 @@ pub(crate) fn router(registry: Arc<Registry>) -> Router {
 /// Serves connections until the manager stops.
 pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
     let router = router(registry.clone());
-    let mut complaint = Complaint::default();
+    let mut accept_warning = AcceptWarning::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -83,64 +84,70 @@ pub(crate) async fn serve(listener: TcpListener, registry: Arc<Registry>) {
         };
         match accepted {
             Ok((stream, peer)) => {
-                let guest = Arc::new(registry.places.enter(peer.ip()));
-                tokio::spawn(serve_connection(stream, guest, router.clone(), registry.clone()));
-                make_room(&registry.places).await;
+                let slot = Arc::new(registry.slots.accept(peer.ip()));
+                tokio::spawn(serve_connection(stream, slot, router.clone(), registry.clone()));
+                evict_excess(&registry.slots).await;
             }
             Err(cause) => {
-                complaint.utter(&cause);
-                // A descriptor that no stranger holds may be needed by a hub.
-                sleep(if registry.places.free_one() { ROOM_PAUSE } else { ACCEPT_PAUSE }).await;
+                accept_warning.warn(&cause);
+                // A hub may need the descriptor that an unauthenticated caller holds.
+                sleep(if registry.slots.evict_one() { EVICTION_PAUSE } else { ACCEPT_PAUSE }).await;
             }
         }
     }
     drop(listener);
-    // Everyone who waits is being told; this waits for the last answers to leave.
+    // Every call that waits is being answered. This waits for the last answers to leave.
     let last_answers = async {
-        while !registry.places.are_empty() {
-            sleep(ROOM_PAUSE).await;
+        while !registry.slots.are_empty() {
+            sleep(EVICTION_PAUSE).await;
         }
     };
     let _ = timeout(STOP_GRACE, last_answers).await;
 }
 
-/// Has strangers make room. Those who have only just come get a moment first, in which nobody else is accepted; those who are
-/// being answered get theirs, so that there may be more for a while than there are places.
-async fn make_room(places: &Places) {
-    for _ in 0..ROOM_ATTEMPTS {
-        if places.make_room() {
+/// Evicts unauthenticated connections beyond the limit. Those that are too young get a moment first, in which
+/// no connection is accepted. Those that are being answered stay, so there may be more than slots for a
+/// while.
+async fn evict_excess(slots: &ConnectionSlots) {
+    for _ in 0..EVICTION_ATTEMPTS {
+        if slots.evict_excess() {
             return;
         }
-        sleep(ROOM_PAUSE).await;
+        sleep(EVICTION_PAUSE).await;
     }
 }
 
-/// Serves one connection. Of a caller who sends nothing there is no more than this.
-async fn serve_connection(stream: TcpStream, guest: Arc<Guest>, router: Router, registry: Arc<Registry>) {
+/// Serves one connection. A caller who sends nothing takes no more memory than this.
+async fn serve_connection(
+    stream: TcpStream,
+    slot: Arc<ConnectionSlot>,
+    router: Router,
+    registry: Arc<Registry>,
+) {
     tokio::select! {
         readable = timeout(HEAD_TIMEOUT, stream.readable()) => {
             if matches!(readable, Ok(Ok(()))) {
-                // Apart, so that it takes no memory before.
-                Box::pin(serve_request(stream, &guest, router, &registry)).await;
+                // The request is boxed, so that it takes no memory before bytes arrive.
+                Box::pin(serve_request(stream, &slot, router, &registry)).await;
             }
         }
-        () = guest.must_go() => turn_away(&stream),
+        () = slot.evicted() => send_evicted(&stream),
         () = registry.stopped() => {}
     }
 }
 
-async fn serve_request(stream: TcpStream, guest: &Arc<Guest>, router: Router, registry: &Registry) {
-    // An answer is written at once; without this its last bytes could wait for an acknowledgement.
+async fn serve_request(stream: TcpStream, slot: &Arc<ConnectionSlot>, router: Router, registry: &Registry) {
+    // An answer is written at once. Without this its last bytes could wait for an acknowledgement.
     let _ = stream.set_nodelay(true);
     let answered = Arc::new(Notify::new());
     let service = TowerToHyperService::new(router);
     let service = service_fn(|mut request: Request<Incoming>| {
-        request.extensions_mut().insert(guest.clone());
-        let (answer, answered, guest) = (service.call(request), answered.clone(), guest.clone());
+        request.extensions_mut().insert(slot.clone());
+        let (answer, answered, slot) = (service.call(request), answered.clone(), slot.clone());
         async move {
             let answer = answer.await;
             if let Ok(answer) = &answer {
-                guest.answer(usize::try_from(answer.body().size_hint().lower()).unwrap_or(0));
+                slot.answer(usize::try_from(answer.body().size_hint().lower()).unwrap_or(0));
             }
             answered.notify_one();
             answer
@@ -151,17 +158,18 @@ async fn serve_request(stream: TcpStream, guest: &Arc<Guest>, router: Router, re
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(HEAD_BYTES_MAX)
         .keep_alive(false)
-        .serve_connection(TokioIo::new(Line::new(stream, guest.clone())), service);
+        .serve_connection(TokioIo::new(MeteredStream::new(stream, slot.clone())), service);
     let answer_read = async {
         answered.notified().await;
-        sleep(if guest.is_proven() { ANSWER_TIMEOUT } else { STRANGER_ANSWER_TIMEOUT }).await;
+        sleep(if slot.is_proven() { ANSWER_TIMEOUT } else { UNAUTHENTICATED_ANSWER_TIMEOUT }).await;
     };
     tokio::select! {
-        // Its error is the client's: bytes that are no HTTP, a head that came too slowly, a connection that broke.
+        // Errors here are the client's: bytes that are no HTTP, a head that came too slowly, a connection
+        // that broke.
         _ = &mut connection => {}
-        () = guest.must_go() => {
-            if !guest.is_answering() {
-                turn_away(&connection.into_parts().io.into_inner().into_stream());
+        () = slot.evicted() => {
+            if !slot.is_answering() {
+                send_evicted(&connection.into_parts().io.into_inner().into_stream());
             }
         }
         () = answer_read => {}
@@ -169,28 +177,28 @@ async fn serve_request(stream: TcpStream, guest: &Arc<Guest>, router: Router, re
     }
 }
 
-/// Tells a caller who has to make room that nothing was done, as far as the system takes it at once.
-fn turn_away(stream: &TcpStream) {
+/// Answers an evicted caller that the call had no effect, as far as the system takes the bytes at once.
+fn send_evicted(stream: &TcpStream) {
     let body = r#"{"code":"internal","message":"this call had to make room for others at the connection manager: try again"}"#;
     let answer = format!(
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: \
          close\r\n\r\n{body}",
         body.len()
     );
-    // A stranger who has gone, or takes nothing, is none the worse.
+    // If this fails, an unauthenticated caller loses nothing but the message.
     let _ = stream.try_write(answer.as_bytes());
 }
 
-/// Warns that connections cannot be accepted, now and then.
+/// Logs now and then that connections cannot be accepted.
 #[derive(Default)]
-struct Complaint {
-    uttered: Option<Instant>,
+struct AcceptWarning {
+    last_warning: Option<Instant>,
 }
 
-impl Complaint {
-    fn utter(&mut self, cause: &std::io::Error) {
-        if self.uttered.is_none_or(|at| at.elapsed() >= COMPLAINT_PAUSE) {
-            self.uttered = Some(Instant::now());
+impl AcceptWarning {
+    fn warn(&mut self, cause: &std::io::Error) {
+        if self.last_warning.is_none_or(|at| at.elapsed() >= ACCEPT_WARNING_INTERVAL) {
+            self.last_warning = Some(Instant::now());
             tracing::warn!("cannot accept a connection: {cause}; callers who have proved nothing make room");
         }
     }

@@ -7,17 +7,16 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use paramhub_core::auth::{Namespace, Nonce};
-use paramhub_core::service::{JobOptions, JobStatus};
+use paramhub_core::auth::Namespace;
+use paramhub_core::membership::JobRecord;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
-use serde::{Deserialize, Serialize};
 
 use crate::error::ManagerError;
 
 /// Name of the file in the state directory.
 const FILE: &str = "jobs.redb";
 const JOBS: TableDefinition<[u8; 16], &[u8]> = TableDefinition::new("jobs");
-/// Records are small and read once: redb's own default would let it grow to a gigabyte.
+/// Records are small and read once: redb's own default would let the cache grow to a gigabyte.
 const CACHE_BYTES: usize = 4 << 20;
 
 const ADVICE_WRITABLE: &str = "Name a directory with --state that this user can write to and whose disk has room, or \
@@ -27,24 +26,16 @@ const ADVICE_CORRUPT: &str =
 const ADVICE_IN_USE: &str =
     "Another connection manager uses it: stop that one, or name another directory with --state";
 
-/// What is kept of a job.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Record {
-    pub(crate) order: u64,
-    pub(crate) nonce: Nonce,
-    pub(crate) options: JobOptions,
-    pub(crate) status: JobStatus,
-}
-
 /// The jobs' records.
 pub(crate) struct Store {
     path: Option<PathBuf>,
-    /// None between a failed write and the next one: redb refuses further work after an I/O error until it is reopened.
+    /// `None` between a failed write and the next one: redb refuses further work after an I/O error until it
+    /// is reopened.
     database: Mutex<Option<Database>>,
 }
 
 impl Store {
-    /// Opens the store in `directory`, creating it, or one in memory. Blocks on the disk, as all of this does.
+    /// Opens the store in `directory`, creating it, or in memory. It blocks on the disk, as all methods do.
     pub(crate) fn open(directory: Option<&Path>) -> Result<Self, ManagerError> {
         let Some(directory) = directory else {
             let backend = redb::backends::InMemoryBackend::new();
@@ -74,13 +65,13 @@ impl Store {
             };
             refuse(&path, cause.to_string(), advice)
         })?;
-        // Creates the table, and shows now whether the file system takes writes.
+        // This creates the table, and shows at once whether the file system takes writes.
         write(&database, &[], &[]).map_err(|cause| refuse(&path, cause, ADVICE_WRITABLE))?;
         Ok(Store { path: Some(path), database: Mutex::new(Some(database)) })
     }
 
-    /// All records, in no order.
-    pub(crate) fn load(&self) -> Result<Vec<Record>, ManagerError> {
+    /// All records, in no particular order.
+    pub(crate) fn load(&self) -> Result<Vec<JobRecord>, ManagerError> {
         let database = self.database.lock().expect("no holder panics");
         let database = database.as_ref().expect("a store is loaded before its first failure");
         read_all(database).map_err(|cause| ManagerError::State {
@@ -90,8 +81,8 @@ impl Store {
         })
     }
 
-    /// Writes and removes records, all or none. The error is for people.
-    pub(crate) fn save(&self, changed: &[Record], removed: &[Namespace]) -> Result<(), String> {
+    /// Writes and removes records, all or none. The error is text for people.
+    pub(crate) fn save(&self, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
         let mut slot = self.database.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if slot.is_none() {
             *slot = Some(self.reopen()?);
@@ -135,17 +126,17 @@ fn is_corrupt(cause: &std::io::Error) -> bool {
     matches!(cause.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::UnexpectedEof)
 }
 
-fn read_all(database: &Database) -> Result<Vec<Record>, String> {
-    let read = || -> Result<Vec<Result<Record, serde_json::Error>>, redb::Error> {
+fn read_all(database: &Database) -> Result<Vec<JobRecord>, String> {
+    let read = || -> Result<Vec<Result<JobRecord, serde_json::Error>>, redb::Error> {
         let table = database.begin_read()?.open_table(JOBS)?;
         table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()))).collect()
     };
     let records = read().map_err(|cause| cause.to_string())?;
-    let records: Result<Vec<Record>, serde_json::Error> = records.into_iter().collect();
+    let records: Result<Vec<JobRecord>, serde_json::Error> = records.into_iter().collect();
     records.map_err(|cause| format!("a job's record cannot be read: {cause}"))
 }
 
-fn write(database: &Database, changed: &[Record], removed: &[Namespace]) -> Result<(), String> {
+fn write(database: &Database, changed: &[JobRecord], removed: &[Namespace]) -> Result<(), String> {
     let write = || -> Result<(), redb::Error> {
         let transaction = database.begin_write()?;
         {

@@ -1,5 +1,7 @@
-//! A disk that takes no more bytes while a manager runs. In a file of its own, because the limit holds for the process.
+//! A disk that fills up while a manager runs. The test has a file of its own, because the limit holds for the
+//! process.
 
+#[path = "integration/common/mod.rs"]
 mod common;
 
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 #[test]
 fn a_full_disk_costs_the_new_job_only() {
-    // The kernel refuses writes beyond this limit as it refuses them on a full disk, to root as to anyone.
+    // The kernel refuses writes beyond this limit as it does on a full disk, even to root.
     signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false))).unwrap();
     let before = getrlimit(Resource::Fsize);
 
@@ -39,7 +41,7 @@ fn a_full_disk_costs_the_new_job_only() {
     assert_eq!((count, state), (1, JobState::Running));
     assert!(initialised.iter().all(Result::is_ok), "{initialised:?}");
 
-    // There is room again: the name is free, and what could not be saved meanwhile is saved late.
+    // There is room again: the name is free, and what could not be saved before is saved now.
     client.create_service(&newer).unwrap();
     hub.finish(&job);
     eventually("the older job's end is on disk", || {

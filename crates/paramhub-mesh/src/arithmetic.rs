@@ -5,13 +5,15 @@ use paramhub_kernels::{convert, sum};
 
 use crate::element::{ElementType, ReduceOp};
 
-/// Elements of f16 and bf16 that are in f32 at a time: two such tiles stay in the first cache.
+/// The number of f16 or bf16 elements that are converted to f32 at a time: two such tiles stay in the first
+/// cache.
 const TILE: usize = 1024;
 
 /// `into[i] = into[i] op from[i]`; [`ReduceOp::Average`] adds.
 ///
 /// # Panics
-/// If the lengths differ or are no multiple of the element's, or if the operation does not support the element.
+/// If the lengths differ or are no multiple of the element's size, or if the operation does not support the
+/// element.
 pub(crate) fn reduce(element: ElementType, op: ReduceOp, into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "both sides of a reduction have one length");
     assert_eq!(into.len() % element.bytes(), 0, "a reduction takes whole elements");
@@ -29,11 +31,12 @@ pub(crate) fn reduce(element: ElementType, op: ReduceOp, into: &mut [u8], from: 
     }
 }
 
-/// `into[i] = into[i] op sources[0][i] op ...`, or without `into`'s own where it does not take part. `read` copies a source's
-/// bytes, from where on, to the slice it is given. f16 and bf16 stay f32 in between and are rounded once.
+/// `into[i] = into[i] op sources[0][i] op ...`, or the same without `into[i]` unless `takes_part`. `read`
+/// copies bytes of a source, from an offset on, to the slice that it is given. f16 and bf16 stay f32 in
+/// between and are rounded once.
 ///
 /// # Panics
-/// As [`reduce`], and if nothing takes part.
+/// See [`reduce`]; also if nothing takes part.
 pub(crate) fn reduce_all(
     element: ElementType,
     op: ReduceOp,
@@ -83,7 +86,7 @@ pub(crate) fn reduce_all(
 /// `bytes[i] = bytes[i] / ranks`.
 ///
 /// # Panics
-/// If the element is no float or the length no multiple of its.
+/// If the element is no float or the length is no multiple of its size.
 pub(crate) fn divide(element: ElementType, bytes: &mut [u8], ranks: u32) {
     assert_eq!(bytes.len() % element.bytes(), 0, "a division takes whole elements");
     match element {
@@ -116,7 +119,7 @@ fn reduce_half(codec: Codec, op: ReduceOp, into: &mut [u8], from: &[u8]) {
     }
 }
 
-/// `left[i] = left[i] op from[i]`, a tile at most.
+/// `left[i] = left[i] op from[i]`, for at most one tile.
 fn fold_half(codec: Codec, op: ReduceOp, left: &mut [f32], from: &[u8]) {
     if matches!(op, ReduceOp::Sum | ReduceOp::Average) {
         return sum::add(left, from, codec);
@@ -178,7 +181,8 @@ macro_rules! floats {
             }
         }
 
-        // IEEE 754-2019's minimum and maximum: symmetric, so that both partners of an exchange find the same bits.
+        // The minimum and maximum of IEEE 754-2019 are symmetric, so both partners of an exchange get the
+        // same bits.
         #[inline(always)]
         fn $minimum(left: $type, right: $type) -> $type {
             if left < right {
@@ -244,7 +248,7 @@ integers!(integers_i16, i16, ElementType::I16);
 integers!(integers_i32, i32, ElementType::I32);
 integers!(integers_i64, i64, ElementType::I64);
 
-/// The loop the compiler makes vectors of: fixed-size pieces of unaligned bytes are plain unaligned loads.
+/// The loop that the compiler vectorises: fixed-size pieces of unaligned bytes are plain unaligned loads.
 #[inline(always)]
 fn pairs<const N: usize>(into: &mut [u8], from: &[u8], f: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
     for (left, right) in into.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
@@ -268,7 +272,7 @@ mod tests {
     use super::*;
 
     fn reduced<T: bytemuck::Pod>(element: ElementType, op: ReduceOp, left: &[T], right: &[T]) -> Vec<T> {
-        // Once aligned and once not: the two may take different loops.
+        // Run it on aligned and on unaligned bytes: the two may take different loops.
         let mut odd = vec![0_u8; 1 + size_of_val(left)];
         odd[1..].copy_from_slice(bytemuck::cast_slice(left));
         reduce(element, op, &mut odd[1..], bytemuck::cast_slice(right));
@@ -334,7 +338,7 @@ mod tests {
 
     #[test]
     fn all_at_once_is_one_after_the_other() {
-        // Odd, and longer than a tile of any element.
+        // The length is odd, and longer than a tile of any element.
         let sources: Vec<Vec<u8>> =
             (1..4_u8).map(|k| (0..8 * 3 * TILE).map(|at| (at % 5) as u8 * k % 7).collect()).collect();
         for element in ElementType::ALL.into_iter().filter(|element| !element.is_float()) {
@@ -357,7 +361,7 @@ mod tests {
     #[test]
     fn halves_reduced_at_once_are_rounded_once() {
         let half = |value: f32| half::f16::from_f32(value).to_bits();
-        // 2048 + 1 + 1: rounded after each it would stay 2048.
+        // 2048 + 1 + 1 would stay 2048 if every sum were rounded.
         let read = |_: u32, _: usize, into: &mut [u8]| {
             into.copy_from_slice(&bytemuck::cast_slice(&[half(1.0); 3])[..into.len()]);
         };

@@ -1,4 +1,4 @@
-//! How a mesh is put together.
+//! The configuration of a mesh.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,38 +7,42 @@ use std::time::Duration;
 use paramhub_core::auth::Nonce;
 use paramhub_core::limits::WORKERS_MAX;
 
-use crate::error::{MeshError, Who};
+use crate::error::{MeshError, MeshRank};
 
-/// What a rank must know to join a mesh. All but `rank`, `shares_memory` and the timeouts must be the same on every rank.
+/// The information that a rank needs to join a mesh. All but `rank`, `shares_memory` and the timeouts must be
+/// the same on every rank.
 #[derive(Clone, Debug)]
 pub struct MeshConfig {
-    /// For messages.
+    /// The mesh's name in messages.
     pub name: Arc<str>,
-    /// This process, counted from 0.
+    /// The rank of this process, counted from 0.
     pub rank: u32,
     /// Ranks in the mesh.
     pub size: u32,
-    /// What all ranks know and nobody else. Two meshes must not share it: derive one from the job's for each.
+    /// A secret that all ranks know and nothing else does. Two meshes must not share it: derive one from the
+    /// job's for each.
     pub secret: Nonce,
-    /// Where each rank listens, by rank: what [`MeshListener::address`](crate::MeshListener::address) said there, with an IP
-    /// address under which the others reach it. The caller exchanges them. The own one is not used.
+    /// The address at which each rank listens, by rank: what
+    /// [`MeshListener::address`](crate::MeshListener::address) returned there, with an IP address under which
+    /// the others reach it. The caller exchanges the addresses. A rank does not use its own.
     pub addresses: Vec<SocketAddr>,
-    /// Whether ranks that are all on one host do collectives through memory they share. If one of them forbids it, all go
-    /// over TCP, as they do between hosts and where the memory cannot be had.
+    /// Whether ranks that are all on one host do collectives through shared memory. If one of them forbids
+    /// it, all use TCP, as ranks on several hosts do, and ranks where the memory cannot be allocated.
     pub shares_memory: bool,
     /// How long [`join`](crate::MeshListener::join) waits for the others.
     pub join_timeout: Duration,
-    /// A peer that has not been heard for so long, while something is outstanding, is given up. Peers send heartbeats.
+    /// A peer that has sent nothing for so long, while an operation is outstanding, counts as dead. Peers
+    /// send heartbeats.
     pub dead_after: Duration,
 }
 
 impl MeshConfig {
     /// How long joining may take.
     pub const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
-    /// Outlasts a switch that restarts its port; a killed process is noticed at once without it.
+    /// Longer than a switch takes to restart a port; a killed process is noticed at once all the same.
     pub const DEAD_AFTER: Duration = Duration::from_secs(30);
 
-    /// With the default timeouts.
+    /// A configuration with the default timeouts.
     pub fn new(rank: u32, secret: Nonce, addresses: Vec<SocketAddr>) -> Self {
         MeshConfig {
             name: "default".into(),
@@ -52,8 +56,8 @@ impl MeshConfig {
         }
     }
 
-    pub(crate) fn who(&self) -> Who {
-        Who { mesh: Arc::clone(&self.name), rank: self.rank }
+    pub(crate) fn who(&self) -> MeshRank {
+        MeshRank { mesh: Arc::clone(&self.name), rank: self.rank }
     }
 
     pub(crate) fn check(&self) -> Result<(), MeshError> {

@@ -1,4 +1,4 @@
-//! What a collective is, in a form that ranks can compare.
+//! The description of a collective, in a form that ranks can compare.
 
 use std::fmt;
 
@@ -44,8 +44,8 @@ impl Collective {
     }
 }
 
-/// Everything about a collective that must be the same on all ranks and that all of them know. What only some know, such as
-/// the lengths of an all_to_all, is compared transfer by transfer.
+/// Everything about a collective that must be the same on all ranks and that all of them know. What only some
+/// know, such as the lengths of an all_to_all, is compared transfer by transfer.
 ///
 /// ```text
 /// 0      1         2    3      4      8       16        24
@@ -57,13 +57,14 @@ impl Collective {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) kind: Collective,
-    /// Of those that compute.
+    /// The element and operator of a collective that computes.
     pub(crate) reduction: Option<(ElementType, ReduceOp)>,
-    /// Of those that have one.
+    /// The root of a collective that has one, else 0.
     pub(crate) root: u32,
-    /// In all.
+    /// The total number of bytes.
     pub(crate) bytes: u64,
-    /// A digest of the ranks' lengths, of those where they may differ, and of their hosts where these matter.
+    /// A digest of the ranks' lengths, for collectives in which they may differ, and of the ranks' hosts
+    /// where those matter.
     pub(crate) lengths: u64,
 }
 
@@ -82,7 +83,7 @@ impl Descriptor {
         Descriptor { bytes, lengths: digest, ..self }
     }
 
-    /// After the lengths: where they come from counts as well.
+    /// Called after the lengths are set: adds the hosts to their digest.
     pub(crate) fn with_hosts(self, hosts: &[u32]) -> Self {
         let lengths = hosts.iter().fold(self.lengths, |digest, &host| digested(digest, host.into()));
         Descriptor { lengths, ..self }
@@ -100,7 +101,7 @@ impl Descriptor {
         wire
     }
 
-    /// `None` if it is none.
+    /// `None` if the bytes are no descriptor.
     pub(crate) fn decode(wire: &[u8; DESCRIPTOR_BYTES]) -> Option<Descriptor> {
         let number = |at: usize| u64::from_le_bytes(wire[at..at + 8].try_into().expect("a fixed range"));
         let reduction = match (wire[1], wire[2]) {
@@ -117,7 +118,7 @@ impl Descriptor {
     }
 }
 
-/// FNV-1a over whole numbers: it finds mistakes, nobody attacks it.
+/// FNV-1a over whole numbers: it finds mistakes and need not withstand attacks.
 const fn digested(digest: u64, number: u64) -> u64 {
     (digest ^ number).wrapping_mul(0x0000_0100_0000_01b3)
 }

@@ -1,4 +1,4 @@
-//! What collectives can compute with.
+//! The element types and operators of collectives.
 
 use std::fmt;
 
@@ -29,7 +29,7 @@ pub enum ElementType {
 }
 
 impl ElementType {
-    /// All of them.
+    /// All element types.
     pub const ALL: [ElementType; 10] = {
         use ElementType::*;
         [F32, F64, F16, BF16, I8, U8, I16, I32, I64, Bool]
@@ -46,7 +46,7 @@ impl ElementType {
         }
     }
 
-    /// Whether it has fractions.
+    /// Whether the type has fractions.
     pub const fn is_float(self) -> bool {
         matches!(self, ElementType::F32 | ElementType::F64 | ElementType::F16 | ElementType::BF16)
     }
@@ -74,7 +74,7 @@ impl fmt::Display for ElementType {
     }
 }
 
-/// How the ranks' elements become one.
+/// How a collective reduces the elements of the ranks to one.
 ///
 /// | | floats | integers | bool |
 /// | --- | --- | --- | --- |
@@ -83,8 +83,8 @@ impl fmt::Display for ElementType {
 /// | `Average` | the sum divided by the number of ranks | - | - |
 /// | `BitAnd`, `BitOr`, `BitXor` | - | bit by bit | and, or, exclusive or |
 ///
-/// f16 and bf16 are computed in f32 and rounded to the nearest, ties to even: after each contribution over TCP, once in memory
-/// that ranks share. An average is rounded once more. Which payload a NaN has is not specified.
+/// f16 and bf16 are computed in f32 and rounded to the nearest, ties to even: after each contribution over
+/// TCP, once in shared memory. An average is rounded once more. The payload of a NaN is not specified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -98,22 +98,22 @@ pub enum ReduceOp {
     Max = 4,
     /// The mean.
     Average = 5,
-    /// Bits that all have.
+    /// The bits that are set at all ranks.
     BitAnd = 6,
-    /// Bits that any has.
+    /// The bits that are set at any rank.
     BitOr = 7,
-    /// Bits that an odd number of ranks has.
+    /// The bits that are set at an odd number of ranks.
     BitXor = 8,
 }
 
 impl ReduceOp {
-    /// All of them.
+    /// All operators.
     pub const ALL: [ReduceOp; 8] = {
         use ReduceOp::*;
         [Sum, Product, Min, Max, Average, BitAnd, BitOr, BitXor]
     };
 
-    /// Whether elements of this type can be reduced so.
+    /// Whether the operator can reduce elements of this type.
     pub const fn supports(self, element: ElementType) -> bool {
         use ReduceOp::*;
         match self {

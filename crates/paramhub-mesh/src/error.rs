@@ -1,44 +1,44 @@
-//! What can go wrong, for people: who, what, and what to do.
+//! Errors, as messages for people: which rank, what went wrong, and what to do.
 
-use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
 use thiserror::Error;
 
-/// The rank an error happened to, as its messages begin.
+/// The rank to which an error happened; error messages begin with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Who {
+pub struct MeshRank {
     /// The mesh's name.
     pub mesh: Arc<str>,
     /// The rank within the mesh.
     pub rank: u32,
 }
 
-impl fmt::Display for Who {
+impl fmt::Display for MeshRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "mesh `{}`, rank {}", self.mesh, self.rank)
     }
 }
 
-/// Why a mesh cannot do what was asked. Once a mesh has failed, everything outstanding and later gets the same error.
+/// Why a mesh cannot do what was asked. Once a mesh has failed, every outstanding and every later operation
+/// gets the same error.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// The configuration contradicts itself.
     #[error("{who}: {reason}")]
     Configuration {
-        /// Who asked.
-        who: Who,
+        /// The rank that asked.
+        who: MeshRank,
         /// What is wrong, and what to do.
         reason: Arc<str>,
     },
     /// The operating system refuses a thread, a descriptor or the like.
     #[error("{who}: cannot {what}: {reason}")]
     System {
-        /// Who asked.
-        who: Who,
-        /// What was tried.
+        /// The rank that asked.
+        who: MeshRank,
+        /// What the rank tried to do.
         what: &'static str,
         /// What the operating system says.
         reason: Arc<str>,
@@ -46,91 +46,91 @@ pub enum MeshError {
     /// Not every rank arrived in time.
     #[error("{who}: after {seconds} s {}: {}", arrived(*.size, .missing.len()), list(.missing))]
     Join {
-        /// Who waited.
-        who: Who,
+        /// The rank that waited.
+        who: MeshRank,
         /// Ranks in the mesh.
         size: u32,
-        /// How long it waited.
+        /// Seconds waited.
         seconds: f64,
-        /// Who is missing, and what is known about it.
+        /// The missing ranks, and what is known of each.
         missing: Vec<(u32, Arc<str>)>,
     },
-    /// A peer turned this rank away while joining.
+    /// A peer refused this rank while joining.
     #[error("{who}: rank {rank} at {address} refused the connection: {reason}")]
     Refused {
-        /// Who dialled.
-        who: Who,
-        /// Who refused.
+        /// The rank that dialled.
+        who: MeshRank,
+        /// The rank that refused.
         rank: u32,
-        /// Its address.
+        /// The address of that rank.
         address: Arc<str>,
-        /// Its reason.
+        /// The reason that it gave.
         reason: Arc<str>,
     },
     /// The caller gave up while joining.
     #[error("{who}: joining was interrupted")]
     Interrupted {
-        /// Who asked.
-        who: Who,
+        /// The rank that asked.
+        who: MeshRank,
     },
     /// The request makes no sense at this rank.
     #[error("{who}: {what}: {reason}")]
-    Misplaced {
-        /// Who asked.
-        who: Who,
+    Misused {
+        /// The rank that asked.
+        who: MeshRank,
         /// The operation.
         what: Arc<str>,
         /// What is wrong, and what to do.
         reason: Arc<str>,
     },
-    /// Too much is outstanding.
+    /// Too many operations are outstanding.
     #[error(
         "{who}: {outstanding} operations are outstanding, which is the limit: wait for some before issuing more"
     )]
     Congested {
-        /// Who asked.
-        who: Who,
-        /// How many.
+        /// The rank that asked.
+        who: MeshRank,
+        /// The number of outstanding operations.
         outstanding: usize,
     },
-    /// A peer's connection ended without a goodbye: its process has died, or the network between has.
+    /// A peer's connection ended without a goodbye: its process died, or the network between failed.
     #[error("{who}: rank {rank} is lost: {reason}")]
     Lost {
-        /// To whom it happened.
-        who: Who,
+        /// The rank that lost it.
+        who: MeshRank,
         /// The peer.
         rank: u32,
-        /// What was seen.
+        /// What happened to the connection.
         reason: Arc<str>,
     },
-    /// A peer has not been heard for too long while something was outstanding.
+    /// A peer has sent nothing for too long while an operation was outstanding.
     #[error("{who}: rank {rank} has not been heard for {seconds:.1} s: is its machine still there?")]
     Silent {
-        /// Who waited.
-        who: Who,
+        /// The rank that waited.
+        who: MeshRank,
         /// The peer.
         rank: u32,
-        /// For how long.
+        /// Seconds of silence.
         seconds: f64,
     },
     /// A peer that is needed has left in order.
     #[error("{who}: {what}: rank {rank} has left the mesh")]
     PeerLeft {
-        /// Who asked.
-        who: Who,
+        /// The rank that asked.
+        who: MeshRank,
         /// The operation.
         what: Arc<str>,
         /// The peer.
         rank: u32,
     },
-    /// A peer ended the mesh and said why.
+    /// A peer ended the mesh and sent the reason.
     #[error("{who}: rank {by} ended the mesh: {reason}")]
     Aborted {
-        /// Who was told.
-        who: Who,
-        /// Who told.
+        /// The rank that received the reason.
+        who: MeshRank,
+        /// The rank that ended the mesh.
         by: u32,
-        /// The rank that is to blame, if one is.
+        /// The rank at fault, if one is.
         culprit: Option<u32>,
         /// The reason.
         reason: Arc<str>,
@@ -140,82 +140,82 @@ pub enum MeshError {
         "{who}: {what}: rank {sender} sends {sent_bytes} bytes and rank {receiver} expects {expected_bytes}: both must name the same length"
     )]
     LengthMismatch {
-        /// Who noticed.
-        who: Who,
+        /// The rank that noticed.
+        who: MeshRank,
         /// The operation, with its tag.
         what: Arc<str>,
-        /// Who sends.
+        /// The sending rank.
         sender: u32,
-        /// Bytes it sends.
+        /// Bytes that it sends.
         sent_bytes: u64,
-        /// Who receives.
+        /// The receiving rank.
         receiver: u32,
-        /// Bytes it expects.
+        /// Bytes that it expects.
         expected_bytes: u64,
     },
-    /// Two ranks call different collectives at the same place.
+    /// Two ranks call different collectives at the same position of their sequences.
     #[error(
         "{who}: collective {number} is {here} at rank {} but {there} at rank {rank}: all ranks must call the same collectives in the same order",
         .who.rank
     )]
     OperationMismatch {
-        /// Who noticed.
-        who: Who,
+        /// The rank that noticed.
+        who: MeshRank,
         /// Position in the sequence of collectives, counted from 0.
         number: u64,
         /// What this rank calls.
         here: Arc<str>,
         /// The other rank.
         rank: u32,
-        /// What it calls.
+        /// What that rank calls.
         there: Arc<str>,
     },
-    /// A peer sent something that the protocol does not allow.
+    /// A peer sent a frame that the protocol does not allow.
     #[error("{who}: rank {rank} broke the protocol: {reason}")]
     Protocol {
-        /// Who noticed.
-        who: Who,
+        /// The rank that noticed.
+        who: MeshRank,
         /// The peer.
         rank: u32,
-        /// What it sent.
+        /// What the peer sent.
         reason: Arc<str>,
     },
     /// This rank has left the mesh.
     #[error("{who}: this rank has left the mesh")]
     Left {
-        /// Who asked.
-        who: Who,
+        /// The rank that asked.
+        who: MeshRank,
     },
     /// This rank has ended the mesh itself, with [`Mesh::abort`](crate::Mesh::abort) or by dropping it.
     #[error("{who}: this rank has ended the mesh: {reason}")]
     GaveUp {
-        /// Who asked.
-        who: Who,
-        /// The reason it gave.
+        /// The rank that asked.
+        who: MeshRank,
+        /// The reason that the program gave.
         reason: Arc<str>,
     },
     /// [`Mesh::leave`](crate::Mesh::leave) did not finish in time.
     #[error("{who}: leaving took more than {seconds} s; {outstanding} operations were given up")]
     LeaveTimeout {
-        /// Who asked.
-        who: Who,
-        /// How long it waited.
+        /// The rank that asked.
+        who: MeshRank,
+        /// Seconds waited.
         seconds: f64,
-        /// Operations without an end.
+        /// Operations that have not ended.
         outstanding: usize,
     },
-    /// A callback of the program's own panicked, or an invariant of ours is broken.
+    /// A callback of the program panicked, or an invariant of the mesh is broken.
     #[error("{who}: the mesh's thread has failed: {reason}")]
     Internal {
-        /// Where.
-        who: Who,
-        /// The message.
+        /// The rank whose thread it was.
+        who: MeshRank,
+        /// The panic's message, or the broken invariant.
         reason: Arc<str>,
     },
 }
 
 impl MeshError {
-    /// The rank that is to blame, if one is known.
+    /// The rank at fault, if one is known.
     pub fn rank(&self) -> Option<u32> {
         match self {
             MeshError::Refused { rank, .. }
@@ -251,13 +251,4 @@ fn list(missing: &[(u32, Arc<str>)]) -> String {
         text.push_str(&format!(" and {} more", missing.len() - NAMED_MAX));
     }
     text
-}
-
-/// What a panic said.
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> Arc<str> {
-    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
-        (Some(text), _) => (*text).into(),
-        (_, Some(text)) => text.as_str().into(),
-        _ => "a panic without a message".into(),
-    }
 }

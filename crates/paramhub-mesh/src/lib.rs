@@ -1,8 +1,8 @@
 //! A mesh of connections between the workers of a job, and collectives over it.
 //!
-//! A hub exchanges gradients. What else workers have to tell one another goes through a mesh: broadcasts, gathers, integers,
-//! maxima, and messages from one to another. [`MeshListener::join`] connects every rank with every other; [`Mesh`] has the
-//! operations.
+//! A hub exchanges gradients. A mesh carries everything else that workers exchange: broadcasts, gathers,
+//! integers, maxima, and messages from one to another. [`MeshListener::join`] connects every rank with every
+//! other; [`Mesh`] has the operations.
 //!
 //! ```
 //! use std::net::{IpAddr, Ipv4Addr};
@@ -29,36 +29,37 @@
 //! });
 //! ```
 //!
-//! Rules that need no socket are apart from those that move bytes: `schedule` says what a rank does for a collective,
-//! `arithmetic` reduces, `wire` knows the bytes; `join` makes the connections and `engine`, one thread a mesh, does the rest. Between ranks of one
-//! host collectives go through `memory` instead.
+//! The modules without sockets are apart from those that move bytes: `schedule` lists the steps of a rank for
+//! a collective, `arithmetic` reduces, and `wire` encodes and decodes; `join` makes the connections, and
+//! `progress_engine`, one thread a mesh, does the rest. Collectives between ranks of one host go through
+//! `memory` instead.
 
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod command;
 mod config;
 mod descriptor;
 mod element;
-mod engine;
 mod error;
 mod handle;
-mod inbox;
 mod join;
 mod memory;
 mod mesh;
 mod operation;
 mod probe;
+mod progress_engine;
 mod schedule;
 mod wire;
 
 pub use config::MeshConfig;
 pub use element::{ElementType, ReduceOp};
-pub use error::{MeshError, Who};
+pub use error::{MeshError, MeshRank};
 pub use handle::Handle;
 pub use join::MeshListener;
 pub use mesh::Mesh;
 pub use probe::{Bandwidths, Pairs, Probe};
-// The vocabulary of these signatures, so that a caller needs this crate alone.
+// The types that these signatures use, so that a caller needs this crate alone.
 pub use paramhub_core::auth::Nonce;
 pub use paramhub_core::cost::Rate;
 pub use paramhub_transport::{ReceiveRegion, SendRegion};

@@ -1,7 +1,7 @@
-//! What peers of a mesh say to one another, byte for byte. All integers are little-endian.
+//! The messages between peers of a mesh, byte for byte. All integers are little-endian.
 //!
 //! # The handshake
-//! The rank with the higher number dials. Four messages of fixed size:
+//! The rank with the higher number dials. The two ranks exchange four messages of fixed size:
 //! ```text
 //! dialler                                  listener
 //!   | -- Hello, 72 bytes ----------------------> |
@@ -17,12 +17,12 @@
 //! | 4 bytes| u16 = 2 | u16  | u32  | u32  | u32  | u32  | 16 bytes    | 32 bytes      |
 //! +--------+---------+------+------+------+------+------+-------------+---------------+
 //! ```
-//! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and so is the way to prove; the parts are the whole Hello
-//! and the listener's challenge.
+//! The verdict is that of a hub ([`paramhub_core::wire::Verdict`]), and a peer proves its knowledge as there;
+//! the parts are the whole Hello and the listener's challenge.
 //!
 //! # The memory
-//! Then rank 0 says to each other rank whether it has memory to share: an Offer, 56 bytes, which are all zero if it has none,
-//! and nothing more is said of it.
+//! After the handshakes rank 0 sends each other rank an Offer of memory to share, 56 bytes. If it has no
+//! memory, they are all zero, and no message about memory follows.
 //! ```text
 //! 0         8        24       56
 //! +---------+--------+--------+
@@ -30,10 +30,11 @@
 //! |         | 16 b.  | 32 b.  |
 //! +---------+--------+--------+
 //! ```
-//! Who is on rank 0's host can connect to the abstract Unix socket `paramhub-mesh-` and the name in hexadecimal digits. It sends
-//! the token, and gets the descriptors of the memory and of every rank's eventfd, by rank: at most four to a message, which
-//! carries their number in one byte. Over the mesh's connection each rank then answers 1 if it has mapped the memory and 0 if
-//! not, one byte, and rank 0 says 1 to everybody if all have and 0 if not.
+//! A rank on rank 0's host can connect to the abstract Unix socket `paramhub-mesh-` and the name in
+//! hexadecimal digits. It sends the token, and gets the descriptors of the memory and of every rank's
+//! eventfd, by rank: at most four to a message, which carries their number in one byte. Over the mesh's
+//! connection each rank then answers in one byte, 1 if it has mapped the memory and 0 if not, and rank 0
+//! sends 1 to all ranks if all have and 0 if not.
 //!
 //! # Frames
 //! A header of 32 bytes, then `length` bytes of payload.
@@ -67,20 +68,20 @@ use crate::descriptor::DESCRIPTOR_BYTES;
 
 /// The first four bytes of every connection.
 pub(crate) const MAGIC: [u8; 4] = *b"PHUM";
-/// The version of handshake and frames; both ends must speak the same.
+/// The version of handshake and frames; both ends must have the same.
 pub(crate) const VERSION: u16 = 2;
 /// Bytes of a [`Hello`].
 pub(crate) const HELLO_BYTES: usize = 72;
-/// Bytes of an [`Offer`].
+/// Bytes of an [`SegmentOffer`].
 pub(crate) const OFFER_BYTES: usize = 56;
-/// Bytes of what is shown to get what is offered.
+/// Bytes of the token that a rank shows to get the offered memory.
 pub(crate) const TOKEN_BYTES: usize = 32;
-/// That there is none.
+/// The offer of a rank 0 without memory to share.
 pub(crate) const NO_OFFER: [u8; OFFER_BYTES] = [0; OFFER_BYTES];
 /// Bytes of a [`Header`].
 pub(crate) const HEADER_BYTES: usize = 32;
-/// Payload bytes of one [`Kind::Data`] frame. Transfers take turns frame by frame, so this is how long a small one waits for
-/// a large one.
+/// Payload bytes of one [`Kind::Data`] frame. Transfers take turns frame by frame, so a small one waits for
+/// this many bytes of a large one.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
 /// Payload bytes of a frame that carries no tensor.
 pub(crate) const CONTROL_BYTES_MAX: usize = MESSAGE_BYTES_MAX;
@@ -88,15 +89,15 @@ pub(crate) const CONTROL_BYTES_MAX: usize = MESSAGE_BYTES_MAX;
 /// A dialler's first message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Who dials.
+    /// The rank that dials.
     pub(crate) rank: u32,
-    /// Ranks in the mesh, as the dialler knows it.
+    /// The number of ranks in the mesh, as the dialler knows it.
     pub(crate) size: u32,
-    /// Whom it means to reach.
+    /// The rank that the dialler means to reach.
     pub(crate) peer: u32,
-    /// Drawn once per join.
+    /// Random bytes, drawn once per join.
     pub(crate) incarnation: Incarnation,
-    /// For the listener to answer.
+    /// The challenge that the listener must answer.
     pub(crate) challenge: Challenge,
 }
 
@@ -146,22 +147,23 @@ impl Hello {
         })
     }
 
-    /// The two proofs of a connection: the dialler's over the listener's challenge, then the listener's over the dialler's.
+    /// The two proofs of a connection: the dialler's over the listener's challenge, then the listener's over
+    /// the dialler's.
     pub(crate) fn proofs(&self, secret: &Nonce, listener_challenge: &Challenge) -> (Proof, Proof) {
         let parts: [&[u8]; 2] = [&self.encode(), listener_challenge];
         (secret.prove(Purpose::MeshDialler, &parts), secret.prove(Purpose::MeshListener, &parts))
     }
 }
 
-/// Rank 0's memory, for those of its host.
+/// Rank 0's offer of memory, for the ranks of its host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Offer {
-    /// Drawn, so that nobody else is there.
+pub(crate) struct SegmentOffer {
+    /// Random, so that no other socket has the name.
     pub(crate) name: [u8; 16],
     pub(crate) token: [u8; TOKEN_BYTES],
 }
 
-impl Offer {
+impl SegmentOffer {
     pub(crate) fn encode(&self) -> [u8; OFFER_BYTES] {
         let mut wire = NO_OFFER;
         wire[0] = 1;
@@ -170,23 +172,23 @@ impl Offer {
         wire
     }
 
-    /// `None` where there is none.
-    pub(crate) fn decode(wire: &[u8; OFFER_BYTES]) -> Result<Option<Offer>, &'static str> {
+    /// `None` where the offer is of no memory.
+    pub(crate) fn decode(wire: &[u8; OFFER_BYTES]) -> Result<Option<SegmentOffer>, &'static str> {
         match u64::from_le_bytes(bytes(wire, 0)) {
             0 if *wire == NO_OFFER => Ok(None),
-            1 => Ok(Some(Offer { name: bytes(wire, 8), token: bytes(wire, 24) })),
+            1 => Ok(Some(SegmentOffer { name: bytes(wire, 8), token: bytes(wire, 24) })),
             _ => Err("an offer of memory that is none"),
         }
     }
 
-    /// Of the abstract Unix socket.
+    /// The name of the abstract Unix socket.
     pub(crate) fn path(&self) -> String {
         let digits: String = self.name.iter().map(|byte| format!("{byte:02x}")).collect();
         format!("paramhub-mesh-{digits}")
     }
 }
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
@@ -219,7 +221,7 @@ impl Kind {
     }
 }
 
-/// Keeps the tags of collectives apart from the user's.
+/// The channel of a tag, which keeps the tags of collectives apart from the user's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(crate) enum Channel {
@@ -227,7 +229,7 @@ pub(crate) enum Channel {
     Collective = 1,
 }
 
-/// What stands before every payload.
+/// The header ahead of every payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: Kind,
@@ -252,7 +254,7 @@ pub(crate) enum HeaderError {
 }
 
 impl Header {
-    /// Without payload, ticket, tag and number.
+    /// A header without payload, ticket, tag and number.
     pub(crate) const fn bare(kind: Kind) -> Header {
         Header { kind, channel: Channel::PointToPoint, length: 0, ticket: 0, tag: 0, bytes: 0 }
     }
@@ -268,7 +270,7 @@ impl Header {
         wire
     }
 
-    /// Reads the wire form; the length is within its kind's bounds.
+    /// Reads the wire form, and checks that the length is within its kind's bounds.
     pub(crate) fn decode(wire: &[u8; HEADER_BYTES]) -> Result<Header, HeaderError> {
         let kind =
             Kind::ALL.into_iter().find(|kind| *kind as u8 == wire[0]).ok_or(HeaderError::Kind(wire[0]))?;
@@ -333,13 +335,13 @@ mod tests {
 
     #[test]
     fn offers_round_trip_and_none_is_none() {
-        let offer = Offer { name: [3; 16], token: [4; TOKEN_BYTES] };
-        assert_eq!(Offer::decode(&offer.encode()), Ok(Some(offer)));
+        let offer = SegmentOffer { name: [3; 16], token: [4; TOKEN_BYTES] };
+        assert_eq!(SegmentOffer::decode(&offer.encode()), Ok(Some(offer)));
         assert_eq!(offer.path(), format!("paramhub-mesh-{}", "03".repeat(16)));
-        assert_eq!(Offer::decode(&NO_OFFER), Ok(None));
+        assert_eq!(SegmentOffer::decode(&NO_OFFER), Ok(None));
         let mut odd = NO_OFFER;
         odd[30] = 1;
-        assert!(Offer::decode(&odd).is_err());
+        assert!(SegmentOffer::decode(&odd).is_err());
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Communicators over an installed MPI (`Mpi`), with the feature `mpi`; without it nothing is here, so that nobody needs one.
+//! Communicators over an installed MPI (`MpiCommunicator`), with the feature `mpi`. Without the feature the
+//! crate is empty, so that building it needs no MPI.
 
 #[cfg(feature = "mpi")]
 mod communicator;
@@ -8,6 +9,6 @@ mod process;
 mod raw;
 
 #[cfg(feature = "mpi")]
-pub use communicator::Mpi;
+pub use communicator::MpiCommunicator;
 #[cfg(feature = "mpi")]
-pub use process::Threads;
+pub use process::ThreadLevel;

@@ -1,4 +1,4 @@
-//! Rust's errors as the exceptions of `paramhub.errors`.
+//! Converts Rust's errors to the exceptions of `paramhub.errors`.
 
 use std::sync::Arc;
 
@@ -22,35 +22,35 @@ enum Kind {
     JobFailed,
 }
 
-/// Something the caller did that cannot work.
+/// The caller's request cannot work.
 pub(crate) fn misuse(py: Python<'_>, message: &str) -> PyErr {
     raise(py, Kind::Misuse, message, None)
 }
 
-/// A connection manager or a hub that cannot be reached or refuses.
+/// A connection manager or a hub cannot be reached or refuses.
 pub(crate) fn connect(py: Python<'_>, message: &str) -> PyErr {
     raise(py, Kind::Connect, message, None)
 }
 
-/// What a request failed with.
+/// The error that a request failed with.
 #[derive(Clone, Debug)]
 pub(crate) enum Failure {
-    /// In the job, or of the job.
+    /// An error of the job.
     Worker(WorkerError),
-    /// In the mesh, or of the mesh.
+    /// An error of the mesh.
     Mesh(MeshError),
-    /// In the exchange of factors, or of it.
+    /// An error of the exchange of factors.
     Factors(SyncError),
-    /// In a key-value store, or of the store.
+    /// An error of a key-value store.
     Store(Arc<StoreFailure>),
-    /// Whoever waited for it has stopped.
+    /// The caller that waited for the request has given up.
     GivenUp { message: Arc<str>, culprit: Option<u32> },
 }
 
-/// What a call to a key-value store came to.
+/// The failure of a call to a key-value store.
 #[derive(Debug)]
 pub(crate) struct StoreFailure {
-    /// Whose call, and of which key.
+    /// The prefix that names the store, and the key if there is one.
     pub(crate) whose: String,
     pub(crate) error: StoreError,
     /// The rank at fault, where the store knows it.
@@ -85,23 +85,23 @@ impl From<&MeshError> for Failure {
     }
 }
 
-/// A worker's error with its own message.
+/// Raises a worker's error with its own message.
 pub(crate) fn worker(py: Python<'_>, error: &WorkerError) -> PyErr {
     raise(py, worker_kind(error), &error.to_string(), error.culprit())
 }
 
 fn worker_kind(error: &WorkerError) -> Kind {
     match error {
-        // It failed while this rank was still dialling.
+        // The job failed while this rank was still dialling.
         WorkerError::Refused { refusal: Refusal::JobEnded, .. } => Kind::JobFailed,
         WorkerError::Settings { .. }
         | WorkerError::NoSuchKey { .. }
         | WorkerError::Length { .. }
-        | WorkerError::Unfinished { .. }
+        | WorkerError::KeyBusy { .. }
         | WorkerError::Environment { .. }
         | WorkerError::Interfaces { .. }
         | WorkerError::Left { .. }
-        | WorkerError::Misplaced { .. } => Kind::Misuse,
+        | WorkerError::Misused { .. } => Kind::Misuse,
         WorkerError::Manager { .. }
         | WorkerError::Placement { .. }
         | WorkerError::Dial { .. }
@@ -111,7 +111,7 @@ fn worker_kind(error: &WorkerError) -> Kind {
     }
 }
 
-/// A mesh's error with its own message.
+/// Raises a mesh's error with its own message.
 pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
     raise(py, mesh_kind(error), &error.to_string(), error.rank())
 }
@@ -119,7 +119,7 @@ pub(crate) fn mesh(py: Python<'_>, error: &MeshError) -> PyErr {
 fn mesh_kind(error: &MeshError) -> Kind {
     match error {
         MeshError::Configuration { .. }
-        | MeshError::Misplaced { .. }
+        | MeshError::Misused { .. }
         | MeshError::Congested { .. }
         | MeshError::Left { .. } => Kind::Misuse,
         MeshError::System { .. }
@@ -130,7 +130,7 @@ fn mesh_kind(error: &MeshError) -> Kind {
     }
 }
 
-/// The error of an exchange of factors with its own message.
+/// Raises an error of the exchange of factors with its own message.
 pub(crate) fn factors(py: Python<'_>, error: &SyncError) -> PyErr {
     let (kind, culprit) = factors_kind(error);
     raise(py, kind, &error.to_string(), culprit)
@@ -139,8 +139,8 @@ pub(crate) fn factors(py: Python<'_>, error: &SyncError) -> PyErr {
 fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
     match error {
         SyncError::Mesh(error) => (mesh_kind(error), error.rank()),
-        SyncError::Misplaced { .. } => (Kind::Misuse, None),
-        SyncError::Meeting { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
+        SyncError::Misused { .. } => (Kind::Misuse, None),
+        SyncError::Rendezvous { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
         SyncError::Rounding { peer, .. } => (Kind::Connect, Some(*peer)),
         SyncError::Disagreement { peer, .. } | SyncError::NonFinite { peer, .. } => {
             (Kind::JobFailed, Some(*peer))
@@ -149,14 +149,14 @@ fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
     }
 }
 
-/// A store's error with its own message, after whose it is.
+/// Raises a store's error with its own message behind `whose`.
 pub(crate) fn store(py: Python<'_>, whose: &str, error: &StoreError, culprit: Option<u32>) -> PyErr {
     let (kind, known) = match error {
         StoreError::Hub(error) | StoreError::Communicator(CommunicatorError::Job(error)) => {
             (worker_kind(error), error.culprit())
         }
         StoreError::Ranks(error) => factors_kind(error),
-        StoreError::Communicator(CommunicatorError::Meeting(error)) => factors_kind(error),
+        StoreError::Communicator(CommunicatorError::Rendezvous(error)) => factors_kind(error),
         StoreError::Communicator(CommunicatorError::Mesh(error)) => (mesh_kind(error), error.rank()),
         StoreError::Communicator(CommunicatorError::System { .. }) => (Kind::Connect, None),
         StoreError::Options(_) | StoreError::Key { .. } | StoreError::Sequence(_) => (Kind::Misuse, None),
@@ -173,7 +173,7 @@ fn raise(py: Python<'_>, kind: Kind, message: &str, culprit: Option<u32>) -> PyE
         }
         Ok(PyErr::from_value(error))
     });
-    // The package lacks its own module; what happened is still worth more than that.
+    // Where the package lacks its own module, still report the error.
     made.unwrap_or_else(|_| PyRuntimeError::new_err(message.to_owned()))
 }
 

@@ -1,28 +1,28 @@
-//! The layers of a job that workers exchange among themselves, by their factors.
+//! The layers of a job that workers exchange among themselves, by factors.
 
 use std::collections::HashMap;
 
 use paramhub::{Job, Options, Registry};
 use paramhub_kernels::convert;
 use paramhub_syncer::{
-    FactorExchange, FactorStatistics, LayerFactors, Meeting, Outputs, Peers, PlannedFactors, SyncError,
-    open_factors,
+    FactorExchange, FactorStatistics, LayerFactors, Outputs, PeerAddresses, PeerListener, PlannedFactors,
+    SyncError, open_factors,
 };
 use paramhub_transport::StableBytes;
 
 use crate::errors::Failure;
-use crate::handle::{Counter, Handle};
+use crate::handle::{CompletionCounter, Handle};
 use crate::memory::Borrowed;
 
-/// Their exchange, and whose keys they are.
+/// The exchange of the layers, and their keys.
 pub(crate) struct FactorLayers {
     exchange: FactorExchange,
     planned: Vec<PlannedFactors>,
-    /// By key, weights and biases.
+    /// The layer of each key, for weights and biases.
     parts: HashMap<u32, Part>,
 }
 
-/// What a key is of a layer.
+/// The layer of a key, and which of its tensors the key is.
 #[derive(Clone, Copy)]
 pub(crate) struct Part {
     layer: usize,
@@ -31,8 +31,12 @@ pub(crate) struct Part {
 
 impl FactorLayers {
     /// Connects the workers, if the job's plan has such layers: all ranks have the same plan.
-    pub(crate) fn open(job: &Job, meeting: Meeting, peers: &Peers) -> Result<Option<Self>, SyncError> {
-        let opened = open_factors(job, meeting, peers, &Registry::with_builtins(), threads(job))?;
+    pub(crate) fn open(
+        job: &Job,
+        peer_listener: PeerListener,
+        peers: &PeerAddresses,
+    ) -> Result<Option<Self>, SyncError> {
+        let opened = open_factors(job, peer_listener, peers, &Registry::with_builtins(), threads(job))?;
         Ok(opened.map(|(exchange, planned)| {
             let mut parts = HashMap::new();
             for (layer, planned) in planned.iter().enumerate() {
@@ -43,18 +47,18 @@ impl FactorLayers {
         }))
     }
 
-    /// By their numbers.
+    /// The layers, by their numbers.
     pub(crate) fn planned(&self) -> &[PlannedFactors] {
         &self.planned
     }
 
-    /// What a key is of one of these layers, if it is.
+    /// The part of a layer that a key is, if it belongs to one of these layers.
     pub(crate) fn part(&self, key: u32) -> Option<Part> {
         self.parts.get(&key).copied()
     }
 
-    /// Lets all layers begin with these parameters, by key, which are equal at all ranks, and with the optimizer state that the
-    /// hubs have for them: what rank 0 has initialised there.
+    /// Begins all layers with these parameters, by key, which are equal at all ranks, and with the hubs'
+    /// optimizer state for them, which rank 0 has initialised.
     pub(crate) fn begin(&self, job: &Job, parameters: &HashMap<u32, Borrowed>) -> Result<(), Failure> {
         let values = |key: u32| decoded(job, key, parameters.get(&key).map_or(&[][..], Borrowed::as_bytes));
         for (layer, planned) in self.planned.iter().enumerate() {
@@ -73,7 +77,8 @@ impl FactorLayers {
         Ok(())
     }
 
-    /// Sends a layer's factors of a step; the handle ends when its new parameters are in `weight` and `bias`.
+    /// Sends a layer's factors of a step; the handle ends when the layer's new parameters are in `weight` and
+    /// `bias`.
     pub(crate) fn push(
         &self,
         layer: usize,
@@ -85,9 +90,9 @@ impl FactorLayers {
         let factors =
             LayerFactors { inputs: inputs.as_bytes(), output_gradients: output_gradients.as_bytes() };
         let outputs = Outputs { weight: weight.into_receive(), bias: bias.map(Borrowed::into_receive) };
-        let (counter, handle) = Counter::new(1);
+        let (counter, handle) = CompletionCounter::new(1);
         let end = move |outcome: Result<Outputs, SyncError>| {
-            // The regions go first: whoever hears of the end may look at their memory.
+            // Drop the regions first: a caller that sees the end may read their memory.
             let failure = outcome.map(drop).err();
             counter.count(failure.map(Failure::Factors));
         };
@@ -100,7 +105,7 @@ impl FactorLayers {
         self.exchange.next_step(part.layer)
     }
 
-    /// A slot of a key's optimizer state in f32, and how many updates it has had.
+    /// A slot of a key's optimizer state in f32, and the number of updates it has had.
     pub(crate) fn state(&self, part: Part, slot: u8) -> Result<(Vec<f32>, u64), SyncError> {
         let (weight, bias) = self.exchange.state(part.layer, usize::from(slot))?;
         Ok((if part.is_bias { bias } else { weight }, self.exchange.updates(part.layer)?))
@@ -114,7 +119,7 @@ impl FactorLayers {
         self.exchange.statistics()
     }
 
-    /// Waits for what is under way, here and at the peers, and leaves.
+    /// Waits for all exchanges under way, here and at the peers, and leaves.
     pub(crate) fn leave(&self) -> Result<(), SyncError> {
         self.exchange.leave(Options::default().leave_timeout)
     }
@@ -122,13 +127,14 @@ impl FactorLayers {
 
 impl Drop for FactorLayers {
     fn drop(&mut self) {
-        // A mesh that is dropped fails at the peers, who may have all they need of this rank and go on. Whoever wants to know
-        // calls `leave`; again it does nothing.
+        // Leave instead of dropping the mesh: a dropped mesh fails at the peers, which may have all they need
+        // of this rank and go on. A caller that wants the outcome calls `leave` before; then this does
+        // nothing.
         let _ = self.exchange.leave(Options::DROP_TIMEOUT);
     }
 }
 
-/// Threads that multiply: the workers of a host share its processors.
+/// The number of threads that multiply: the workers of a host share its processors.
 fn threads(job: &Job) -> usize {
     let workers = &job.book().roster.workers;
     let own = workers.get(job.rank() as usize).map(|worker| &worker.host);
@@ -145,10 +151,10 @@ fn decoded(job: &Job, key: u32, bytes: &[u8]) -> Vec<f32> {
     values
 }
 
-/// A slot of a key's optimizer state at the hubs, and how many updates it has had.
+/// A slot of a key's optimizer state at the hubs, and the number of updates it has had.
 fn pull_state(job: &Job, key: u32, slot: u8) -> Result<(Vec<f32>, u64), Failure> {
     let elements: u64 = job.settings().keys.keys()[key as usize].shape.iter().product();
-    // It lies in memory.
+    // The key fits into memory, so its length fits into `usize`.
     let values = vec![0.0_f32; usize::try_from(elements).unwrap_or(usize::MAX)];
     let pulled = job.pull_state(key, slot, values).map_err(Failure::Worker)?;
     let ended = pulled.finish();

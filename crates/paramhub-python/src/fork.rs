@@ -1,5 +1,6 @@
-//! What a forked child may not do. It has copies of our handles but none of our threads, and its sockets are its parent's: a
-//! request would wait for ever, and leaving a job would end the parent's part in it.
+//! Keeps a forked child from using what its parent made. The child has copies of our handles but none of our
+//! threads, and its sockets are its parent's: a request would wait for ever, and leaving a job would end the
+//! parent's part in it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,20 +12,20 @@ use crate::errors;
 static HAS_STARTED: AtomicBool = AtomicBool::new(false);
 static IS_FORKED_CHILD: AtomicBool = AtomicBool::new(false);
 
-/// Called in every forked child, before anything else of it runs. A parent that had only imported the package has nothing that
-/// a child could harm or miss.
+/// Called in every forked child, before any other code. If the parent had only imported the package, there is
+/// nothing that the child could harm or lack.
 #[pyfunction]
 pub(crate) fn after_fork_in_child() {
     IS_FORKED_CHILD.fetch_or(HAS_STARTED.load(Ordering::Relaxed), Ordering::Relaxed);
 }
 
-/// Whether what was made before is another process's.
+/// Whether this process is a forked child, whose handles belong to its parent.
 pub(crate) fn is_forked_child() -> bool {
     IS_FORKED_CHILD.load(Ordering::Relaxed)
 }
 
-/// Refuses to go on in a forked child, and notes of any other process that it goes on: whatever starts threads or opens
-/// connections comes by here first.
+/// Raises in a forked child. In any other process it notes that threads or connections begin: every function
+/// that starts threads or opens connections calls this first.
 pub(crate) fn refuse_in_child(py: Python<'_>) -> PyResult<()> {
     if !is_forked_child() {
         HAS_STARTED.store(true, Ordering::Relaxed);

@@ -18,11 +18,11 @@ pub(crate) struct Handle {
 }
 
 struct Shared {
-    /// Requests that have not ended.
+    /// The number of requests that have not ended.
     left: AtomicUsize,
     submitted_ns: u64,
     finished_ns: AtomicU64,
-    /// The mesh's operation that it stands for, if it does.
+    /// The mesh's operation, if the handle stands for one.
     operation: OnceLock<paramhub_mesh::Handle>,
     state: Mutex<State>,
     ended: Condvar,
@@ -31,7 +31,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     is_done: bool,
-    /// Of several failures the first.
+    /// The failure, or the first of several.
     failure: Option<Failure>,
     callbacks: Vec<Py<PyAny>>,
 }
@@ -41,7 +41,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits with the GIL released, at most until `deadline`; whether all has ended.
+    /// Waits with the GIL released, at most until `deadline`; returns whether all requests have ended.
     fn wait(&self, deadline: Option<Instant>) -> bool {
         let mut state = self.lock();
         while !state.is_done {
@@ -55,7 +55,8 @@ impl Shared {
         true
     }
 
-    /// One request has ended; the last one ends the handle. Runs on an I/O thread: it takes no GIL.
+    /// Counts a request that has ended; the last one ends the handle. Runs on an I/O thread and must not take
+    /// the GIL.
     fn count(self: &Arc<Self>, failure: Option<Failure>) {
         if let Some(failure) = failure {
             self.lock().failure.get_or_insert(failure);
@@ -86,15 +87,15 @@ impl Shared {
     }
 }
 
-/// What requests report their end to.
+/// Counts the ends of a handle's requests.
 #[derive(Clone)]
-pub(crate) struct Counter {
+pub(crate) struct CompletionCounter {
     shared: Arc<Shared>,
 }
 
-impl Counter {
+impl CompletionCounter {
     /// A handle for `requests` requests, which ends at once if there are none.
-    pub(crate) fn new(requests: usize) -> (Counter, Handle) {
+    pub(crate) fn new(requests: usize) -> (CompletionCounter, Handle) {
         let shared = Arc::new(Shared {
             left: AtomicUsize::new(requests),
             submitted_ns: now_ns(),
@@ -107,24 +108,24 @@ impl Counter {
             shared.finished_ns.store(shared.submitted_ns, Ordering::Relaxed);
             shared.lock().is_done = true;
         }
-        (Counter { shared: Arc::clone(&shared) }, Handle { shared })
+        (CompletionCounter { shared: Arc::clone(&shared) }, Handle { shared })
     }
 
-    /// Counts a request that was handed in.
+    /// Counts a request that was submitted.
     pub(crate) fn follow(&self, request: &paramhub_worker::Handle<(), ()>) {
         let counter = self.clone();
         request.on_complete(move |outcome| counter.count(outcome.as_ref().err().map(Failure::from)));
     }
 
-    /// Counts an operation of a mesh, the handle's only one.
+    /// Counts an operation of a mesh, which is the handle's only one.
     pub(crate) fn follow_mesh(&self, operation: paramhub_mesh::Handle) {
         let counter = self.clone();
         operation.on_complete(move |outcome| counter.count(outcome.as_ref().err().map(Failure::from)));
-        // Set once: the counter was made for this operation.
+        // It is set only once, for the counter was made for this operation.
         let _ = self.shared.operation.set(operation);
     }
 
-    /// Counts requests that could not be handed in.
+    /// Counts requests that could not be submitted.
     pub(crate) fn refuse(&self, requests: usize, failure: &Failure) {
         for _ in 0..requests {
             self.count(Some(failure.clone()));
@@ -139,7 +140,8 @@ impl Counter {
 
 #[pymethods]
 impl Handle {
-    /// Waits for the end. Raises TimeoutError after `timeout` seconds, and the job's error if the request failed.
+    /// Waits for the end. Raises TimeoutError after `timeout` seconds, and the job's error if the request
+    /// failed.
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         crate::fork::refuse_in_child(py)?;
@@ -165,25 +167,26 @@ impl Handle {
         }
     }
 
-    /// Whether it has ended, well or not.
+    /// Whether the request has ended, well or not.
     fn done(&self) -> bool {
         self.shared.lock().is_done
     }
 
-    /// The exception it ended with, or None if it ended well or has not ended.
+    /// The exception that the request ended with, or None if it ended well or has not ended.
     fn exception(&self, py: Python<'_>) -> Option<PyErr> {
         let failure = self.shared.lock().failure.clone();
         failure.map(|failure| failure.raise(py))
     }
 
-    /// Fails it with JobFailedError if it has not ended. Its requests go on, and their memory is kept until they end.
+    /// Fails the handle with JobFailedError if it has not ended. Its requests go on, and keep their memory
+    /// until they end.
     #[pyo3(signature = (message, culprit = None))]
     fn fail(&self, message: String, culprit: Option<u32>) {
         self.shared.end(Some(Failure::GivenUp { message: message.into(), culprit }));
     }
 
-    /// Calls `callback(handle)` once it has ended: on a thread of the library's, or here if it has ended already. An
-    /// exception in it is printed and goes no further.
+    /// Calls `callback(handle)` once the handle has ended: on a thread of the library, or here if it has
+    /// ended already. An exception in it is printed and goes no further.
     fn add_done_callback(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
         let mut state = slf.get().shared.lock();
         if !state.is_done {
@@ -194,7 +197,7 @@ impl Handle {
         callback.call1(slf.py(), (slf,)).map(drop)
     }
 
-    /// The ranks that it is waiting for, as far as a mesh knows; none once it has ended.
+    /// The ranks that the operation waits for, as far as a mesh knows; none once it has ended.
     fn awaited_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         crate::fork::refuse_in_child(py)?;
         let awaited =
@@ -202,19 +205,19 @@ impl Handle {
         Ok(py.detach(awaited))
     }
 
-    /// The rank that a receive got its bytes from, once it has.
+    /// The rank that a receive got its bytes from, once it has ended.
     #[getter]
     fn source(&self) -> Option<u32> {
         self.shared.operation.get()?.source()
     }
 
-    /// When the request was handed in, in nanoseconds of the monotonic clock.
+    /// When the request was submitted, in nanoseconds of the monotonic clock.
     #[getter]
     fn submitted_ns(&self) -> u64 {
         self.shared.submitted_ns
     }
 
-    /// When it ended; 0 while it has not.
+    /// When the request ended; 0 while it has not.
     #[getter]
     fn finished_ns(&self) -> u64 {
         self.shared.finished_ns.load(Ordering::Relaxed)
@@ -228,7 +231,8 @@ impl Handle {
 
 impl Handle {
     fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        // Making an exception may let another thread have the GIL, which may then wait for this lock: so not under it.
+        // Not under the lock: making an exception may give the GIL to another thread, which may then wait for
+        // this lock.
         let failure = self.shared.lock().failure.clone();
         failure.map_or(Ok(()), |failure| Err(failure.raise(py)))
     }

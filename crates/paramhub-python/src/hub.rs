@@ -4,63 +4,64 @@ use std::sync::Mutex;
 use paramhub::embedded::{EmbeddedConfig, EmbeddedHub};
 use paramhub::service::CreateService;
 use paramhub::{ManagerClient, RunningHub};
+use paramhub_core::combinations::{self, Feature, Features};
 use pyo3::prelude::*;
 
 use crate::errors;
 use crate::fork::{is_forked_child, refuse_in_child};
 use crate::waiting::interruptible;
 
-/// A hub inside this process, with its connection manager unless it has joined another.
+/// A hub inside this process, with its own connection manager unless it has joined another.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Hub {
-    /// None once it was stopped.
-    hub: Mutex<Option<Serving>>,
+    /// None after it was stopped.
+    hub: Mutex<Option<HubHandle>>,
     #[pyo3(get)]
     url: String,
     #[pyo3(get)]
     addresses: Vec<String>,
 }
 
-enum Serving {
+enum HubHandle {
     Embedded(EmbeddedHub),
     Joined(RunningHub),
 }
 
-impl Serving {
-    fn start(config: EmbeddedConfig, join: Option<ManagerClient>) -> Result<Serving, String> {
+impl HubHandle {
+    fn start(config: EmbeddedConfig, join: Option<ManagerClient>) -> Result<HubHandle, String> {
         match join {
-            None => EmbeddedHub::start(config).map(Serving::Embedded).map_err(|error| error.to_string()),
-            Some(manager) => {
-                RunningHub::start(manager, config.hub).map(Serving::Joined).map_err(|error| error.to_string())
-            }
+            None => EmbeddedHub::start(config).map(HubHandle::Embedded).map_err(|error| error.to_string()),
+            Some(manager) => RunningHub::start(manager, config.hub)
+                .map(HubHandle::Joined)
+                .map_err(|error| error.to_string()),
         }
     }
 
     fn addresses(&self) -> &[SocketAddr] {
         match self {
-            Serving::Embedded(hub) => hub.addresses(),
-            Serving::Joined(hub) => hub.addresses(),
+            HubHandle::Embedded(hub) => hub.addresses(),
+            HubHandle::Joined(hub) => hub.addresses(),
         }
     }
 
     fn has_failed(&self) -> Option<String> {
         match self {
-            Serving::Embedded(hub) => hub.has_failed(),
-            Serving::Joined(hub) => hub.has_failed(),
+            HubHandle::Embedded(hub) => hub.has_failed(),
+            HubHandle::Joined(hub) => hub.has_failed(),
         }
     }
 
     fn memory_bytes(&self) -> u64 {
         match self {
-            Serving::Embedded(hub) => hub.memory_bytes(),
-            Serving::Joined(hub) => hub.memory_bytes(),
+            HubHandle::Embedded(hub) => hub.memory_bytes(),
+            HubHandle::Joined(hub) => hub.memory_bytes(),
         }
     }
 
     fn stop(self) {
         match self {
-            Serving::Embedded(hub) => hub.stop(),
-            Serving::Joined(hub) => hub.stop(),
+            HubHandle::Embedded(hub) => hub.stop(),
+            HubHandle::Joined(hub) => hub.stop(),
         }
     }
 }
@@ -86,6 +87,11 @@ impl Hub {
         shared_memory: bool,
     ) -> PyResult<Self> {
         refuse_in_child(py)?;
+        let asked = Features::of([
+            (Feature::JoinedManager, join.is_some()),
+            (Feature::ManagerAddress, manager.is_some()),
+        ]);
+        combinations::check(asked).map_err(|conflict| errors::misuse(py, &conflict.to_string()))?;
         let address = |text: &str| {
             text.parse::<SocketAddr>().map_err(|_| {
                 errors::misuse(py, &format!("`{text}` is no address: give IP:PORT, with port 0 for any"))
@@ -109,31 +115,31 @@ impl Hub {
             config.hub.memory_bytes = memory;
         }
         let joined = join.as_ref().map(|manager| manager.url().to_owned());
-        let started = interruptible(py, move || Serving::start(config, join))?;
+        let started = interruptible(py, move || HubHandle::start(config, join))?;
         let hub = started.map_err(|error| errors::connect(py, &format!("the hub cannot start: {error}")))?;
         let url = match (&hub, joined) {
-            (Serving::Embedded(hub), _) => hub.url().to_owned(),
-            (Serving::Joined(_), url) => url.expect("it joined one"),
+            (HubHandle::Embedded(hub), _) => hub.url().to_owned(),
+            (HubHandle::Joined(_), url) => url.expect("it joined one"),
         };
         let addresses = hub.addresses().iter().map(ToString::to_string).collect();
         Ok(Hub { hub: Mutex::new(Some(hub)), url, addresses })
     }
 
-    /// Ends it within a second; its jobs fail. Again it does nothing.
+    /// Ends the hub within a second; its jobs fail. A second call does nothing.
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
         refuse_in_child(py)?;
         let hub = self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        py.detach(move || hub.map(Serving::stop));
+        py.detach(move || hub.map(HubHandle::stop));
         Ok(())
     }
 
-    /// Bytes of the buffers of all jobs here; none while there is no job.
+    /// Bytes of the buffers of all jobs at this hub; 0 while there is no job.
     fn memory_bytes(&self) -> u64 {
         let hub = self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        hub.as_ref().map_or(0, Serving::memory_bytes)
+        hub.as_ref().map_or(0, HubHandle::memory_bytes)
     }
 
-    /// Why it cannot go on, if it cannot.
+    /// Why the hub cannot go on, if it cannot.
     fn failure(&self) -> Option<String> {
         self.hub.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_ref()?.has_failed()
     }
@@ -150,7 +156,8 @@ impl Drop for Hub {
     }
 }
 
-/// CreateService at the manager at `url`: the job's namespace and secret. `options` are its waits and lifetimes, in JSON.
+/// CreateService at the manager at `url`: returns the job's namespace and secret. `options` are its waits and
+/// lifetimes, in JSON.
 #[pyfunction]
 #[pyo3(signature = (url, name, workers, *, admin_token = None, options = "{}", patience = 0.0))]
 pub(crate) fn create_job(
@@ -171,7 +178,7 @@ pub(crate) fn create_job(
     Ok((created.namespace.to_string(), String::from(created.nonce)))
 }
 
-/// Ends a job, by name or namespace, for a reason its workers are told.
+/// Ends a job, by name or namespace. Its workers receive the reason.
 #[pyfunction]
 #[pyo3(signature = (url, job, reason, *, admin_token = None))]
 pub(crate) fn stop_job(
@@ -186,7 +193,7 @@ pub(crate) fn stop_job(
     stopped.map(drop).map_err(|error| errors::connect(py, &error.to_string()))
 }
 
-/// What tells this host, and its network namespace, from all others.
+/// An identifier of this host and its network namespace, unlike any other's.
 #[pyfunction]
 pub(crate) fn host_identity() -> String {
     paramhub::host_identity()
@@ -197,5 +204,5 @@ fn client(py: Python<'_>, url: &str, admin_token: Option<String>, patience: f64)
     let patience = crate::waiting::seconds(py, Some(patience))?.unwrap_or_default();
     let client =
         ManagerClient::new(url, admin_token).map_err(|error| errors::misuse(py, &error.to_string()))?;
-    Ok(client.with_patience(patience))
+    Ok(client.with_retry_timeout(patience))
 }

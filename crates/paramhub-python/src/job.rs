@@ -1,25 +1,25 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use paramhub::Hyperparameters;
-use paramhub_worker::Errand;
+use paramhub_worker::RegionRequest;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{self, Failure};
 use crate::factors::FactorLayers;
 use crate::fork::{is_forked_child, refuse_in_child};
-use crate::handle::{Counter, Handle};
+use crate::handle::{CompletionCounter, Handle};
 use crate::memory::Borrowed;
-use crate::parts::Parts;
+use crate::parts::JobParts;
 use crate::tensor::Tensor;
 use crate::waiting::interruptible;
 
-/// A worker's part in a running job. Memory is named by address and bytes, and an object that keeps it: the callers in the
-/// package have looked at it, and nothing here can.
+/// A worker's part in a running job. Memory is passed as an address, a number of bytes and an object that
+/// keeps the memory alive. The package's callers have checked the memory; this code cannot.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Job {
-    /// None once it was left.
-    job: Mutex<Option<Arc<Parts>>>,
+    /// None after the job was left.
+    job: Mutex<Option<Arc<JobParts>>>,
     #[pyo3(get)]
     name: String,
     #[pyo3(get)]
@@ -34,8 +34,8 @@ pub(crate) struct Job {
 
 /// A range of memory: address and bytes.
 pub(crate) type Range = (usize, usize);
-/// A layer that goes by factors: its name, the keys of its weight and its bias, and how many samples a step
-/// may have, and the type of its factors.
+/// A layer exchanged by factors: its name, the keys of its weight and its bias, the most samples in a step,
+/// and the type of its factors.
 type FactorLayer = (String, u32, Option<u32>, usize, String);
 
 impl Job {
@@ -46,7 +46,7 @@ impl Job {
             workers: job.workers(),
             shares_memory: job.shares_memory(),
             shares_parameters: job.shares_parameters(),
-            job: Mutex::new(Some(Arc::new(Parts { factors, job: Arc::new(job) }))),
+            job: Mutex::new(Some(Arc::new(JobParts { factors, job: Arc::new(job) }))),
         }
     }
 
@@ -54,7 +54,7 @@ impl Job {
         Ok(Arc::clone(&self.parts(py)?.job))
     }
 
-    fn parts(&self, py: Python<'_>) -> PyResult<Arc<Parts>> {
+    fn parts(&self, py: Python<'_>) -> PyResult<Arc<JobParts>> {
         refuse_in_child(py)?;
         let parts = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone();
         parts.ok_or_else(|| {
@@ -62,19 +62,19 @@ impl Job {
         })
     }
 
-    /// Hands in one request a key; the handle ends with the last. Requests after one that is refused are not handed in, and
-    /// the handle then fails when those before it have ended.
+    /// Submits one request a key; the handle ends with the last. Requests after a refused one are not
+    /// submitted; then the handle fails when those before have ended.
     fn submit_all(
         &self,
         py: Python<'_>,
         keys: &[u32],
-        mut errand: impl FnMut(usize) -> Errand,
+        mut request: impl FnMut(usize) -> RegionRequest,
     ) -> PyResult<Handle> {
         let parts = self.parts(py)?;
         let job = &parts.job;
-        let (counter, handle) = Counter::new(keys.len());
+        let (counter, handle) = CompletionCounter::new(keys.len());
         for (index, &key) in keys.iter().enumerate() {
-            match job.submit(key, errand(index)) {
+            match job.submit(key, request(index)) {
                 Ok(request) => counter.follow(&request),
                 Err(error) if index == 0 => return Err(errors::worker(py, &error)),
                 Err(error) => {
@@ -87,12 +87,12 @@ impl Job {
     }
 }
 
-/// Memory of `owner`'s as a region's.
+/// A range of `owner`'s memory, to make a region of.
 ///
 /// # Safety
-/// As [`Borrowed::new`].
+/// See [`Borrowed::new`].
 unsafe fn borrow(py: Python<'_>, owner: &Py<PyAny>, (address, bytes): Range) -> Borrowed {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps to the contract of [`Borrowed::new`].
     unsafe { Borrowed::new(owner.clone_ref(py), address, bytes) }
 }
 
@@ -112,13 +112,14 @@ impl Job {
         }
     }
 
-    /// Contributes gradients from `sends`, one range a key; `owner` keeps them all.
+    /// Contributes gradients from `sends`, one range a key; `owner` keeps all ranges alive.
     fn push(&self, py: Python<'_>, keys: Vec<u32>, sends: Vec<Range>, owner: Py<PyAny>) -> PyResult<Handle> {
         check_lengths(py, &keys, &[sends.len()])?;
         self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
-            // SAFETY: the package keeps `owner`, and with it the range, unchanged until the handle has ended.
-            Errand::Push(unsafe { borrow(py, &owner, sends[index]) }.into_send())
+            // SAFETY: the package keeps `owner`, and with it the range, alive and unchanged until the handle
+            // has ended.
+            RegionRequest::Push(unsafe { borrow(py, &owner, sends[index]) }.into_send())
         })
     }
 
@@ -132,12 +133,13 @@ impl Job {
     ) -> PyResult<Handle> {
         check_lengths(py, &keys, &[receives.len()])?;
         self.submit_all(py, &keys, |index| {
-            // SAFETY: the package keeps `owner`, and nobody looks at the range until the handle has ended.
-            Errand::Pull(unsafe { borrow(py, &owner, receives[index]) }.into_receive())
+            // SAFETY: the package keeps `owner`, and no code reads or writes the range until the handle has
+            // ended.
+            RegionRequest::Pull(unsafe { borrow(py, &owner, receives[index]) }.into_receive())
         })
     }
 
-    /// Contributes gradients from `sends` and receives what follows from them into `receives`.
+    /// Contributes gradients from `sends` and receives the updated parameters into `receives`.
     fn push_pull(
         &self,
         py: Python<'_>,
@@ -152,11 +154,11 @@ impl Job {
             // SAFETY: as in `push`.
             let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
             // SAFETY: as in `pull`.
-            Errand::PushPull(send, unsafe { borrow(py, &owner, receives[index]) }.into_receive())
+            RegionRequest::PushPull(send, unsafe { borrow(py, &owner, receives[index]) }.into_receive())
         })
     }
 
-    /// Contributes gradients from `ranges` and receives what follows from them into the same memory.
+    /// Contributes gradients from `ranges` and receives the updated parameters into the same memory.
     fn push_pull_in_place(
         &self,
         py: Python<'_>,
@@ -168,11 +170,11 @@ impl Job {
         self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `pull`.
-            Errand::PushPullInPlace(unsafe { borrow(py, &owner, ranges[index]) }.into_receive())
+            RegionRequest::PushPullInPlace(unsafe { borrow(py, &owner, ranges[index]) }.into_receive())
         })
     }
 
-    /// Rank 0: sends the parameters to start from, at `version`.
+    /// Rank 0: sends the initial parameters, as of `version`.
     fn initialise(
         &self,
         py: Python<'_>,
@@ -184,11 +186,11 @@ impl Job {
         check_lengths(py, &keys, &[sends.len()])?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `push`.
-            Errand::Initialise(unsafe { borrow(py, &owner, sends[index]) }.into_send(), version)
+            RegionRequest::Initialise(unsafe { borrow(py, &owner, sends[index]) }.into_send(), version)
         })
     }
 
-    /// Hyperparameters in JSON that hold from `first_step` on, for the keys of one group.
+    /// Sets the hyperparameters, in JSON, of the keys of one group from `first_step` on.
     #[pyo3(signature = (first_step, hyperparameters, group = 0))]
     fn set_hyperparameters(
         &self,
@@ -225,20 +227,21 @@ impl Job {
         Ok(self.job(py)?.resumed_step())
     }
 
-    /// Whether its hubs are to write checkpoints of it.
+    /// Whether the job's hubs are to write checkpoints.
     #[getter]
     fn has_checkpoints(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.job(py)?.has_checkpoints())
     }
 
-    /// Values of state that the job's optimizer keeps a parameter; its slots are counted from 0.
+    /// The number of state values that the job's optimizer keeps for each parameter; its slots are counted
+    /// from 0.
     #[getter]
     fn state_slots(&self, py: Python<'_>) -> PyResult<u8> {
         Ok(self.job(py)?.state_slots())
     }
 
-    /// Receives a slot of the keys' optimizer state, f32 values, into `receives`, and tells of each key how many updates it
-    /// has had.
+    /// Receives a slot of the keys' optimizer state, f32 values, into `receives`, and returns for each key
+    /// the number of updates it has had.
     fn pull_state(
         &self,
         py: Python<'_>,
@@ -250,10 +253,11 @@ impl Job {
         check_lengths(py, &keys, &[receives.len()])?;
         let parts = self.parts(py)?;
         let mut handles = Vec::with_capacity(keys.len());
-        // Of keys that go by factors.
+        // The updates of keys that are exchanged by factors.
         let mut known = vec![None; keys.len()];
         for (index, (&key, &receive)) in keys.iter().zip(&receives).enumerate() {
-            // SAFETY: as in `pull`. A wait that a signal ends leaves the range to the request, which keeps `owner`.
+            // SAFETY: as in `pull`. If a signal ends the wait, the range belongs to the request, which keeps
+            // `owner`.
             let mut range = unsafe { borrow(py, &owner, receive) };
             if let Some(factors) = &parts.factors
                 && let Some(part) = factors.part(key)
@@ -264,7 +268,7 @@ impl Job {
                 known[index] = Some(updates);
                 continue;
             }
-            let handle = parts.job.submit(key, Errand::PullState(range.into_receive(), slot));
+            let handle = parts.job.submit(key, RegionRequest::PullState(range.into_receive(), slot));
             handles.push(handle.map_err(|error| errors::worker(py, &error))?);
         }
         let ended = interruptible(py, move || {
@@ -277,7 +281,8 @@ impl Job {
         updates.collect::<Result<_, _>>().map_err(|error| errors::worker(py, &error))
     }
 
-    /// Rank 0: sends a slot of the keys' optimizer state to start from, f32 values, and the updates each key has had.
+    /// Rank 0: sends a slot of the keys' initial optimizer state, f32 values, and the number of updates that
+    /// each key has had.
     fn initialise_state(
         &self,
         py: Python<'_>,
@@ -291,11 +296,11 @@ impl Job {
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `push`.
             let send = unsafe { borrow(py, &owner, sends[index]) }.into_send();
-            Errand::InitialiseState(send, slot, updates[index])
+            RegionRequest::InitialiseState(send, slot, updates[index])
         })
     }
 
-    /// The newest step of a job in two phases whose mean gradient's norm is known, and the norm.
+    /// The newest step of a job with two-phase steps whose mean gradient's norm is known, and the norm.
     fn last_gradient_norm(&self, py: Python<'_>) -> PyResult<Option<(u32, f64)>> {
         Ok(self.job(py)?.last_gradient_norm())
     }
@@ -312,40 +317,40 @@ impl Job {
         self.parts(py)?.check_through_hubs(py, &keys)?;
         self.submit_all(py, &keys, |index| {
             // SAFETY: as in `push`.
-            Errand::PushPullShared(unsafe { borrow(py, &owner, sends[index]) }.into_send())
+            RegionRequest::PushPullShared(unsafe { borrow(py, &owner, sends[index]) }.into_send())
         })
     }
 
-    /// Memory for the gradients of the keys from `first` to before `end` as one.
+    /// Memory for the gradients of the keys from `first` to before `end`, as one tensor.
     fn gradient_tensors(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.gradient_tensors(first..end).map_err(|error| errors::worker(py, &error))?;
         Ok(Tensor::flat(memory, job.settings().keys.keys()[first as usize].dtype))
     }
 
-    /// Memory for the parameters of the keys from `first` to before `end` as one.
+    /// Memory for the parameters of the keys from `first` to before `end`, as one tensor.
     fn parameter_tensors(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.parameter_tensors(first..end).map_err(|error| errors::worker(py, &error))?;
         Ok(Tensor::flat(memory, job.settings().keys.keys()[first as usize].dtype))
     }
 
-    /// The parameters of the keys from `first` to before `end` as one, as this host's workers share them: to be read, from the
-    /// end of a request until the key's next.
+    /// The parameters of the keys from `first` to before `end` as one tensor, which this host's workers
+    /// share: to be read from the end of a request until the next one of a key.
     fn shared_parameters(&self, py: Python<'_>, first: u32, end: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.shared_parameters_of(first..end).map_err(|error| errors::worker(py, &error))?;
         Ok(Tensor::shared(memory, job.settings().keys.keys()[first as usize].dtype))
     }
 
-    /// Memory for a key's gradient that is exchanged where it lies.
+    /// Memory for a key's gradient, from which it is exchanged without a copy.
     fn gradient_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.gradient_tensor(key).map_err(|error| errors::worker(py, &error))?;
         Ok(Tensor::of_key(memory, &job.settings().keys.keys()[key as usize]))
     }
 
-    /// Memory for a key's parameters that they are received into where it lies.
+    /// Memory for a key's parameters, into which they are received without a copy.
     fn parameter_tensor(&self, py: Python<'_>, key: u32) -> PyResult<Tensor> {
         let job = self.job(py)?;
         let memory = job.parameter_tensor(key).map_err(|error| errors::worker(py, &error))?;
@@ -368,7 +373,8 @@ impl Job {
         Ok(dict)
     }
 
-    /// Properties of the information book, as a JSON object of names and values; without any the whole book.
+    /// Properties of the information book, as a JSON object of names and values; the whole book if none is
+    /// named.
     fn query(&self, py: Python<'_>, properties: Vec<String>) -> PyResult<String> {
         let job = self.job(py)?;
         let names: Vec<&str> = properties.iter().map(String::as_str).collect();
@@ -383,14 +389,14 @@ impl Job {
         Ok(found.expect("a book is plain data"))
     }
 
-    /// How a layer is exchanged, as JSON.
+    /// The scheme of a layer, as JSON.
     fn best_scheme(&self, py: Python<'_>, layer: &str) -> PyResult<String> {
         let best = self.job(py)?.book().best_scheme(layer);
         let best = best.map_err(|error| errors::misuse(py, &error.to_string()))?;
         Ok(serde_json::to_string(&best).expect("an answer is plain data"))
     }
 
-    /// Of each layer of the plan its name, its scheme, and why.
+    /// The name, the scheme and the reason for it of each layer in the plan.
     fn plan(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String)>> {
         let job = self.job(py)?;
         let layers = job.book().plan.layers.iter();
@@ -399,7 +405,7 @@ impl Job {
             .collect())
     }
 
-    /// The layers that go by factors, by their numbers.
+    /// The layers that are exchanged by factors, by their numbers.
     fn factor_layers(&self, py: Python<'_>) -> PyResult<Vec<FactorLayer>> {
         let parts = self.parts(py)?;
         let layers = parts.factors.iter().flat_map(FactorLayers::planned);
@@ -411,8 +417,9 @@ impl Job {
             .collect())
     }
 
-    /// Lets the layers that go by factors begin with the parameters in `ranges`, which rank 0 has initialised and the others
-    /// have pulled, and with the state at the hubs; `owner` keeps the ranges.
+    /// Begins the layers that are exchanged by factors with the parameters in `ranges`, which rank 0 has
+    /// initialised and the others have pulled, and with the state at the hubs; `owner` keeps the ranges
+    /// alive.
     fn begin_factors(
         &self,
         py: Python<'_>,
@@ -432,8 +439,9 @@ impl Job {
         begun.map_err(|failure| failure.raise(py))
     }
 
-    /// Sends the factors of a layer's step, inputs and output gradients, rows of samples in the type of its keys, and receives
-    /// its new parameters, weight and bias. The factors are copied before it returns; `owner` keeps the rest.
+    /// Sends the factors of a layer's step, inputs and output gradients, rows of samples in the type of its
+    /// keys, and receives its new parameters, weight and bias. It copies the factors before it returns;
+    /// `owner` keeps the other ranges alive.
     fn push_factors(
         &self,
         py: Python<'_>,
@@ -457,7 +465,7 @@ impl Job {
         pushed.map_err(|error| errors::factors(py, &error))
     }
 
-    /// The exception the job has failed with, or None.
+    /// The exception that the job has failed with, or None.
     fn failure(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let parts = self.parts(py)?;
         let of_factors = || parts.factors.as_ref()?.exchange().failure();
@@ -467,25 +475,27 @@ impl Job {
         })
     }
 
-    /// Forgets the job without leaving it: the end of this process tells the hub, which tells the others.
+    /// Drops the job without leaving it: the hub notices the end of this process, and reports it to the other
+    /// ranks.
     fn abandon(&self) {
         std::mem::forget(self.job.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
-    /// Waits for the requests under way and leaves the job. Left before, it does nothing.
+    /// Waits for the requests under way and leaves the job. Does nothing if the job was left before.
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
         refuse_in_child(py)?;
         let Some(job) = self.job.lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
-        // A call on another thread may still have it, and then ends it when it returns.
+        // A call on another thread may still hold the job, and then ends it when it returns.
         let Some(parts) = Arc::into_inner(job) else { return Ok(()) };
-        let Parts { factors, job } = parts;
+        let JobParts { factors, job } = parts;
         let left = interruptible(py, move || {
-            // A peer that is still to have this rank's factors has them before this ends.
+            // When this returns, every peer has this rank's factors.
             let factors = factors.map_or(Ok(()), |factors| factors.leave());
             let job = Arc::into_inner(job).map_or(Ok(()), paramhub::Job::leave);
             (factors, job)
         })?;
-        // The job's own reason comes first: a mesh only loses a rank, and the hubs know why.
+        // The job's own reason comes first: a mesh only reports a lost rank, while the hubs know why it is
+        // lost.
         left.1.map_err(|error| errors::worker(py, &error))?;
         left.0.map_err(|error| errors::factors(py, &error))
     }
@@ -502,10 +512,10 @@ impl Drop for Job {
     fn drop(&mut self) {
         let job = self.job.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if is_forked_child() {
-            // Its thread is the parent's, and so is its part in the job.
+            // The thread is the parent's, and so is the part in the job.
             std::mem::forget(job);
         } else if let Some(job) = job {
-            // Leaving may take a while.
+            // Leaving may take long, so release the GIL.
             Python::attach(|py| py.detach(move || drop(job)));
         }
     }

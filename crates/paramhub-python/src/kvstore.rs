@@ -1,8 +1,8 @@
-//! Key-value stores for Python. One thread makes all calls of a store, in the order in which Python made them: none of them waits in
-//! Python, and what must not be called out of order is not.
+//! Key-value stores for Python. One thread makes all calls of a store, in the order in which Python made
+//! them. So no call blocks Python's thread, and calls that must keep their order do.
 
 mod calls;
-mod lent;
+mod leases;
 mod opening;
 mod report;
 
@@ -16,25 +16,26 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::fork::{is_forked_child, refuse_in_child};
-use crate::handle::{Counter, Handle};
+use crate::handle::{CompletionCounter, Handle};
 use crate::memory::Memory;
 use crate::waiting::SIGNAL_INTERVAL;
 
-use calls::{Call, Calls, Refusal};
-use lent::Lent;
+use calls::{CallRefusal, StoreCall, StoreCalls};
+use leases::LeasedArrays;
 pub(crate) use opening::open_store;
-use report::{Part, Report, Use, arrays};
+use report::{CallReport, LeasedPart, MemoryUse, arrays};
 
-/// How long one that is given up may take to tell the others, where somebody waits for that.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+/// How long a caller waits for the abort of a store to reach the other ranks.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A rank's end of a key-value store. What it is lent must be left alone until the call's handle has ended.
+/// A rank's key-value store. The memory passed to a call must be left alone until the call's handle has
+/// ended.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Store {
-    calls: Arc<Calls>,
-    /// The thread's, which ends it.
+    calls: Arc<StoreCalls>,
+    /// The store, which belongs to its thread; the thread drops it at its end.
     store: Weak<dyn KvStore>,
-    lent: Arc<Lent>,
+    leases: Arc<LeasedArrays>,
     who: Arc<str>,
     has_left: AtomicBool,
     #[pyo3(get)]
@@ -45,18 +46,18 @@ pub(crate) struct Store {
     size: u32,
 }
 
-/// A key as Python has it.
+/// A key as Python passes it: a name or a number.
 #[derive(FromPyObject)]
 pub(crate) enum Name {
     Number(u64),
     Text(String),
 }
 
-/// What a push, a pull or both do with a key.
-struct Errand {
+/// One key's part in a push, a pull or both.
+struct KeyRequest {
     key: Key,
-    values: Vec<Part>,
-    outs: Vec<Part>,
+    values: Vec<LeasedPart>,
+    outs: Vec<LeasedPart>,
 }
 
 type Memories<'py> = Vec<Bound<'py, Memory>>;
@@ -73,51 +74,51 @@ impl From<Name> for Key {
 impl Store {
     fn new(store: Arc<dyn KvStore>) -> std::io::Result<Store> {
         let (kind, rank, size) = (store.kind().name(), store.rank(), store.size());
-        let (calls, weak) = (Arc::new(Calls::new()), Arc::downgrade(&store));
+        let (calls, weak) = (Arc::new(StoreCalls::new()), Arc::downgrade(&store));
         let theirs = Arc::clone(&calls);
         std::thread::Builder::new().name("paramhub-store".into()).spawn(move || theirs.make(store))?;
         let who = format!("key-value store `{kind}`, rank {rank}").into();
-        let (lent, has_left) = (Arc::default(), AtomicBool::new(false));
-        Ok(Store { calls, store: weak, lent, who, has_left, kind, rank, size })
+        let (leases, has_left) = (Arc::default(), AtomicBool::new(false));
+        Ok(Store { calls, store: weak, leases, who, has_left, kind, rank, size })
     }
 
-    /// Hands a call to the store's thread. Where too many wait already, it waits, too.
-    fn put(&self, py: Python<'_>, mut call: Call) -> PyResult<()> {
+    /// Queues a call for the store's thread. Waits while too many others wait.
+    fn put(&self, py: Python<'_>, mut call: StoreCall) -> PyResult<()> {
         loop {
             let slice = Instant::now() + SIGNAL_INTERVAL;
             call = match py.detach(|| self.calls.put(call, slice)) {
                 Ok(()) => return Ok(()),
-                Err(Refusal::Closed) => return Err(self.gone(py)),
-                Err(Refusal::Full(call)) => call,
+                Err(CallRefusal::Closed) => return Err(self.gone(py)),
+                Err(CallRefusal::Full(call)) => call,
             };
             py.check_signals()?;
         }
     }
 
-    /// A call that ends when the store has made it.
+    /// Queues a call whose handle ends when the store has made it.
     fn call(
         &self,
         py: Python<'_>,
         make: impl FnOnce(&dyn KvStore) -> Result<(), StoreError> + Send + 'static,
     ) -> PyResult<Handle> {
         self.check(py)?;
-        let (counter, handle) = Counter::new(1);
-        let report = Report::new(&self.who, &counter);
-        self.put(py, Call::Make(Box::new(move |store| report.end(&**store, make(&**store)))))?;
+        let (counter, handle) = CompletionCounter::new(1);
+        let report = CallReport::new(&self.who, &counter);
+        self.put(py, StoreCall::Make(Box::new(move |store| report.end(&**store, make(&**store)))))?;
         Ok(handle)
     }
 
-    /// Tensors as a call has them.
+    /// Leases the memory of tensors for a call.
     fn parts(
         &self,
         py: Python<'_>,
-        counter: &Counter,
+        counter: &CompletionCounter,
         memories: &[Bound<'_, Memory>],
-    ) -> PyResult<Vec<Part>> {
+    ) -> PyResult<Vec<LeasedPart>> {
         let store = self.store.upgrade().ok_or_else(|| self.gone(py))?;
         let part = |memory| {
-            let lease = self.lent.lease(store.engine(), memory)?;
-            Ok(Part { lease, report: Report::new(&self.who, counter) })
+            let lease = self.leases.lease(store.engine(), memory)?;
+            Ok(LeasedPart { lease, report: CallReport::new(&self.who, counter) })
         };
         memories.iter().map(part).collect()
     }
@@ -134,10 +135,10 @@ impl Store {
         errors::misuse(py, &format!("{}: the store was left", self.who))
     }
 
-    /// Ends it here, and at the others for this reason.
+    /// Ends the store here, and at the other ranks, which receive the reason.
     fn give_up(&self, reason: &str) {
         self.has_left.store(true, Ordering::Relaxed);
-        // Before the thread ends and drops it, of which others would hear first.
+        // Abort before the thread ends and drops the store, or the other ranks would see that first.
         if let Some(store) = self.store.upgrade() {
             store.abort(reason);
         }
@@ -147,29 +148,29 @@ impl Store {
 
 #[pymethods]
 impl Store {
-    /// Gives keys their values; the handle ends when these have been read.
+    /// Gives keys their initial values; the handle ends when the values have been read.
     fn init(&self, py: Python<'_>, keys: Vec<(Name, Bound<'_, Memory>)>) -> PyResult<Handle> {
         self.check(py)?;
-        let (counter, handle) = Counter::new(keys.len());
-        let mut errands = Vec::with_capacity(keys.len());
+        let (counter, handle) = CompletionCounter::new(keys.len());
+        let mut requests = Vec::with_capacity(keys.len());
         for (name, value) in keys {
             let values = self.parts(py, &counter, &[value])?;
-            errands.push((Key::from(name), values));
+            requests.push((Key::from(name), values));
         }
         let make = move |store: &Arc<dyn KvStore>| {
-            for (key, values) in errands {
+            for (key, values) in requests {
                 for part in values {
                     let made = store.init(&key, part.lease.array());
-                    part.follow(store, &key, made, Use::Reads);
+                    part.follow(store, &key, made, MemoryUse::Reads);
                 }
             }
         };
-        self.put(py, Call::Make(Box::new(make)))?;
+        self.put(py, StoreCall::Make(Box::new(make)))?;
         Ok(handle)
     }
 
-    /// Pushes each key's values, then pulls into its outs, where it has any. The handle ends when the values have been read and the
-    /// outs are there.
+    /// Pushes each key's values, then pulls into its outs, where it has any. The handle ends when the values
+    /// have been read and the outs are written.
     fn exchange(
         &self,
         py: Python<'_>,
@@ -178,17 +179,17 @@ impl Store {
     ) -> PyResult<Handle> {
         self.check(py)?;
         let parts = keys.iter().map(|(_, values, outs)| values.len() + outs.len()).sum();
-        let (counter, handle) = Counter::new(parts);
-        let mut errands = Vec::with_capacity(keys.len());
+        let (counter, handle) = CompletionCounter::new(parts);
+        let mut requests = Vec::with_capacity(keys.len());
         for (name, values, outs) in keys {
             let (values, outs) = (self.parts(py, &counter, &values)?, self.parts(py, &counter, &outs)?);
-            errands.push(Errand { key: name.into(), values, outs });
+            requests.push(KeyRequest { key: name.into(), values, outs });
         }
-        self.put(py, Call::Make(Box::new(move |store| exchange(store, errands, priority))))?;
+        self.put(py, StoreCall::Make(Box::new(move |store| exchange(store, requests, priority))))?;
         Ok(handle)
     }
 
-    /// Chooses the optimizer, with hyperparameters in JSON or its own.
+    /// Chooses the optimizer, with hyperparameters in JSON or its defaults.
     #[pyo3(signature = (name, hyperparameters = None))]
     fn set_optimizer(&self, py: Python<'_>, name: String, hyperparameters: Option<&str>) -> PyResult<Handle> {
         let own = || {
@@ -202,54 +203,55 @@ impl Store {
         self.call(py, move |store| store.set_optimizer(&name, numbers))
     }
 
-    /// Hyperparameters in JSON that hold from the next push on.
+    /// Sets hyperparameters, in JSON, from the next push on.
     fn set_hyperparameters(&self, py: Python<'_>, hyperparameters: &str) -> PyResult<Handle> {
         let numbers = parse(py, hyperparameters)?;
         self.call(py, move |store| store.set_hyperparameters(numbers))
     }
 
-    /// Waits for every rank, and for what this one has pushed and pulled.
+    /// Waits for every rank, and for this rank's earlier pushes and pulls.
     fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {
         self.call(py, |store| store.barrier())
     }
 
-    /// Leaves the other ranks in order, after all calls before it. None follows.
+    /// Leaves in order, after all earlier calls. No call may follow.
     fn leave(&self, py: Python<'_>) -> PyResult<Handle> {
         self.check(py)?;
         self.has_left.store(true, Ordering::Relaxed);
-        let (counter, handle) = Counter::new(1);
-        self.put(py, Call::Leave(Report::new(&self.who, &counter)))?;
+        let (counter, handle) = CompletionCounter::new(1);
+        self.put(py, StoreCall::Leave(CallReport::new(&self.who, &counter)))?;
         Ok(handle)
     }
 
-    /// Ends it at once, here and at the other ranks, which are told the reason. One that has been left stays so.
+    /// Ends the store at once, here and at the other ranks, which receive the reason. Does nothing after it
+    /// was left.
     fn abandon(&self, py: Python<'_>, reason: &str) {
         if !is_forked_child() {
             py.detach(|| {
                 self.give_up(reason);
-                self.calls.await_end(Instant::now() + LAST_WORDS);
+                self.calls.await_end(Instant::now() + ABORT_TIMEOUT);
             });
         }
     }
 }
 
-/// All pushes come before the first pull, as depcha likes them.
-fn exchange(store: &Arc<dyn KvStore>, errands: Vec<Errand>, priority: i32) {
-    let mut pulls = Vec::with_capacity(errands.len());
-    for Errand { key, values, outs } in errands {
+/// All pushes come before the first pull, as depcha needs for its order.
+fn exchange(store: &Arc<dyn KvStore>, requests: Vec<KeyRequest>, priority: i32) {
+    let mut pulls = Vec::with_capacity(requests.len());
+    for KeyRequest { key, values, outs } in requests {
         let pushed = match values.is_empty() {
             true => Ok(()),
             false => store.push(&key, &arrays(&values), priority),
         };
         for part in values {
-            part.follow(store, &key, pushed.clone(), Use::Reads);
+            part.follow(store, &key, pushed.clone(), MemoryUse::Reads);
         }
         pulls.push((key, outs, pushed));
     }
     for (key, outs, pushed) in pulls.into_iter().filter(|(_, outs, _)| !outs.is_empty()) {
         let pulled = pushed.and_then(|()| store.pull(&key, &arrays(&outs), priority));
         for part in outs {
-            part.follow(store, &key, pulled.clone(), Use::Writes);
+            part.follow(store, &key, pulled.clone(), MemoryUse::Writes);
         }
     }
 }
@@ -261,7 +263,7 @@ fn parse(py: Python<'_>, hyperparameters: &str) -> PyResult<Hyperparameters> {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // Of a forked child's the thread is the parent's, and so is the store.
+        // In a forked child the thread is the parent's, and so is the store.
         if !is_forked_child() && !self.has_left.load(Ordering::Relaxed) {
             let reason = format!("rank {} dropped its key-value store without leaving it", self.rank);
             Python::attach(|py| py.detach(|| self.give_up(&reason)));

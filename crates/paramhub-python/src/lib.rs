@@ -1,10 +1,12 @@
-//! `paramhub._native`: what the Python package needs from Rust, and nothing a user calls.
+//! `paramhub._native`: the functions that the Python package needs from Rust; users do not call them.
 //!
-//! The package in `python/paramhub` gives it names, checks and documentation. Here are the five things Python cannot do: own
-//! a [`job::Job`] and its requests, call a key-value store ([`kvstore`]), look into other libraries' tensors ([`memory`]), run an
-//! embedded [`hub::Hub`], and run the command line. Every call that may wait releases the GIL and answers Ctrl-C.
+//! The package in `python/paramhub` adds names, checks and documentation. This crate does the five things
+//! that Python cannot: own a [`job::Job`] and its requests, call a key-value store ([`kvstore`]), read other
+//! libraries' tensors ([`memory`]), run an embedded [`hub::Hub`], and run the command line. Every call that
+//! may wait releases the GIL and answers Ctrl-C.
 
 mod callbacks;
+mod combinations;
 mod command;
 mod errors;
 mod factors;
@@ -12,12 +14,12 @@ mod fork;
 mod handle;
 mod hub;
 mod job;
+mod join_options;
 mod kvstore;
 mod member;
 mod memory;
 mod mesh;
 mod parts;
-mod seat;
 mod slots;
 mod tensor;
 mod waiting;
@@ -28,6 +30,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::callbacks::end_callbacks;
+    #[pymodule_export]
+    use crate::combinations::conflict;
     #[pymodule_export]
     use crate::command::{main, unread_variables};
     #[pymodule_export]

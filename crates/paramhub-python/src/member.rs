@@ -1,22 +1,26 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use paramhub::Sharing;
-use paramhub_syncer::{Meeting, Peers, Ports, SyncError};
+use paramhub::ParameterSharing;
+use paramhub_core::settings::Settings;
+use paramhub_syncer::{PeerAddresses, PeerListener, PortRange, SyncError};
 use pyo3::prelude::*;
 
+use crate::combinations::check_schemes;
 use crate::errors;
 use crate::factors::FactorLayers;
 use crate::fork::refuse_in_child;
 use crate::job::Job;
-use crate::seat;
+use crate::join_options;
 use crate::waiting::interruptible;
 
 /// A worker whose job is complete but has no settings yet.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Member {
-    /// None once it became a job.
+    /// None after it became a job.
     member: Mutex<Option<Connected>>,
+    /// Whether it listens for the other workers.
+    listens: bool,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -25,44 +29,47 @@ pub(crate) struct Member {
     name: String,
 }
 
-/// A member, and where it listens for the other workers if it does.
+/// A member, and its listener for the other workers if it has one.
 struct Connected {
     member: paramhub::Member,
-    meeting: Option<Meeting>,
+    peer_listener: Option<PeerListener>,
 }
 
-/// Why a member has become no job.
-enum Failed {
+/// Why a member could not become a job.
+enum InitError {
     Worker(paramhub_worker::WorkerError),
     Factors(SyncError),
 }
 
-impl Failed {
+impl InitError {
     fn raise(&self, py: Python<'_>) -> PyErr {
         match self {
-            Failed::Worker(error) => errors::worker(py, error),
-            Failed::Factors(error) => errors::factors(py, error),
+            InitError::Worker(error) => errors::worker(py, error),
+            InitError::Factors(error) => errors::factors(py, error),
         }
     }
 }
 
 impl Connected {
-    fn init(self, settings: paramhub::settings::Settings) -> Result<Job, Failed> {
-        let Connected { member, meeting } = self;
-        let peers = Peers::of(&member);
-        let job = member.init(settings).map_err(Failed::Worker)?;
-        // Not through Python: the interpreter may be held by the very code that a notice says is stuck.
+    fn init(self, settings: Settings) -> Result<Job, InitError> {
+        let Connected { member, peer_listener } = self;
+        let peers = PeerAddresses::of(&member);
+        let job = member.init(settings).map_err(InitError::Worker)?;
+        // Not through Python: the code that a notice reports as stuck may hold the GIL.
         job.on_notice(|notice| eprintln!("paramhub: {notice}"));
-        let factors = match meeting {
-            Some(meeting) => FactorLayers::open(&job, meeting, &peers).map_err(Failed::Factors)?,
+        let factors = match peer_listener {
+            Some(peer_listener) => {
+                FactorLayers::open(&job, peer_listener, &peers).map_err(InitError::Factors)?
+            }
             None => None,
         };
         Ok(Job::new(job, factors))
     }
 }
 
-/// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others, for layers that go
-/// by factors. `hub_rank` is the rank in whose process all hubs run, if they do.
+/// ConnectService: returns when every rank has called it. With `peers` this worker listens for the others,
+/// for layers that are exchanged by factors. `hub_rank` is the rank in whose process all hubs run, if they
+/// do.
 #[pyfunction]
 #[pyo3(signature = (
     url, namespace, secret, rank, *, transport = None, interfaces = None, shared_parameters = "never", spin_us = 0,
@@ -86,12 +93,12 @@ pub(crate) fn connect(
     hub_rank: Option<u32>,
 ) -> PyResult<Member> {
     refuse_in_child(py)?;
-    let membership = seat::membership(py, url, namespace, secret, rank)?;
-    let mut options = seat::options(py, transport, interfaces, rendezvous_timeout, rack, host)?;
+    let membership = join_options::membership(py, url, namespace, secret, rank)?;
+    let mut options = join_options::options(py, transport, interfaces, rendezvous_timeout, rack, host)?;
     options.shared_parameters = match shared_parameters {
-        "never" => Sharing::Never,
-        "where possible" => Sharing::WherePossible,
-        "always" => Sharing::Always,
+        "never" => ParameterSharing::Never,
+        "where possible" => ParameterSharing::WherePossible,
+        "always" => ParameterSharing::Always,
         other => {
             let problem = format!("shared_parameters is never, where possible or always, not {other}");
             return Err(errors::misuse(py, &problem));
@@ -99,23 +106,27 @@ pub(crate) fn connect(
     };
     options.hub_rank = hub_rank;
     options.spin = Duration::from_micros(spin_us);
-    let meeting = peers.then(|| Meeting::listen(&membership, Ports::ANY)).transpose();
-    let meeting = meeting.map_err(|error| errors::factors(py, &error))?;
-    options.peer_address = meeting.as_ref().map(Meeting::address);
+    let peer_listener = peers.then(|| PeerListener::listen(&membership, PortRange::ANY)).transpose();
+    let peer_listener = peer_listener.map_err(|error| errors::factors(py, &error))?;
+    options.peer_address = peer_listener.as_ref().map(PeerListener::address);
     let connected = interruptible(py, move || paramhub::Member::connect_with(membership, options))?;
     let member = connected.map_err(|error| errors::worker(py, &error))?;
     let (rank, workers, name) = (member.rank(), member.workers(), member.job_name().to_owned());
-    Ok(Member { member: Mutex::new(Some(Connected { member, meeting })), rank, workers, name })
+    let listens = peer_listener.is_some();
+    Ok(Member { member: Mutex::new(Some(Connected { member, peer_listener })), listens, rank, workers, name })
 }
 
 #[pymethods]
 impl Member {
-    /// InitService with settings in JSON (see `paramhub_core::settings::Settings`): returns when every rank has called it with
-    /// the same.
+    /// InitService with settings in JSON (see `paramhub_core::settings::Settings`): returns when every rank
+    /// has called it with the same settings.
     fn init(&self, py: Python<'_>, settings: &str) -> PyResult<Job> {
         refuse_in_child(py)?;
-        let settings = serde_json::from_str(settings)
+        let settings: Settings = serde_json::from_str(settings)
             .map_err(|error| errors::misuse(py, &format!("the job's settings cannot be used: {error}")))?;
+        check_schemes(&settings, self.listens).map_err(|conflict| {
+            errors::misuse(py, &format!("job `{}`, rank {}: {conflict}", self.name, self.rank))
+        })?;
         let member = self.member.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         let member = member.ok_or_else(|| errors::misuse(py, "the job has its settings already"))?;
         interruptible(py, move || member.init(settings))?.map_err(|failed| failed.raise(py))
@@ -126,7 +137,7 @@ impl Drop for Member {
     fn drop(&mut self) {
         let member = self.member.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         if crate::fork::is_forked_child() {
-            // Giving up the rank would be the parent's to do.
+            // Only the parent may give up the rank.
             std::mem::forget(member);
         } else if let Some(member) = member {
             Python::attach(|py| py.detach(move || drop(member)));

@@ -1,7 +1,7 @@
-//! Memory of other libraries: where it is, what is in it, and who keeps it alive.
+//! Memory of other libraries: its address, its elements, and the object that keeps it alive.
 //!
-//! Two protocols tell: the buffer protocol (NumPy arrays, bytearrays, `array.array`) and DLPack (torch, JAX, CuPy; the only one
-//! with bf16). Nothing is copied.
+//! Two protocols describe it: the buffer protocol (NumPy arrays, bytearrays, `array.array`) and DLPack
+//! (torch, JAX, CuPy; the only one with bf16). Nothing is copied.
 
 mod buffer_protocol;
 mod dlpack;
@@ -17,15 +17,15 @@ pub(crate) use dlpack::export;
 /// Memory that an object lends: contiguous elements of one type, on the host.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Memory {
-    lent: Lent,
+    source: MemorySource,
 }
 
-enum Lent {
+enum MemorySource {
     Buffer(buffer_protocol::View),
     DlPack(dlpack::Import),
 }
 
-/// What both protocols tell.
+/// The description that both protocols give.
 #[derive(Clone, Debug)]
 pub(crate) struct Description {
     pub(crate) address: usize,
@@ -36,24 +36,24 @@ pub(crate) struct Description {
 
 impl Memory {
     pub(crate) fn description(&self) -> &Description {
-        match &self.lent {
-            Lent::Buffer(view) => &view.description,
-            Lent::DlPack(import) => &import.description,
+        match &self.source {
+            MemorySource::Buffer(view) => &view.description,
+            MemorySource::DlPack(import) => &import.description,
         }
     }
 }
 
 #[pymethods]
 impl Memory {
-    /// Looks into `tensor`. With `writable` it must allow that it is written.
+    /// Describes the memory of `tensor`. With `writable` the memory must allow writes.
     #[new]
     #[pyo3(signature = (tensor, writable = false))]
     fn new(tensor: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
         if let Some(view) = buffer_protocol::View::of(tensor, writable)? {
-            return Ok(Memory { lent: Lent::Buffer(view) });
+            return Ok(Memory { source: MemorySource::Buffer(view) });
         }
         match dlpack::Import::of(tensor)? {
-            Some(import) => Ok(Memory { lent: Lent::DlPack(import) }),
+            Some(import) => Ok(Memory { source: MemorySource::DlPack(import) }),
             None => Err(errors::misuse(
                 tensor.py(),
                 &format!(
@@ -64,7 +64,7 @@ impl Memory {
         }
     }
 
-    /// Where the first element lies.
+    /// The address of the first element.
     #[getter]
     fn address(&self) -> usize {
         self.description().address
@@ -87,18 +87,20 @@ impl Memory {
     }
 }
 
-/// A range of memory and the Python object that keeps it.
+/// A range of memory and the Python object that keeps it alive.
 pub(crate) struct Borrowed {
     address: usize,
     bytes: usize,
-    /// Keeps the memory. Dropped without the GIL, its reference is given back when a thread next has it.
+    /// Keeps the memory alive. If it is dropped without the GIL, its reference is released when a thread next
+    /// holds the GIL.
     _owner: Py<PyAny>,
 }
 
 impl Borrowed {
     /// # Safety
-    /// `bytes` bytes from `address` on are initialised and stay valid for as long as `owner` lives; until the regions made of
-    /// them are dropped nobody writes them, nor reads them where they are received into. A null address has no bytes.
+    /// `bytes` bytes from `address` on are initialised and stay valid for as long as `owner` lives. Until the
+    /// regions made of them are dropped no other code writes them, nor reads them if they are received into.
+    /// A null address has no bytes.
     pub(crate) unsafe fn new(owner: Py<PyAny>, address: usize, bytes: usize) -> Self {
         Borrowed { address: if bytes == 0 { 1 } else { address }, bytes, _owner: owner }
     }
@@ -107,7 +109,7 @@ impl Borrowed {
         SendRegion::owned(self)
     }
 
-    /// Fills it with numbers.
+    /// Writes numbers into the range.
     pub(crate) fn write_f32(&mut self, values: &[f32]) -> Result<(), String> {
         if self.bytes != 4 * values.len() {
             return Err(format!("{} numbers do not fit into {} bytes", values.len(), self.bytes));
@@ -123,8 +125,8 @@ impl Borrowed {
     }
 }
 
-// SAFETY: address and length never change; `new`'s caller promised that the bytes are initialised, live as long as the owner
-// that is kept here, and are left alone by others. Bytes are valid whatever is written.
+// SAFETY: address and length never change. The caller of `new` guarantees that the bytes are initialised,
+// live as long as the owner that is kept here, and are left alone by other code. Any bytes are valid.
 unsafe impl StableBytes for Borrowed {
     fn as_bytes(&self) -> &[u8] {
         // SAFETY: as above; a byte has no alignment, and `new` made the address of no bytes non-null.

@@ -1,4 +1,4 @@
-//! Connections between the ranks themselves, for what does not go through a hub.
+//! Connections between the ranks themselves, for exchanges that do not go through a hub.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::fork::{is_forked_child, refuse_in_child};
-use crate::handle::{Counter, Handle};
+use crate::handle::{CompletionCounter, Handle};
 use crate::memory::Borrowed;
 use crate::waiting::{interruptible, seconds};
 
@@ -18,7 +18,7 @@ type Range = (usize, usize);
 /// Listens for the peers of a mesh that is about to be joined.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct MeshListener {
-    /// None once the mesh was joined.
+    /// None after the mesh was joined.
     listener: Mutex<Option<paramhub_mesh::MeshListener>>,
     #[pyo3(get)]
     address: String,
@@ -38,7 +38,7 @@ impl MeshListener {
         Ok(MeshListener { listener: Mutex::new(Some(listener)), address })
     }
 
-    /// Connects to every other rank; returns once all connections stand.
+    /// Connects to every other rank; returns once all connections are established.
     #[pyo3(signature = (name, rank, addresses, secret, *, timeout, dead_after))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn join(
@@ -83,10 +83,10 @@ impl MeshListener {
     }
 }
 
-/// Connections to all other ranks. Memory is named as in [`crate::job::Job`].
+/// Connections to all other ranks. Memory is passed as in [`crate::job::Job`].
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Mesh {
-    /// None once it was left.
+    /// None after the mesh was left.
     mesh: Mutex<Option<Arc<paramhub_mesh::Mesh>>>,
     #[pyo3(get)]
     name: String,
@@ -114,7 +114,7 @@ impl Mesh {
             errors::misuse(py, &format!("mesh `{}`, rank {}: the mesh was left", self.name, self.rank))
         })?;
         let operation = operation(&mesh).map_err(|error| errors::mesh(py, &error))?;
-        let (counter, handle) = Counter::new(1);
+        let (counter, handle) = CompletionCounter::new(1);
         counter.follow_mesh(operation);
         Ok(handle)
     }
@@ -122,13 +122,14 @@ impl Mesh {
 
 /// Memory to send from.
 fn source(py: Python<'_>, owner: &Py<PyAny>, (address, bytes): Range) -> SendRegion {
-    // SAFETY: the package keeps `owner`, and with it the range, unchanged until the handle has ended.
+    // SAFETY: the package keeps `owner`, and with it the range, alive and unchanged until the handle has
+    // ended.
     unsafe { Borrowed::new(owner.clone_ref(py), address, bytes) }.into_send()
 }
 
 /// Memory to receive into.
 fn target(py: Python<'_>, owner: &Py<PyAny>, (address, bytes): Range) -> ReceiveRegion {
-    // SAFETY: the package keeps `owner`, and nobody looks at the range until the handle has ended.
+    // SAFETY: the package keeps `owner`, and no code reads or writes the range until the handle has ended.
     unsafe { Borrowed::new(owner.clone_ref(py), address, bytes) }.into_receive()
 }
 
@@ -168,7 +169,7 @@ impl Mesh {
         self.issue(py, |mesh| mesh.send(peer, tag, source(py, &owner, range)))
     }
 
-    /// Receives what a rank, or with None whichever does first, sends with the same tag.
+    /// Receives from a rank, or with None from the first that sends, with the same tag.
     fn receive(
         &self,
         py: Python<'_>,
@@ -208,13 +209,13 @@ impl Mesh {
         self.issue(py, |mesh| mesh.allreduce(target(py, &owner, range), dtype, op))
     }
 
-    /// Lets the ranks compare an allreduce that goes another way.
+    /// Declares an allreduce that takes place elsewhere, for the ranks to compare.
     fn note_allreduce(&self, py: Python<'_>, nbytes: usize, dtype: &str, op: &str) -> PyResult<Handle> {
         let (dtype, op) = (element(py, dtype)?, operator(py, op)?);
         self.issue(py, |mesh| mesh.note_allreduce(nbytes, dtype, op))
     }
 
-    /// Reduces into the root's memory; what the others' holds afterwards is not specified.
+    /// Reduces into the root's memory; the contents of the other ranks' memory are unspecified afterwards.
     fn reduce(
         &self,
         py: Python<'_>,
@@ -228,7 +229,8 @@ impl Mesh {
         self.issue(py, |mesh| mesh.reduce(target(py, &owner, range), dtype, op, root))
     }
 
-    /// Gives every rank's `send` to every rank: `receives` has one range for each. Without `send` the own is in its place already.
+    /// Gives every rank's `send` to every rank: `receives` has one range for each. Without `send` this rank's
+    /// own block is in its place already.
     fn allgather(
         &self,
         py: Python<'_>,
@@ -258,7 +260,7 @@ impl Mesh {
         })
     }
 
-    /// Gives every rank's `send` to the root: there `receives` has one range for each, elsewhere none.
+    /// Gives every rank's `send` to the root, where `receives` has one range for each; elsewhere it has none.
     fn gather(
         &self,
         py: Python<'_>,
@@ -272,7 +274,7 @@ impl Mesh {
         })
     }
 
-    /// Gives each rank its own of the root's `sends`, which are empty elsewhere.
+    /// Gives each rank its block of the root's `sends`, which are empty elsewhere.
     fn scatter(
         &self,
         py: Python<'_>,
@@ -286,7 +288,7 @@ impl Mesh {
         })
     }
 
-    /// Gives `sends[i]` to rank i and gets `receives[i]` from it.
+    /// Gives `sends[i]` to rank i and receives `receives[i]` from it.
     fn all_to_all(
         &self,
         py: Python<'_>,
@@ -297,13 +299,13 @@ impl Mesh {
         self.issue(py, |mesh| mesh.all_to_all(sources(py, &owner, sends), targets(py, &owner, receives)))
     }
 
-    /// The exception the mesh has failed with, or None.
+    /// The exception that the mesh has failed with, or None.
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
         let mesh = self.mesh.lock().unwrap_or_else(PoisonError::into_inner).clone();
         mesh.and_then(|mesh| mesh.failure()).map(|error| errors::mesh(py, &error))
     }
 
-    /// Ends what is under way and says goodbye. Left before, it does nothing.
+    /// Leaves in order, when the operations under way have ended. Does nothing if the mesh was left before.
     fn leave(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         refuse_in_child(py)?;
         let timeout = seconds(py, Some(timeout))?.unwrap_or_default();
@@ -311,7 +313,8 @@ impl Mesh {
         interruptible(py, move || mesh.leave(timeout))?.map_err(|error| errors::mesh(py, &error))
     }
 
-    /// Ends the mesh at once for all ranks: everything under way fails, elsewhere with `reason`.
+    /// Ends the mesh at once for all ranks: every operation under way fails, at the other ranks with
+    /// `reason`.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         refuse_in_child(py)?;
         if let Some(mesh) = self.take() {
@@ -331,7 +334,7 @@ impl Drop for Mesh {
     fn drop(&mut self) {
         let mesh = self.take();
         if is_forked_child() {
-            // Its thread is the parent's, and so are its connections.
+            // The thread is the parent's, and so are the connections.
             std::mem::forget(mesh);
         }
     }

@@ -5,15 +5,16 @@ use pyo3::prelude::*;
 use crate::errors;
 use crate::factors::FactorLayers;
 
-/// The job, and the layers that do not go through its hubs.
-pub(crate) struct Parts {
-    /// Left before the job: dropped first.
+/// The job, and its layers that do not go through hubs.
+pub(crate) struct JobParts {
+    /// The exchange of factors, which is left and dropped before the job.
     pub(crate) factors: Option<FactorLayers>,
     pub(crate) job: Arc<paramhub::Job>,
 }
 
-impl Parts {
-    /// Refuses gradients of layers that go by factors: hubs would wait for ever for the other ranks'.
+impl JobParts {
+    /// Refuses gradients of layers that are exchanged by factors: hubs would wait for ever for those of the
+    /// other ranks.
     pub(crate) fn check_through_hubs(&self, py: Python<'_>, keys: &[u32]) -> PyResult<()> {
         let Some(factors) = &self.factors else { return Ok(()) };
         let Some(&key) = keys.iter().find(|&&key| factors.part(key).is_some()) else { return Ok(()) };

@@ -7,54 +7,56 @@ use pyo3::prelude::*;
 
 use crate::memory::export;
 
-/// Memory of a job's that is exchanged where it lies; see `Job.gradient_tensor` and its like.
+/// Memory of a job that is exchanged without a copy; see `Job.gradient_tensor` and the methods like it.
 #[pyclass(frozen, module = "paramhub._native")]
 pub(crate) struct Tensor {
-    memory: Arc<Place>,
+    memory: Arc<TensorMemory>,
     dtype: Dtype,
     shape: Vec<u64>,
 }
 
-enum Place {
+enum TensorMemory {
     Own(paramhub_worker::Tensor),
-    /// Read by all workers of the host, and by Python at its own risk: the package's callers know when.
+    /// All workers of the host read it. Python may read it only when the hub does not write it; the package's
+    /// callers keep to that.
     Shared(paramhub_worker::SharedTensor),
 }
 
-impl Place {
+impl TensorMemory {
     fn address(&self) -> usize {
         match self {
-            Place::Own(tensor) => tensor.as_bytes().as_ptr() as usize,
-            // SAFETY: of the slice only the address is used; whoever reads there waits for the answer to its last request first.
-            Place::Shared(tensor) => unsafe { tensor.bytes() }.as_ptr() as usize,
+            TensorMemory::Own(tensor) => tensor.as_bytes().as_ptr() as usize,
+            // SAFETY: only the address of the slice is used; code that reads there waits for the answer to
+            // its last request first.
+            TensorMemory::Shared(tensor) => unsafe { tensor.bytes() }.as_ptr() as usize,
         }
     }
 
     fn bytes(&self) -> usize {
         match self {
-            Place::Own(tensor) => tensor.as_bytes().len(),
-            Place::Shared(tensor) => tensor.len(),
+            TensorMemory::Own(tensor) => tensor.as_bytes().len(),
+            TensorMemory::Shared(tensor) => tensor.len(),
         }
     }
 }
 
 impl Tensor {
-    /// A key's.
+    /// The memory of one key.
     pub(crate) fn of_key(memory: paramhub_worker::Tensor, key: &Key) -> Self {
-        Tensor { memory: Arc::new(Place::Own(memory)), dtype: key.dtype, shape: key.shape.clone() }
+        Tensor { memory: Arc::new(TensorMemory::Own(memory)), dtype: key.dtype, shape: key.shape.clone() }
     }
 
-    /// Of several keys of one type, as a vector.
+    /// The memory of several keys of one type, as a vector.
     pub(crate) fn flat(memory: paramhub_worker::Tensor, dtype: Dtype) -> Self {
-        Self::vector(Place::Own(memory), dtype)
+        Self::vector(TensorMemory::Own(memory), dtype)
     }
 
-    /// As [`flat`](Self::flat), shared with others.
+    /// Like [`flat`](Self::flat), but shared with other workers.
     pub(crate) fn shared(memory: paramhub_worker::SharedTensor, dtype: Dtype) -> Self {
-        Self::vector(Place::Shared(memory), dtype)
+        Self::vector(TensorMemory::Shared(memory), dtype)
     }
 
-    fn vector(place: Place, dtype: Dtype) -> Self {
+    fn vector(place: TensorMemory, dtype: Dtype) -> Self {
         let shape = vec![(place.bytes() / dtype.bytes()) as u64];
         Tensor { memory: Arc::new(place), dtype, shape }
     }
@@ -83,8 +85,8 @@ impl Tensor {
         self.shape.clone()
     }
 
-    /// The memory, for `from_dlpack` of any library. It is given back to the job when nobody has it any more. With
-    /// `max_version` the caller says which DLPack it knows; other options are no use here.
+    /// The memory, for `from_dlpack` of any library. The job gets it back when the last reference is dropped.
+    /// `max_version` is the DLPack version that the caller knows; other options have no effect.
     #[pyo3(signature = (*, max_version = None, **_options))]
     fn __dlpack__(
         &self,

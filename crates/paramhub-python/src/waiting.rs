@@ -1,4 +1,4 @@
-//! Waits that answer Ctrl-C.
+//! Waits that Ctrl-C ends.
 
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
@@ -7,24 +7,24 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// How long a wait goes without looking for signals: what Ctrl-C may take.
+/// How long a wait goes on without a check for signals, which bounds the delay of Ctrl-C.
 pub(crate) const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Runs `work`, which may take long, on a thread of its own, and waits for it with the GIL released. A signal whose Python
-/// handler raises ends the wait; `work` then goes on unwatched, and what it returns is dropped.
+/// Runs `work`, which may take long, on a thread of its own, and waits for it with the GIL released. A signal
+/// whose Python handler raises ends the wait; `work` then goes on, and its result is dropped.
 pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
     let (done, result) = sync_channel(1);
     let started = std::thread::Builder::new().name("paramhub-call".into()).spawn(move || {
-        // Nobody waits any more after a signal.
+        // After a signal no thread receives the result.
         let _ = done.send(work());
     });
     if let Err(error) = started {
         return Err(errors::connect(py, &format!("cannot start a thread: {error}")));
     }
-    // Behind a lock only because the GIL may move between threads while it is released.
+    // The lock is needed only because the GIL may move between threads while it is released.
     let result = std::sync::Mutex::new(result);
     loop {
         let waited = py.detach(|| {
@@ -47,7 +47,7 @@ pub(crate) fn now_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// A timeout as Python callers give it: seconds, or none for a wait without end.
+/// A timeout as Python callers pass it: seconds, or `None` for a wait without end.
 pub(crate) fn seconds(py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Duration>> {
     timeout
         .map(|seconds| {

@@ -1,27 +1,30 @@
-//! Which layers of an iteration are synchronised, and what waiting for the others cost (Poseidon section 4.1).
+//! The completion vector: which layers of an iteration are synchronised, and how long the computation waited
+//! (Poseidon section 4.1).
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The completion vector: an entry a syncer, set when nothing of its layer is under way. Beside it, the time in which anything
-/// was under way, and the part of it that whoever computes spent waiting.
+/// The completion vector: an entry a syncer, which is set when nothing of its layer is under way. It also
+/// counts the time in which anything was under way, and the part of it that the computing thread spent
+/// waiting.
 ///
-/// A job's own clock starts when its I/O thread takes a request up, which on a busy machine is long after the push.
+/// The job has a clock of its own, but it starts when the I/O thread takes a request, which on a busy machine
+/// is long after the push.
 #[derive(Debug)]
 pub(crate) struct CompletionVector {
-    state: Mutex<State>,
+    state: Mutex<CompletionState>,
     is_set: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Of each layer, how much of it is under way.
+struct CompletionState {
+    /// The number of exchanges under way of each layer.
     under_way: Vec<u32>,
-    /// Of all of them.
+    /// The number of exchanges under way of all layers.
     total: u64,
-    /// When the first of `total` left; none while nothing is under way.
+    /// When the first of `total` left; `None` while nothing is under way.
     since: Option<Instant>,
-    /// When last nothing was under way any more.
+    /// When the last of `total` ended.
     ended: Option<Instant>,
     in_flight: Duration,
     waits_since: Option<Instant>,
@@ -30,11 +33,11 @@ struct State {
 
 impl CompletionVector {
     pub(crate) fn new(layers: usize) -> Self {
-        let state = State { under_way: vec![0; layers], ..State::default() };
+        let state = CompletionState { under_way: vec![0; layers], ..CompletionState::default() };
         CompletionVector { state: Mutex::new(state), is_set: Condvar::new() }
     }
 
-    /// Something of a layer leaves.
+    /// Notes that an exchange of a layer begins.
     pub(crate) fn begin(&self, layer: usize) {
         let mut state = self.state();
         state.under_way[layer] += 1;
@@ -42,7 +45,7 @@ impl CompletionVector {
         state.since.get_or_insert_with(Instant::now);
     }
 
-    /// Its answer has come, or will not.
+    /// Notes that the answer has come, or will not.
     pub(crate) fn end(&self, layer: usize) {
         let mut state = self.state();
         state.under_way[layer] -= 1;
@@ -58,20 +61,20 @@ impl CompletionVector {
         }
     }
 
-    /// A layer's entry.
+    /// Whether a layer's entry is set.
     pub(crate) fn is_complete(&self, layer: usize) -> bool {
         self.state().under_way[layer] == 0
     }
 
-    /// Waits until a layer's entry is set. What has arrived may be seen a moment before.
+    /// Waits until a layer's entry is set. A handle may end a moment before its entry is set.
     pub(crate) fn wait(&self, layer: usize) {
         let state = self.state();
         let set = self.is_set.wait_while(state, |state| state.under_way[layer] > 0);
         drop(set.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Runs `wait` and counts the time until it returns or nothing is under way any more: what is waited after the last
-    /// arrival, for a processor to run on, is no part of the exchange.
+    /// Runs `wait`, and counts the time until it returns or nothing is under way any more: the time after the
+    /// last arrival, in which the caller waits for a processor, is no part of the exchange.
     pub(crate) fn waiting<R>(&self, wait: impl FnOnce() -> R) -> R {
         {
             let mut state = self.state();
@@ -87,13 +90,13 @@ impl CompletionVector {
         result
     }
 
-    /// The time in which anything was under way, and the part of it that was waited.
+    /// The time in which anything was under way, and the part of it that the caller waited.
     pub(crate) fn times(&self) -> (Duration, Duration) {
         let state = self.state();
         (state.in_flight + state.since.map_or(Duration::ZERO, |since| since.elapsed()), state.exposed)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CompletionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -125,14 +128,14 @@ mod tests {
         assert_eq!(completion.times(), (Duration::ZERO, Duration::ZERO), "nothing was under way");
         completion.begin(0);
         completion.begin(1);
-        // Computing.
+        // The time in which the caller computes.
         sleep(PAUSE);
         completion.end(0);
         let in_flight = completion.waiting(|| {
             sleep(PAUSE);
             completion.end(1);
             let (in_flight, _) = completion.times();
-            // Arrived, but the waiter gets no processor.
+            // The answer has come, but the waiter gets no processor.
             sleep(PAUSE);
             in_flight
         });

@@ -1,4 +1,4 @@
-//! What can go wrong, for people: who, what, and what to do.
+//! Errors of the exchange, for people: what failed at which rank, and what to do.
 
 use std::sync::Arc;
 
@@ -11,48 +11,48 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum SyncError {
-    /// The connections between the workers.
+    /// The connections between the workers failed.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// The job, at its hubs.
+    /// The job failed at its hubs.
     #[error(transparent)]
     Job(#[from] WorkerError),
-    /// The optimizer cannot go on so.
+    /// The optimizer cannot go on with these hyperparameters.
     #[error("rank {rank}: layers that go by factors cannot take new hyperparameters: {reason}")]
     Hyperparameters {
-        /// Who asked.
+        /// The rank that asked.
         rank: u32,
         /// What the optimizer says.
         reason: HyperparameterError,
     },
     /// The workers cannot reach one another.
     #[error("rank {rank}: the workers cannot exchange factors: {reason}")]
-    Meeting {
-        /// Who asked.
+    Rendezvous {
+        /// The rank that asked.
         rank: u32,
         /// Why, and what to do.
         reason: Arc<str>,
     },
-    /// What this worker asks for makes no sense.
+    /// This worker made a request that makes no sense.
     #[error("rank {rank}, layer `{layer}`: {reason}")]
-    Misplaced {
-        /// Who asked.
+    Misused {
+        /// The rank that asked.
         rank: u32,
-        /// About which layer.
+        /// The layer of the request.
         layer: Arc<str>,
         /// What is wrong, and what to do.
         reason: Arc<str>,
     },
-    /// Another worker does not do what this one does.
+    /// Another worker's layer, step or message does not match this one's.
     #[error("rank {rank}, layer `{layer}`: rank {peer} {reason}")]
     Disagreement {
-        /// Who noticed.
+        /// The rank that noticed.
         rank: u32,
-        /// At which layer.
+        /// The layer on which they differ.
         layer: Arc<str>,
-        /// Who differs.
+        /// The rank that differs.
         peer: u32,
-        /// In what.
+        /// What differs.
         reason: Arc<str>,
     },
     /// A worker's factors hold a NaN or an infinity, and the job rejects such gradients.
@@ -61,13 +61,13 @@ pub enum SyncError {
          gradients"
     )]
     NonFinite {
-        /// Who noticed.
+        /// The rank that noticed.
         rank: u32,
-        /// At which layer.
+        /// The layer of the factors.
         layer: Arc<str>,
-        /// The key of its weight.
+        /// The key of the layer's weight.
         key: Arc<str>,
-        /// Whose they are.
+        /// The rank that sent the factors.
         peer: u32,
     },
     /// The workers' processors round differently.
@@ -76,15 +76,15 @@ pub enum SyncError {
          apart: let these layers go through the hub (scheme = hub), or use processors of one kind"
     )]
     Rounding {
-        /// Who noticed.
+        /// The rank that noticed.
         rank: u32,
-        /// Who differs.
+        /// The rank that differs.
         peer: u32,
     },
     /// The operating system refuses threads.
     #[error("rank {rank}: cannot start threads for the layers: {reason}")]
     Threads {
-        /// Who asked.
+        /// The rank that asked.
         rank: u32,
         /// What the operating system says.
         reason: Arc<str>,

@@ -1,72 +1,77 @@
-//! Factors to all peers and from them, and what follows.
+//! Sends factors to all peers, receives theirs, and updates the layers.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_core::hyperparameters::{HyperparameterError, Hyperparameters, Schedule};
 use paramhub_kernels::factors::{Factors, fingerprint};
 use paramhub_kernels::{Optimizer, convert, finite};
 use paramhub_mesh::{Mesh, MeshError};
-use paramhub_transport::{Home, ReceiveRegion, lend};
-use paramhub_worker::Resignation;
+use paramhub_transport::{BufferSlot, ReceiveRegion, lend};
+use paramhub_worker::AbortHandle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::SyncError;
 use crate::layer::{FactorLayer, LayerFactors, Outputs};
-use crate::message::{self, Header};
-use crate::parameters::{Parameters, Update};
+use crate::message::{self, FactorMessageHeader};
+use crate::parameters::{LayerParameters, Update};
 
-/// How long comparing the processors may take once the mesh stands.
+/// How long the comparison of the processors may take once the mesh is joined.
 const COMPARISON: Duration = Duration::from_secs(60);
 
-/// What a [`FactorExchange`] works with.
+/// The configuration of a [`FactorExchange`].
 pub struct FactorConfig {
-    /// Between all workers of the job, for this exchange alone.
+    /// A mesh of all workers of the job, for this exchange alone.
     pub mesh: Mesh,
     /// The kernel of the job's optimizer.
     pub optimizer: Arc<dyn Optimizer>,
-    /// What holds at step 0 for each group of the optimizer. The optimizer has accepted them.
+    /// The hyperparameters at step 0 of each group of the optimizer. The optimizer has accepted them.
     pub hyperparameters: Vec<Hyperparameters>,
-    /// Threads that multiply; by default as many as there are processors.
+    /// The number of threads that multiply; by default as many as there are processors.
     pub threads: usize,
-    /// Of each rank, which host it is on, by any numbers that all ranks agree on: factors cross to another host once and are
-    /// passed on there. By default each is on one of its own.
+    /// The host of each rank, by any numbers that all ranks agree on: factors cross to another host once, and
+    /// a rank there passes them on. By default each rank is on a host of its own.
     pub hosts: Vec<u32>,
-    /// Fail, naming rank and key, where factors hold a NaN or an infinity; by default they pass.
+    /// Whether to fail, with an error that names rank and key, where factors hold a NaN or an infinity; by
+    /// default they pass.
     pub reject_non_finite: bool,
-    /// A handle of the job that the exchange belongs to, which ends with the reason where this worker's factors are to blame.
-    pub resignation: Option<Resignation>,
+    /// A handle of the job that the exchange belongs to. If this worker's factors are at fault, it ends the
+    /// job with the reason.
+    pub abort_handle: Option<AbortHandle>,
 }
 
 impl FactorConfig {
-    /// With one group and a thread for each processor.
+    /// A configuration with one group and a thread for each processor.
     pub fn new(mesh: Mesh, optimizer: Arc<dyn Optimizer>, hyperparameters: Hyperparameters) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = (0..mesh.size()).collect();
         let hyperparameters = vec![hyperparameters];
-        let (reject_non_finite, resignation) = (false, None);
-        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation }
+        let (reject_non_finite, abort_handle) = (false, None);
+        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, abort_handle }
     }
 }
 
-/// What has been exchanged since the beginning.
+/// What an exchange has sent, received and computed since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FactorStatistics {
-    /// Bytes of factors that left: for the peers on this host, one on each other host, and those of others that were passed on.
+    /// Bytes of factors sent: to the peers on this host, to one on each other host, and of other ranks'
+    /// factors that were passed on.
     pub bytes_sent: u64,
-    /// And that came, of every peer's.
+    /// Bytes of factors received, of all peers.
     pub bytes_received: u64,
-    /// Time spent multiplying and updating, of all layers together.
+    /// The time spent multiplying and updating, summed over all layers.
     pub rebuilding: Duration,
-    /// Layers updated, each as often as it was.
+    /// The number of updates, summed over all layers.
     pub updates: u64,
 }
 
-/// Layers whose factors the workers send one another.
+/// The exchange of layers by factors between the workers.
 ///
-/// All ranks push the same layers in the same order, as backpropagation meets them. Shared by reference between threads.
+/// All ranks push the same layers in the same order, as backpropagation reaches them. Threads may share it by
+/// reference.
 pub struct FactorExchange {
     inner: Arc<Inner>,
 }
@@ -77,25 +82,25 @@ struct Inner {
     mesh: Mesh,
     hosts: Vec<u32>,
     reject_non_finite: bool,
-    resignation: Option<Resignation>,
+    abort_handle: Option<AbortHandle>,
     optimizer: Arc<dyn Optimizer>,
-    /// Of each group. Rank 0's count.
+    /// The hyperparameters of each group. Rank 0's are used.
     schedules: Mutex<Vec<Schedule>>,
     layers: Vec<FactorLayer>,
-    states: Vec<Mutex<State>>,
+    states: Vec<Mutex<LayerState>>,
     pool: ThreadPool,
     failure: OnceLock<SyncError>,
-    /// Of this rank's messages, each once.
+    /// Bytes of this rank's messages, each counted once.
     bytes: AtomicU64,
     rebuilding_ns: AtomicU64,
     updates: AtomicU64,
 }
 
-/// What belongs to one layer.
-struct State {
-    parameters: Parameters,
+/// The state of one layer.
+struct LayerState {
+    parameters: LayerParameters,
     /// Every rank's message of the step.
-    messages: Vec<Home<Vec<u8>>>,
+    messages: Vec<BufferSlot<Vec<u8>>>,
     /// All ranks' samples, in rank order.
     inputs: Vec<f32>,
     output_gradients: Vec<f32>,
@@ -103,23 +108,33 @@ struct State {
     is_under_way: bool,
 }
 
-type Done = Box<dyn FnOnce(Result<Outputs, SyncError>) + Send>;
+type UpdateCallback = Box<dyn FnOnce(Result<Outputs, SyncError>) + Send>;
 
 impl FactorExchange {
-    /// An exchange of these layers, whose parameters are zeros until they are [initialised](Self::initialise). All ranks call it
-    /// with the same layers; it waits for them.
+    /// Makes an exchange of these layers, whose parameters are zeros until they are
+    /// [initialised](Self::initialise). All ranks call it with the same layers; it waits for them.
     ///
     /// # Errors
-    /// If a layer has no elements or too many, the optimizer cannot run on parts of a layer, threads cannot be started, or the
-    /// ranks' processors round differently.
+    /// If a layer has no elements or too many, the optimizer cannot run on parts of a layer, threads cannot
+    /// be started, or the ranks' processors round differently.
     pub fn new(config: FactorConfig, layers: Vec<FactorLayer>) -> Result<FactorExchange, SyncError> {
-        let FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation } =
-            config;
+        let FactorConfig {
+            mesh,
+            optimizer,
+            hyperparameters,
+            threads,
+            hosts,
+            reject_non_finite,
+            abort_handle,
+        } = config;
         let (rank, workers) = (mesh.rank(), mesh.size());
         layers.iter().try_for_each(|layer| check_layer(rank, workers, layer, hyperparameters.len()))?;
-        if let (true, Some(layer)) = (optimizer.needs_whole_chunks(), layers.first()) {
-            let reason = "the job's optimizer takes whole chunks only: let it go through the hub";
-            return Err(misplaced(rank, layer, reason.into()));
+        if let Some(layer) = layers.first() {
+            let asked = Features::of([
+                (Feature::Factors, true),
+                (Feature::WholeChunkOptimizer, optimizer.needs_whole_chunks()),
+            ]);
+            combinations::check(asked).map_err(|conflict| misused(rank, layer, conflict.to_string()))?;
         }
         let pool = ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -128,7 +143,7 @@ impl FactorExchange {
             .map_err(|error| SyncError::Threads { rank, reason: error.to_string().into() })?;
         compare(&mesh, &[fingerprint()])?.map_or(Ok(()), |peer| Err(SyncError::Rounding { rank, peer }))?;
         let slots = hyperparameters.iter().map(|group| optimizer.state_slots(group)).max().unwrap_or(0);
-        let states = layers.iter().map(|layer| Mutex::new(State::new(layer, slots, workers))).collect();
+        let states = layers.iter().map(|layer| Mutex::new(LayerState::new(layer, slots, workers))).collect();
         let schedules = hyperparameters.into_iter().map(Schedule::new).collect();
         let inner = Inner {
             rank,
@@ -136,7 +151,7 @@ impl FactorExchange {
             mesh,
             hosts,
             reject_non_finite,
-            resignation,
+            abort_handle,
             optimizer,
             schedules: Mutex::new(schedules),
             layers,
@@ -155,11 +170,11 @@ impl FactorExchange {
         &self.inner.layers
     }
 
-    /// Lets a layer begin with these parameters, which must be equal at all ranks, after `step` steps, with fresh optimizer
-    /// state. An empty `bias` where there is none.
+    /// Sets a layer's initial parameters, which must be equal at all ranks, as of step `step`, with fresh
+    /// optimizer state. `bias` is empty where the layer has none.
     ///
     /// # Errors
-    /// If the lengths are not the layer's, or an exchange of it is under way.
+    /// If the lengths are not the layer's, or an exchange of the layer is under way.
     pub fn initialise(&self, layer: usize, weight: &[f32], bias: &[f32], step: u32) -> Result<(), SyncError> {
         let (spec, mut state) = self.inner.idle(layer)?;
         let (elements, biases) = (state.parameters.weight().len(), spec.bias_elements());
@@ -167,14 +182,14 @@ impl FactorExchange {
             let (weights, given) = (weight.len(), bias.len());
             let reason =
                 format!("takes {elements} and {biases} initial parameters, not {weights} and {given}");
-            return Err(misplaced(self.inner.rank, spec, reason));
+            return Err(misused(self.inner.rank, spec, reason));
         }
         state.parameters.begin(weight, bias, step.into());
         state.step = step;
         Ok(())
     }
 
-    /// Weight and bias, in f32, after the updates so far, which are told as well.
+    /// A layer's weight and bias, in f32, and the number of updates they have had.
     ///
     /// # Errors
     /// If an exchange of the layer is under way.
@@ -194,7 +209,7 @@ impl FactorExchange {
         Ok(state.step + u32::from(state.is_under_way))
     }
 
-    /// How many updates a layer has had.
+    /// The number of updates that a layer has had.
     ///
     /// # Errors
     /// If an exchange of the layer is under way.
@@ -212,10 +227,12 @@ impl FactorExchange {
         Ok(state.parameters.state(slot))
     }
 
-    /// Puts one slot of the optimizer's state in, after [`initialise`](Self::initialise). `updates` is how many it has had.
+    /// Sets one slot of the optimizer's state, after [`initialise`](Self::initialise). `updates` is the
+    /// number of updates it has had.
     ///
     /// # Errors
-    /// If an exchange of the layer is under way, the optimizer has no such slot, or the lengths are not the layer's.
+    /// If an exchange of the layer is under way, the optimizer has no such slot, or the lengths are not the
+    /// layer's.
     pub fn restore_state(
         &self,
         layer: usize,
@@ -228,18 +245,18 @@ impl FactorExchange {
         self.inner.check_slot(spec, &state, slot)?;
         if (weight.len(), bias.len()) != (state.parameters.weight().len(), spec.bias_elements()) {
             let reason = format!("its state is not {} and {} numbers", weight.len(), bias.len());
-            return Err(misplaced(self.inner.rank, spec, reason));
+            return Err(misused(self.inner.rank, spec, reason));
         }
         state.parameters.restore_state(slot, weight, bias);
         state.parameters.updates = updates;
         Ok(())
     }
 
-    /// Lets `hyperparameters` hold for a group from `first_step` on. What rank 0 was told holds for all: the others learn it with
-    /// rank 0's factors.
+    /// Changes the hyperparameters of a group from `first_step` on. Rank 0's call holds for all: the other
+    /// ranks receive the change with rank 0's factors.
     ///
     /// # Errors
-    /// If the optimizer cannot go on with them, or too many changes are still to come.
+    /// If the optimizer cannot go on with them, or too many changes wait for their steps.
     pub fn set_hyperparameters(
         &self,
         group: u16,
@@ -252,15 +269,17 @@ impl FactorExchange {
         schedule.change(first_step, first_step, hyperparameters)
     }
 
-    /// Sends this worker's factors of a layer's next step to all peers. When theirs have come, the layer is updated, its new
-    /// parameters are put into `outputs`, and `done` is called with them, on a thread of this exchange, or with the reason why
-    /// they do not come. What the factors lie in is free again when this returns.
+    /// Sends this worker's factors of a layer's next step to all peers. When theirs have come, the exchange
+    /// updates the layer, writes its new parameters into `outputs`, and calls `done` with them on a thread of
+    /// its own. If they do not come, it calls `done` with the reason. The memory of the factors is free again
+    /// when this returns.
     ///
-    /// A worker may have fewer samples than the layer has room for, or none. The gradient is divided by the number of workers, as
-    /// a hub does: who wants the mean over all samples divides the output gradients by those of this worker.
+    /// A worker may have fewer samples than the layer has room for, or none. The gradient is divided by the
+    /// number of workers, as at a hub. For the mean over all samples, divide the output gradients by the
+    /// number of this worker's samples.
     ///
     /// # Errors
-    /// If the step before is still under way, lengths do not fit, or the exchange has failed.
+    /// If the previous step is still under way, lengths do not fit, or the exchange has failed.
     pub fn push(
         &self,
         layer: usize,
@@ -279,7 +298,7 @@ impl FactorExchange {
             let schedules = lock(&inner.schedules);
             spec.groups.map(|group| *schedules[usize::from(group)].at(step))
         };
-        let header = Header { step, samples, hyperparameters };
+        let header = FactorMessageHeader { step, samples, hyperparameters };
         let home = &state.messages[inner.rank as usize];
         let mut own = home.take().expect("messages are home between steps");
         message::write(spec, &header, factors, &mut own);
@@ -291,7 +310,7 @@ impl FactorExchange {
         let handle = inner.mesh.allgather_between_hosts(None, regions.collect(), &inner.hosts)?;
         state.is_under_way = true;
         drop(state);
-        let (inner, done): (_, Done) = (Arc::clone(inner), Box::new(done));
+        let (inner, done): (_, UpdateCallback) = (Arc::clone(inner), Box::new(done));
         handle.on_complete(move |arrived| {
             let arrived = arrived.clone();
             let task = Arc::clone(&inner);
@@ -300,7 +319,7 @@ impl FactorExchange {
         Ok(())
     }
 
-    /// What has been exchanged since the beginning.
+    /// What has been exchanged and computed since the beginning.
     pub fn statistics(&self) -> FactorStatistics {
         let inner = &self.inner;
         // Messages of a layer are equally long at all ranks.
@@ -313,12 +332,12 @@ impl FactorExchange {
         }
     }
 
-    /// Why nothing more can be pushed, if so.
+    /// Why nothing more can be pushed, if the exchange has failed.
     pub fn failure(&self) -> Option<SyncError> {
         self.inner.failure.get().cloned().or_else(|| self.inner.mesh.failure().map(SyncError::from))
     }
 
-    /// Ends the exchange at once, for the peers as well, which are told the reason.
+    /// Ends the exchange at once, for the peers as well, which receive the reason.
     pub fn abort(&self, reason: &str) {
         self.inner.mesh.abort(reason);
     }
@@ -339,12 +358,12 @@ impl fmt::Debug for FactorExchange {
 }
 
 impl Inner {
-    /// A layer of which nothing is under way.
-    fn idle(&self, layer: usize) -> Result<(&FactorLayer, MutexGuard<'_, State>), SyncError> {
+    /// A layer that has no exchange under way.
+    fn idle(&self, layer: usize) -> Result<(&FactorLayer, MutexGuard<'_, LayerState>), SyncError> {
         let spec = self.spec(layer)?;
         let state = lock(&self.states[layer]);
         if state.is_under_way {
-            return Err(misplaced(
+            return Err(misused(
                 self.rank,
                 spec,
                 "its last step is still under way: wait for it first".into(),
@@ -357,15 +376,15 @@ impl Inner {
         self.layers.get(layer).ok_or_else(|| {
             let reason = format!("does not exist: there are {}, counted from 0", self.layers.len());
             let layer = layer.to_string().into();
-            SyncError::Misplaced { rank: self.rank, layer, reason: reason.into() }
+            SyncError::Misused { rank: self.rank, layer, reason: reason.into() }
         })
     }
 
-    /// How many samples these factors have.
+    /// The number of samples in these factors, if they fit the layer.
     fn check(
         &self,
         spec: &FactorLayer,
-        state: &State,
+        state: &LayerState,
         factors: LayerFactors<'_>,
         outputs: &Outputs,
     ) -> Result<u32, SyncError> {
@@ -378,7 +397,7 @@ impl Inner {
                 "takes rows of {columns} inputs and as many of {rows} output gradients in {}, not {inputs} and {gradients} bytes",
                 spec.codec
             );
-            return Err(misplaced(self.rank, spec, reason));
+            return Err(misused(self.rank, spec, reason));
         }
         if samples > spec.samples {
             let reason = format!(
@@ -386,7 +405,7 @@ impl Inner {
                  through the hub",
                 spec.samples
             );
-            return Err(misplaced(self.rank, spec, reason));
+            return Err(misused(self.rank, spec, reason));
         }
         let width = spec.parameter_codec.bytes();
         let (weight, bias) = (state.parameters.weight().len() * width, spec.bias_elements() * width);
@@ -397,28 +416,34 @@ impl Inner {
                 "gives {weight} and {bias} bytes of parameters, but there is room for {given} and {}",
                 given_bias.unwrap_or(0)
             );
-            return Err(misplaced(self.rank, spec, reason));
+            return Err(misused(self.rank, spec, reason));
         }
         Ok(u32::try_from(samples).unwrap_or(u32::MAX))
     }
 
-    fn check_slot(&self, spec: &FactorLayer, state: &State, slot: usize) -> Result<(), SyncError> {
+    fn check_slot(&self, spec: &FactorLayer, state: &LayerState, slot: usize) -> Result<(), SyncError> {
         let slots = state.parameters.slots();
         if slot < slots {
             return Ok(());
         }
-        Err(misplaced(
+        Err(misused(
             self.rank,
             spec,
             format!("has {slots} values of state a parameter, and none numbered {slot}"),
         ))
     }
 
-    /// Every rank's factors have come, or will not.
-    fn finish(&self, layer: usize, arrived: Result<(), MeshError>, mut outputs: Outputs, done: Done) {
+    /// Ends a step: every rank's factors have come, or will not.
+    fn finish(
+        &self,
+        layer: usize,
+        arrived: Result<(), MeshError>,
+        mut outputs: Outputs,
+        done: UpdateCallback,
+    ) {
         let outcome = arrived.map_err(SyncError::from).and_then(|()| self.update(layer, &mut outputs));
         if let Err(error) = &outcome {
-            // The first reason is the one that all others follow from.
+            // Keep the first reason: later errors are its consequences.
             let first = self.failure.get_or_init(|| error.clone());
             self.mesh.abort(&first.to_string());
         }
@@ -429,7 +454,7 @@ impl Inner {
         let began = Instant::now();
         let spec = &self.layers[layer];
         let mut state = lock(&self.states[layer]);
-        let State { parameters, messages, inputs, output_gradients, step, is_under_way } = &mut *state;
+        let LayerState { parameters, messages, inputs, output_gradients, step, is_under_way } = &mut *state;
         let (rows, columns) = spec.shape;
         let mut samples = 0;
         let mut hyperparameters = None;
@@ -471,8 +496,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Refuses factors that hold a NaN or an infinity. All ranks look at everybody's, so that each names the same rank, and the one
-    /// whose they are tells the job's hubs.
+    /// Refuses factors that hold a NaN or an infinity. All ranks check the factors of all, so that each names
+    /// the same rank, and the rank at fault ends the job at its hubs.
     fn check_finite(
         &self,
         spec: &FactorLayer,
@@ -483,8 +508,8 @@ impl Inner {
         if both.iter().all(|values| finite::first_non_finite(values, spec.codec).is_none()) {
             return Ok(());
         }
-        if let Some(resignation) = self.resignation.as_ref().filter(|_| peer == self.rank) {
-            resignation.give_up(&format!(
+        if let Some(abort_handle) = self.abort_handle.as_ref().filter(|_| peer == self.rank) {
+            abort_handle.abort(&format!(
                 "it sent factors of key `{}` with a NaN or an infinity, and the job rejects such gradients",
                 spec.key
             ));
@@ -493,8 +518,14 @@ impl Inner {
         Err(SyncError::NonFinite { rank: self.rank, layer, key, peer })
     }
 
-    /// A message's header, if it makes sense.
-    fn read(&self, spec: &FactorLayer, step: u32, peer: u32, message: &[u8]) -> Result<Header, SyncError> {
+    /// Reads a message's header and checks it against the step and the layer.
+    fn read(
+        &self,
+        spec: &FactorLayer,
+        step: u32,
+        peer: u32,
+        message: &[u8],
+    ) -> Result<FactorMessageHeader, SyncError> {
         let disagrees = |reason: String| SyncError::Disagreement {
             rank: self.rank,
             layer: Arc::clone(&spec.name),
@@ -513,13 +544,13 @@ impl Inner {
     }
 }
 
-impl State {
-    fn new(layer: &FactorLayer, slots: usize, workers: u32) -> State {
+impl LayerState {
+    fn new(layer: &FactorLayer, slots: usize, workers: u32) -> LayerState {
         let bytes = message::bytes(layer).expect("checked before");
         let samples = layer.samples * workers as usize;
-        State {
-            parameters: Parameters::new(layer, slots),
-            messages: (0..workers).map(|_| Home::new(vec![0; bytes])).collect(),
+        LayerState {
+            parameters: LayerParameters::new(layer, slots),
+            messages: (0..workers).map(|_| BufferSlot::new(vec![0; bytes])).collect(),
             inputs: vec![0.0; samples * layer.shape.1],
             output_gradients: vec![0.0; samples * layer.shape.0],
             step: 0,
@@ -541,10 +572,10 @@ fn check_layer(rank: u32, workers: u32, layer: &FactorLayer, groups: usize) -> R
     } else {
         return Ok(());
     };
-    Err(misplaced(rank, layer, reason))
+    Err(misused(rank, layer, reason))
 }
 
-/// The first peer whose numbers are not this rank's.
+/// The first peer whose numbers differ from this rank's.
 fn compare(mesh: &Mesh, own: &[u64]) -> Result<Option<u32>, MeshError> {
     let mut all = vec![0_u64; own.len() * mesh.size() as usize];
     lend(|lending| {
@@ -563,8 +594,8 @@ fn compare(mesh: &Mesh, own: &[u64]) -> Result<Option<u32>, MeshError> {
     Ok(differs.map(|rank| rank as u32))
 }
 
-fn misplaced(rank: u32, layer: &FactorLayer, reason: String) -> SyncError {
-    SyncError::Misplaced { rank, layer: Arc::clone(&layer.name), reason: reason.into() }
+fn misused(rank: u32, layer: &FactorLayer, reason: String) -> SyncError {
+    SyncError::Misused { rank, layer: Arc::clone(&layer.name), reason: reason.into() }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

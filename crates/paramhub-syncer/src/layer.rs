@@ -1,33 +1,33 @@
-//! A fully connected layer, and what a worker gives for a step of it and gets.
+//! A fully connected layer, its factors, and the memory for its new parameters.
 
 use std::sync::Arc;
 
 use paramhub_core::codec::Codec;
 use paramhub_transport::ReceiveRegion;
 
-/// A fully connected layer that is exchanged by its factors. All ranks say the same.
+/// A fully connected layer that is exchanged by its factors. All ranks must pass the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FactorLayer {
-    /// For messages.
+    /// The layer's name in messages.
     pub name: Arc<str>,
-    /// The weight's key, for messages.
+    /// The weight's key in messages.
     pub key: Arc<str>,
-    /// Outputs, M, and inputs, N: rows and columns of the weight.
+    /// The number of outputs, M, and of inputs, N: rows and columns of the weight.
     pub shape: (usize, usize),
-    /// K: the most samples that one worker has in a step.
+    /// The most samples, K, that one worker has in a step.
     pub samples: usize,
     /// Whether there is a bias, of M elements. Its gradient follows from the output gradients.
     pub has_bias: bool,
-    /// How factors are given and travel. What they add up to is f32 whatever it is.
+    /// The codec in which factors are passed and travel. Their sum is f32 in any case.
     pub codec: Codec,
-    /// How parameters are given back; those that are kept are f32.
+    /// The codec in which parameters are given back; the exchange keeps them in f32.
     pub parameter_codec: Codec,
-    /// Which of the optimizer's groups weight and bias are in.
+    /// The optimizer's groups of weight and bias.
     pub groups: [u16; 2],
 }
 
 impl FactorLayer {
-    /// An f32 layer without a bias, in the optimizer's first group, whose weight is called as the layer is.
+    /// An f32 layer without a bias, in the optimizer's first group, whose weight has the layer's name.
     pub fn new(name: &str, shape: (usize, usize), samples: usize) -> Self {
         FactorLayer {
             name: name.into(),
@@ -41,13 +41,13 @@ impl FactorLayer {
         }
     }
 
-    /// The same with a bias.
+    /// The same layer with a bias.
     #[must_use]
     pub fn with_bias(self) -> Self {
         FactorLayer { has_bias: true, ..self }
     }
 
-    /// Elements of the weight; none if they are too many to count.
+    /// The number of elements in the weight; `None` if it overflows.
     pub(crate) fn weight_elements(&self) -> Option<usize> {
         self.shape.0.checked_mul(self.shape.1)
     }
@@ -57,12 +57,13 @@ impl FactorLayer {
     }
 }
 
-/// One worker's factors of one layer and step: K rows each, in the layer's codec, little-endian, in one order of samples.
+/// One worker's factors of one layer and step: K rows each, in the layer's codec, little-endian, in one order
+/// of samples.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerFactors<'a> {
-    /// What went in: N elements a row.
+    /// The layer's inputs: N elements a row.
     pub inputs: &'a [u8],
-    /// The loss's gradient by what came out: M elements a row.
+    /// The loss's gradient with respect to the layer's outputs: M elements a row.
     pub output_gradients: &'a [u8],
 }
 
@@ -76,11 +77,11 @@ impl<'a> LayerFactors<'a> {
     }
 }
 
-/// Where a layer's new parameters are to be put, in its parameters' codec.
+/// The buffers for a layer's new parameters, in its parameters' codec.
 #[derive(Debug)]
 pub struct Outputs {
-    /// M times N elements, row by row.
+    /// The buffer for the weight: M times N elements, row by row.
     pub weight: ReceiveRegion,
-    /// M elements. None where there is no bias, or its owner does not want it.
+    /// The buffer for the bias: M elements. `None` where there is no bias, or the caller does not want it.
     pub bias: Option<ReceiveRegion>,
 }

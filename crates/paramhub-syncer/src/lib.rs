@@ -1,12 +1,12 @@
-//! Each layer by its own way: through the hub, or by sufficient factors between the workers where they are fewer than the
-//! gradient's numbers (Poseidon sections 3.2 and 4.1).
+//! Exchanges each layer by its own scheme: through the hub, or by sufficient factors between the workers
+//! where the factors have fewer numbers than the gradient (Poseidon sections 3.2 and 4.1).
 //!
 //! A training loop holds [`Syncers`]. Below them, [`FactorExchange`] can be used by itself:
 //!
-//! Rank r's batch gives a fully connected layer K rows of inputs and K rows of output gradients. [`FactorExchange::push`] sends
-//! both to every other worker; when all have come, each worker multiplies them out to the sum of all gradients and runs the hub's
-//! own optimizer kernel on it, tile by tile, while the tile is in cache. The parameters never travel: all workers keep them,
-//! equal to the bit.
+//! Rank r's batch gives a fully connected layer K rows of inputs and K rows of output gradients.
+//! [`FactorExchange::push`] sends both to every other worker. When all have come, each worker computes the
+//! sum of all gradients from them and runs the hub's own optimizer kernel on it, tile by tile, while the tile
+//! is in cache. The parameters never travel: all workers keep copies of them, with equal bits.
 //!
 //! ```
 //! use std::net::{IpAddr, Ipv4Addr};
@@ -49,10 +49,10 @@ mod completion;
 mod error;
 mod exchange;
 mod layer;
-mod meeting;
 mod message;
 mod open;
 mod parameters;
+mod peer_listener;
 mod plan;
 mod syncer;
 mod syncers;
@@ -60,7 +60,7 @@ mod syncers;
 pub use error::SyncError;
 pub use exchange::{FactorConfig, FactorExchange, FactorStatistics};
 pub use layer::{FactorLayer, LayerFactors, Outputs};
-pub use meeting::{Meeting, Peers, Ports, address_towards};
 pub use open::open_factors;
+pub use peer_listener::{PeerAddresses, PeerListener, PortRange, address_towards};
 pub use plan::{PlannedFactors, planned_factors};
 pub use syncers::{SyncStatistics, Syncers};

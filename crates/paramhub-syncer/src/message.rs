@@ -1,14 +1,15 @@
-//! What one worker tells all others of one layer and step.
+//! The message that one worker sends all others for one layer and step.
 //!
 //! | bytes | what |
 //! |---|---|
 //! | 4 | the step, from 0 |
-//! | 4 | how many samples there are |
-//! | 2 x [`Hyperparameters::WIRE_BYTES`] | what holds for weight and bias in this step, in rank 0's view; rank 0's counts |
-//! | K x M elements | output gradients; of the rows beyond the samples the content means nothing |
+//! | 4 | the number of samples |
+//! | 2 x [`Hyperparameters::WIRE_BYTES`] | the sender's hyperparameters of weight and bias for this step; all ranks use rank 0's |
+//! | K x M elements | output gradients; rows beyond the samples have no meaning |
 //! | K x N elements | inputs, likewise |
 //!
-//! Numbers are little-endian. All messages of a layer are equally long, so that every rank knows how long the others' are.
+//! Numbers are little-endian. All messages of a layer are equally long, so that every rank knows how long the
+//! others' are.
 
 use std::ops::Range;
 
@@ -21,23 +22,28 @@ const SAMPLES: Range<usize> = 4..8;
 const HYPERPARAMETERS: usize = 8;
 const FACTORS: usize = HYPERPARAMETERS + 2 * Hyperparameters::WIRE_BYTES;
 
-/// What comes before the factors.
+/// The header ahead of the factors.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Header {
+pub(crate) struct FactorMessageHeader {
     pub(crate) step: u32,
     pub(crate) samples: u32,
-    /// Of weight and bias.
+    /// The hyperparameters of weight and bias.
     pub(crate) hyperparameters: [Hyperparameters; 2],
 }
 
-/// Bytes of a layer's message; none if they are too many to count.
+/// Bytes of a layer's message; `None` if the number overflows.
 pub(crate) fn bytes(layer: &FactorLayer) -> Option<usize> {
     let elements = layer.shape.0.checked_add(layer.shape.1)?.checked_mul(layer.samples)?;
     elements.checked_mul(layer.codec.bytes())?.checked_add(FACTORS)
 }
 
-/// Writes a message, as long as [`bytes`] says. The factors have at most the layer's samples.
-pub(crate) fn write(layer: &FactorLayer, header: &Header, factors: LayerFactors<'_>, message: &mut [u8]) {
+/// Writes a message of [`bytes`] bytes. The factors have at most the layer's samples.
+pub(crate) fn write(
+    layer: &FactorLayer,
+    header: &FactorMessageHeader,
+    factors: LayerFactors<'_>,
+    message: &mut [u8],
+) {
     message[STEP].copy_from_slice(&header.step.to_le_bytes());
     message[SAMPLES].copy_from_slice(&header.samples.to_le_bytes());
     let places = message[HYPERPARAMETERS..FACTORS].chunks_exact_mut(Hyperparameters::WIRE_BYTES);
@@ -49,18 +55,18 @@ pub(crate) fn write(layer: &FactorLayer, header: &Header, factors: LayerFactors<
     message[inputs..][..factors.inputs.len()].copy_from_slice(factors.inputs);
 }
 
-/// Reads a message's header. None if its numbers make no sense.
-pub(crate) fn read_header(message: &[u8]) -> Option<Header> {
+/// Reads a message's header. `None` if its hyperparameters are no numbers.
+pub(crate) fn read_header(message: &[u8]) -> Option<FactorMessageHeader> {
     let number = |range: Range<usize>| u32::from_le_bytes(message[range].try_into().expect("a fixed range"));
     let mut hyperparameters = [Hyperparameters::default(); 2];
     let (places, _) = message[HYPERPARAMETERS..FACTORS].as_chunks::<{ Hyperparameters::WIRE_BYTES }>();
     for (read, place) in hyperparameters.iter_mut().zip(places) {
         *read = Hyperparameters::from_wire(place)?;
     }
-    Some(Header { step: number(STEP), samples: number(SAMPLES), hyperparameters })
+    Some(FactorMessageHeader { step: number(STEP), samples: number(SAMPLES), hyperparameters })
 }
 
-/// The factors of a message with so many samples.
+/// The factors of a message with this number of samples.
 pub(crate) fn factors<'a>(layer: &FactorLayer, samples: usize, message: &'a [u8]) -> LayerFactors<'a> {
     let width = samples * layer.codec.bytes();
     LayerFactors {
@@ -85,8 +91,11 @@ mod tests {
     fn a_message_survives_with_fewer_samples_than_there_is_room_for() {
         let layer = FactorLayer::new("fc", (2, 3), 4);
         let hyperparameters = Hyperparameters { learning_rate: 0.25, ..Hyperparameters::default() };
-        let header =
-            Header { step: 7, samples: 3, hyperparameters: [Hyperparameters::default(), hyperparameters] };
+        let header = FactorMessageHeader {
+            step: 7,
+            samples: 3,
+            hyperparameters: [Hyperparameters::default(), hyperparameters],
+        };
         let (inputs, output_gradients) = ([1.5_f32; 9], [2.5_f32; 6]);
         let mut message = vec![0xff; bytes(&layer).unwrap()];
         write(&layer, &header, LayerFactors::of_f32(&inputs, &output_gradients), &mut message);

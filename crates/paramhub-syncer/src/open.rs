@@ -1,25 +1,27 @@
-//! From a job that has begun to the exchange of those of its layers that go by factors.
+//! Opens the exchange of a job's layers whose scheme is `factors`.
 
 use paramhub_kernels::Registry;
 use paramhub_worker::Job;
 
 use crate::error::SyncError;
 use crate::exchange::{FactorConfig, FactorExchange};
-use crate::meeting::{Meeting, Peers};
+use crate::peer_listener::{PeerAddresses, PeerListener};
 use crate::plan::{PlannedFactors, planned_factors};
 
-/// Connects the workers of a job if its plan has layers that go by factors, and makes their exchange, in which layers have the
-/// positions they have here. None, and nobody is connected, where there are none: all ranks have the same plan.
+/// Connects the workers of a job if its plan has layers with the scheme `factors`, and makes their exchange,
+/// in which the layers have the positions that they have in `layers`. Returns `None`, and connects no
+/// workers, where there are none: all ranks have the same plan.
 ///
 /// # Errors
 /// If the workers cannot reach one another, or cannot exchange factors ([`FactorExchange::new`]).
 ///
 /// # Panics
-/// If the job's optimizer is none of this registry's: jobs by factors are refused others.
+/// If `registry` lacks the job's optimizer: a job with such layers is refused optimizers other than the
+/// built-in ones.
 pub fn open_factors(
     job: &Job,
-    meeting: Meeting,
-    peers: &Peers,
+    peer_listener: PeerListener,
+    peers: &PeerAddresses,
     registry: &Registry,
     threads: usize,
 ) -> Result<Option<(FactorExchange, Vec<PlannedFactors>)>, SyncError> {
@@ -30,11 +32,11 @@ pub fn open_factors(
     }
     let optimizer = registry.optimizer(&settings.optimizer.name).expect("checked with the settings");
     let hyperparameters = settings.optimizer.of_groups(optimizer.defaults());
-    let mesh = meeting.join(peers, "factors")?;
+    let mesh = peer_listener.join(peers, "factors")?;
     let hosts = job.book().roster.workers.iter().map(|worker| worker.machine).collect();
-    let (reject_non_finite, resignation) = (settings.reject_non_finite, Some(job.resignation()));
+    let (reject_non_finite, abort_handle) = (settings.reject_non_finite, Some(job.abort_handle()));
     let config =
-        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, resignation };
+        FactorConfig { mesh, optimizer, hyperparameters, threads, hosts, reject_non_finite, abort_handle };
     let layers = planned.iter().map(|planned| planned.layer.clone()).collect();
     Ok(Some((FactorExchange::new(config, layers)?, planned)))
 }

@@ -1,4 +1,5 @@
-//! A layer's parameters and optimizer state, as every worker keeps them, and their update from the step's factors.
+//! A layer's parameters and optimizer state, as every worker keeps them, and their update from the step's
+//! factors.
 
 use std::cell::RefCell;
 
@@ -9,37 +10,37 @@ use rayon::prelude::*;
 
 use crate::layer::{FactorLayer, Outputs};
 
-/// One layer's, in f32.
-pub(crate) struct Parameters {
+/// One layer's parameters and optimizer state, in f32.
+pub(crate) struct LayerParameters {
     shape: (usize, usize),
     codec: Codec,
     slots: usize,
     weight: Vec<f32>,
-    /// Of each band of rows: its segments' state back to back, each with its slots back to back. A segment is what one row has in
-    /// one tile.
+    /// The state of each band of rows: its segments' state back to back, each with its slots back to back. A
+    /// segment is the part of one row in one tile.
     weight_state: Vec<Vec<f32>>,
     bias: Vec<f32>,
     bias_state: Vec<f32>,
-    /// How often they were updated.
+    /// The number of updates they have had.
     pub(crate) updates: u64,
 }
 
-/// What an update takes beside the factors.
+/// The inputs of an update beside the factors.
 pub(crate) struct Update<'a> {
     pub(crate) optimizer: &'a dyn Optimizer,
-    /// For weight and bias.
+    /// The hyperparameters of weight and bias.
     pub(crate) hyperparameters: &'a [Hyperparameters; 2],
     pub(crate) contributions: u32,
 }
 
-impl Parameters {
-    /// Zeros. `slots` values of state a parameter.
+impl LayerParameters {
+    /// Zeros, with `slots` values of state for each parameter.
     pub(crate) fn new(layer: &FactorLayer, slots: usize) -> Self {
         let (rows, columns) = layer.shape;
         let elements = rows * columns;
-        let band = band_rows(columns) * columns;
+        let band = block_rows(columns) * columns;
         let bias = layer.bias_elements();
-        Parameters {
+        LayerParameters {
             shape: layer.shape,
             codec: layer.parameter_codec,
             slots,
@@ -54,7 +55,7 @@ impl Parameters {
         }
     }
 
-    /// Begins with these and fresh state, after so many updates.
+    /// Sets the parameters, with fresh state, after so many updates.
     pub(crate) fn begin(&mut self, weight: &[f32], bias: &[f32], updates: u64) {
         self.weight.copy_from_slice(weight);
         self.bias.copy_from_slice(bias);
@@ -63,7 +64,7 @@ impl Parameters {
         self.updates = updates;
     }
 
-    /// Values of state a parameter.
+    /// The number of state values for each parameter.
     pub(crate) fn slots(&self) -> usize {
         self.slots
     }
@@ -94,7 +95,7 @@ impl Parameters {
         (weight, self.bias_state[slot * bias..][..bias].to_vec())
     }
 
-    /// Puts one slot of the optimizer's state in.
+    /// Sets one slot of the optimizer's state.
     pub(crate) fn restore_state(&mut self, slot: usize, weight: &[f32], bias: &[f32]) {
         let (columns, slots) = (self.shape.1, self.slots);
         let mut from = weight;
@@ -113,8 +114,8 @@ impl Parameters {
         self.bias_state[slot * elements..][..elements].copy_from_slice(bias);
     }
 
-    /// Updates all of it from a step's factors, tile by tile on the threads of the pool this is called in, and gives the result
-    /// back. Which thread does what changes no bit.
+    /// Updates all parameters from a step's factors, tile by tile on the threads of the current pool, and
+    /// writes the result to `outputs`. The bits do not depend on which thread does what.
     pub(crate) fn update(&mut self, factors: &Factors<'_>, update: &Update<'_>, outputs: &mut Outputs) {
         self.updates += 1;
         let step = |hyperparameters| Step {
@@ -126,15 +127,15 @@ impl Parameters {
         let [of_weight, of_bias] = update.hyperparameters;
         let (step, bias_step) = (step(of_weight), step(of_bias));
         let (columns, slots, codec) = (self.shape.1, self.slots, self.codec);
-        let band = band_rows(columns) * columns;
+        let band = block_rows(columns) * columns;
         let bands = self
             .weight
             .par_chunks_mut(band.max(1))
             .zip(&mut self.weight_state)
             .zip(outputs.weight.bytes_mut().par_chunks_mut(band.max(1) * codec.bytes()));
         bands.enumerate().for_each(|(number, ((weight, state), output))| {
-            let first_row = number * band_rows(columns);
-            let band = Band { weight, state, output, columns, slots, codec };
+            let first_row = number * block_rows(columns);
+            let band = RowBlock { weight, state, output, columns, slots, codec };
             band.update(factors, first_row, update.optimizer, &step);
         });
         if !self.bias.is_empty() {
@@ -148,8 +149,8 @@ impl Parameters {
     }
 }
 
-/// Some rows of a weight with what belongs to them.
-struct Band<'a> {
+/// Some rows of a weight, with their state and outputs.
+struct RowBlock<'a> {
     weight: &'a mut [f32],
     state: &'a mut [f32],
     output: &'a mut [u8],
@@ -158,9 +159,9 @@ struct Band<'a> {
     codec: Codec,
 }
 
-impl Band<'_> {
+impl RowBlock<'_> {
     fn update(self, factors: &Factors<'_>, first_row: usize, optimizer: &dyn Optimizer, step: &Step<'_>) {
-        let Band { weight, state, output, columns, slots, codec } = self;
+        let RowBlock { weight, state, output, columns, slots, codec } = self;
         let rows = weight.len() / columns;
         TILE.with_borrow_mut(|tile| {
             tile.resize(tiling(columns).elements(), 0.0);
@@ -181,21 +182,22 @@ impl Band<'_> {
 }
 
 thread_local! {
-    /// A tile of gradient, of each thread of the pool.
+    /// Each thread's tile of the gradient.
     static TILE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// How a weight of so many columns is updated. Its state lies in this order, so that it does not depend on what a step brings.
+/// The tiling of a weight of so many columns. The state lies in its order, so it must not depend on the
+/// number of samples in a step.
 fn tiling(columns: usize) -> Tiling {
     Tiling::new(columns, 0)
 }
 
-/// Rows that are updated together.
-fn band_rows(columns: usize) -> usize {
+/// The number of rows that are updated together.
+fn block_rows(columns: usize) -> usize {
     tiling(columns).rows
 }
 
-/// How wide the tiles of a row are, left to right.
+/// The widths of the tiles of a row, left to right.
 fn tile_widths(columns: usize) -> impl Iterator<Item = usize> {
     tiling(columns).across(columns).map(|tile| tile.len())
 }

@@ -1,22 +1,22 @@
-//! Which layers of a job go by factors.
+//! The layers of a job that are exchanged by factors between the workers.
 
 use paramhub_core::scheme::{LayerType, Plan, Scheme};
 use paramhub_core::settings::Settings;
 
 use crate::layer::FactorLayer;
 
-/// A layer of a plan that goes by its factors.
+/// A layer whose scheme in the plan is `factors`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedFactors {
-    /// As the exchange is to have it.
+    /// The layer, for the exchange.
     pub layer: FactorLayer,
     /// The position of the weight in the key table.
     pub weight: u32,
-    /// That of the bias.
+    /// The position of the bias in the key table.
     pub bias: Option<u32>,
 }
 
-/// The layers of a job that go by their factors, in the plan's order, which is the same at all ranks.
+/// The layers of a job whose scheme is `factors`, in the plan's order, which is the same at all ranks.
 pub fn planned_factors(settings: &Settings, plan: &Plan) -> Vec<PlannedFactors> {
     let keys = settings.keys.keys();
     let made = plan.going_by(Scheme::Factors, settings).map(|(planned, asked)| {
@@ -25,7 +25,7 @@ pub fn planned_factors(settings: &Settings, plan: &Plan) -> Vec<PlannedFactors> 
         };
         let (weight, bias) = (planned.keys[0], planned.keys.get(1).copied());
         let of = |key: u32| &keys[key as usize];
-        // Lengths of tensors that lie in memory.
+        // Lengths of tensors in memory fit into `usize`.
         let length = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
         let layer = FactorLayer {
             name: planned.layer.name.as_str().into(),

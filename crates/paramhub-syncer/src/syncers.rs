@@ -1,4 +1,4 @@
-//! All syncers of a worker: what a training loop holds (Poseidon algorithm 2).
+//! All syncers of a worker, which a training loop drives (Poseidon algorithm 2).
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,25 +14,27 @@ use crate::completion::CompletionVector;
 use crate::error::SyncError;
 use crate::exchange::FactorExchange;
 use crate::layer::LayerFactors;
-use crate::meeting::{Meeting, Peers, Ports};
 use crate::open::open_factors;
-use crate::syncer::{Client, Syncer};
+use crate::peer_listener::{PeerAddresses, PeerListener, PortRange};
+use crate::syncer::{SyncContext, Syncer};
 
-/// One syncer for each layer of a job's plan, then one for each key that is in none, in the order of the key table.
+/// One syncer for each layer of a job's plan, then one for each key that belongs to no layer, in the order of
+/// the key table.
 ///
-/// A training loop [begins](Self::begin) every key once. In each iteration it [sends](Self::send) a layer's gradients, or its
-/// [factors](Self::send_factors), as soon as backpropagation has made them, which does not wait; before the layer's next forward
-/// pass it [receives](Self::receive) the layer and [moves](Self::move_out) its parameters out. Where algorithm 2 waits for the
-/// whole completion vector between two iterations, [`wait`](Self::wait) does; a loop that receives layer by layer waits for each
-/// entry only when it needs it.
+/// A training loop [begins](Self::begin) every key once. In each iteration it [sends](Self::send) a layer's
+/// gradients, or its [factors](Self::send_factors), as soon as backpropagation has made them, which does not
+/// wait. Before the layer's next forward pass it [receives](Self::receive) the layer and
+/// [moves](Self::move_out) its parameters out. Algorithm 2 waits for the whole completion vector between two
+/// iterations, as [`wait`](Self::wait) does; a loop that receives layer by layer waits for each entry only
+/// when it needs it.
 ///
-/// The threads behind it are the job's, which send and receive, and those of the exchange of factors, which multiply and update:
-/// no thread waits for a layer but the caller's.
+/// The threads behind it are the job's, which send and receive, and those of the exchange of factors, which
+/// multiply and update. Only the caller's thread waits for a layer.
 pub struct Syncers {
     job: Job,
     factors: Option<FactorExchange>,
     syncers: Vec<Syncer>,
-    /// Of each key, its syncer, and its place there.
+    /// For each key, the position of its syncer, and its own place there.
     places: Vec<(usize, usize)>,
     completion: Arc<CompletionVector>,
     leave_timeout: Duration,
@@ -43,17 +45,19 @@ pub struct Syncers {
 pub struct SyncStatistics {
     /// Time during which at least one layer was under way.
     pub in_flight: Duration,
-    /// The part of it that the caller spent waiting in [`Syncers::receive`] and [`Syncers::begin`]; it computed in the rest.
+    /// The part of it that the caller spent waiting in [`Syncers::receive`] and [`Syncers::begin`]; the
+    /// caller computed in the rest.
     pub exposed: Duration,
-    /// Bytes that left this worker.
+    /// Bytes that this worker has sent.
     pub bytes_sent: u64,
-    /// Bytes that came.
+    /// Bytes that this worker has received.
     pub bytes_received: u64,
 }
 
 impl Syncers {
-    /// Joins a job with these settings, all ranks with the same, and connects the workers with one another if its plan has layers
-    /// that go by factors, which `threads` threads multiply out.
+    /// Joins a job with these settings, the same at all ranks. If the job's plan has layers whose scheme is
+    /// `factors`, also connects the workers with one another; `threads` threads compute the gradients of
+    /// these layers.
     ///
     /// # Errors
     /// If the job cannot be joined, or the workers cannot exchange factors.
@@ -71,20 +75,20 @@ impl Syncers {
             let job = Member::connect_with(membership, options)?.init(settings)?;
             return Ok(Syncers { leave_timeout, ..Syncers::new(job) });
         }
-        let meeting = Meeting::listen(&membership, Ports::ANY)?;
-        let options = Options { peer_address: Some(meeting.address()), ..options };
+        let peer_listener = PeerListener::listen(&membership, PortRange::ANY)?;
+        let options = Options { peer_address: Some(peer_listener.address()), ..options };
         let member = Member::connect_with(membership, options)?;
-        let peers = Peers::of(&member);
+        let peers = PeerAddresses::of(&member);
         let job = member.init(settings)?;
-        let opened = open_factors(&job, meeting, &peers, registry, threads)?;
+        let opened = open_factors(&job, peer_listener, &peers, registry, threads)?;
         let factors = opened.map(|(factors, _)| factors);
         Ok(Syncers { leave_timeout, ..Syncers::with_factors(job, factors) })
     }
 
-    /// Of a job none of whose layers goes by factors between the workers.
+    /// The syncers of a job none of whose layers has the scheme `factors`.
     ///
     /// # Panics
-    /// If one does: [`join`](Self::join) such a job.
+    /// If a layer has it: [`join`](Self::join) such a job.
     pub fn new(job: Job) -> Syncers {
         Syncers::with_factors(job, None)
     }
@@ -93,7 +97,7 @@ impl Syncers {
         let keys = job.settings().keys.len();
         let mut places = vec![None; keys];
         let mut syncers = Vec::new();
-        // The exchange has them in the order of the plan.
+        // The exchange has the layers in the order of the plan.
         let mut positions = 0..factors.as_ref().map_or(0, |factors| factors.layers().len());
         for planned in &job.book().plan.layers {
             let number = syncers.len();
@@ -123,12 +127,12 @@ impl Syncers {
         Syncers { job, factors, syncers, places, completion, leave_timeout }
     }
 
-    /// The job, for what is not a layer's.
+    /// The job, for calls that concern no layer.
     pub fn job(&self) -> &Job {
         &self.job
     }
 
-    /// How many syncers there are.
+    /// The number of syncers.
     pub fn len(&self) -> usize {
         self.syncers.len()
     }
@@ -146,7 +150,7 @@ impl Syncers {
         self.places[key as usize].0
     }
 
-    /// Whether a layer's factors are to be sent, and not its gradients.
+    /// Whether to send a layer's factors, and not its gradients.
     pub fn takes_factors(&self, layer: usize) -> bool {
         self.syncers[layer].takes_factors()
     }
@@ -157,55 +161,57 @@ impl Syncers {
         self.syncers[layer].has_begun(place)
     }
 
-    /// Rank 0's initial parameters of a key, or those of the checkpoint that the job goes on from, become everybody's. Waits
-    /// for them. Where the job has no optimizer every rank keeps its own.
+    /// Begins with rank 0's initial parameters of a key, or those of the checkpoint that the job goes on
+    /// from, at every rank. Waits for them. Where the job has no optimizer every rank keeps its own.
     ///
     /// # Errors
     /// If the job has failed.
     pub fn begin(&mut self, key: u32, parameters: &mut Vec<f32>) -> Result<(), SyncError> {
         let (layer, place) = self.places[key as usize];
-        let (client, syncer) = self.borrow(layer);
-        syncer.begin(&client, place, parameters)
+        let (context, syncer) = self.borrow(layer);
+        syncer.begin(&context, place, parameters)
     }
 
-    /// Sends the gradient of a key whose layer takes no factors, and asks for its parameters. Does not wait for the network. The
-    /// memory comes back from [`move_out`](Self::move_out).
+    /// Sends the gradient of a key whose layer takes no factors, and requests its parameters. Does not wait
+    /// for the network. [`move_out`](Self::move_out) gives the memory back.
     ///
     /// # Errors
     /// If the parameters that the gradient belongs to were not moved out before, or the job has failed.
     pub fn send(&mut self, key: u32, gradient: Vec<f32>) -> Result<(), SyncError> {
         let (layer, place) = self.places[key as usize];
-        let (client, syncer) = self.borrow(layer);
-        syncer.send(&client, place, gradient)
+        let (context, syncer) = self.borrow(layer);
+        syncer.send(&context, place, gradient)
     }
 
-    /// Sends a layer's factors in place of the gradients of its keys. They are free again when this returns, which does not wait
-    /// for the network.
+    /// Sends a layer's factors in place of the gradients of its keys. Does not wait for the network; the
+    /// factors' memory is free again when this returns.
     ///
     /// # Errors
-    /// If the layer takes none, the parameters that they belong to were not moved out before, or the exchange has failed.
+    /// If the layer takes no factors, the parameters that they belong to were not moved out before, or the
+    /// exchange has failed.
     pub fn send_factors(&mut self, layer: usize, factors: LayerFactors<'_>) -> Result<(), SyncError> {
-        let (client, syncer) = self.borrow(layer);
-        syncer.send_factors(&client, factors)
+        let (context, syncer) = self.borrow(layer);
+        syncer.send_factors(&context, factors)
     }
 
-    /// Waits until nothing of a layer is under way; says whether something was.
+    /// Waits until nothing of a layer is under way; returns whether anything was.
     ///
     /// # Errors
     /// If the job or the exchange of factors has failed.
     pub fn receive(&mut self, layer: usize) -> Result<bool, SyncError> {
-        let (client, syncer) = self.borrow(layer);
-        syncer.receive(&client)
+        let (context, syncer) = self.borrow(layer);
+        syncer.receive(&context)
     }
 
-    /// Gives a key's parameters that have been received for memory of the same length; leaves `parameters` if none have since
-    /// they were last moved. Returns what the key's last gradient lay in, or nothing.
+    /// Swaps a key's received parameters with memory of the same length; leaves `parameters` unchanged if
+    /// none have come since they were last moved. Returns the memory of the key's last gradient, or an empty
+    /// vector.
     pub fn move_out(&mut self, key: u32, parameters: &mut Vec<f32>) -> Vec<f32> {
         let (layer, place) = self.places[key as usize];
         self.syncers[layer].move_out(place, parameters)
     }
 
-    /// Whether a layer's entry of the completion vector is set: receiving it does not wait.
+    /// Whether a layer's entry of the completion vector is set: then receiving the layer does not wait.
     pub fn is_complete(&self, layer: usize) -> bool {
         self.completion.is_complete(layer)
     }
@@ -213,13 +219,13 @@ impl Syncers {
     /// Waits until all entries of the completion vector are set.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive).
+    /// See [`receive`](Self::receive).
     pub fn wait(&mut self) -> Result<(), SyncError> {
         (0..self.len()).try_for_each(|layer| self.receive(layer).map(drop))
     }
 
-    /// Lets hyperparameters hold for one group of the optimizer from `first_step` on, wherever its layers are updated. Rank 0's
-    /// call counts, before it sends anything of that step.
+    /// Changes the hyperparameters of one group of the optimizer from `first_step` on, wherever its layers
+    /// are updated. Rank 0's call counts, before it sends anything of that step.
     ///
     /// # Errors
     /// If the optimizer cannot go on with them, or the job has failed.
@@ -235,9 +241,10 @@ impl Syncers {
         set.map_err(|reason| SyncError::Hyperparameters { rank: self.job.rank(), reason })
     }
 
-    /// The step after `done` of them that this worker is to compute next: a later one where the others went on without it.
+    /// The step that this worker is to compute next, after `done` steps: a later one where the other workers
+    /// went on without it.
     pub fn next_step(&self, done: u32) -> u32 {
-        // Of keys under way the answer is not known yet: what they say is the step after the one pushed.
+        // For a key under way the answer is not known yet: its next step is the one after the push.
         let steps = (0..self.places.len() as u32).filter_map(|key| self.job.next_step(key).ok());
         steps.max().map_or(done, |step| done.max(step))
     }
@@ -266,9 +273,9 @@ impl Syncers {
         Ok(self.job.leave()?)
     }
 
-    fn borrow(&mut self, layer: usize) -> (Client<'_>, &mut Syncer) {
+    fn borrow(&mut self, layer: usize) -> (SyncContext<'_>, &mut Syncer) {
         let Syncers { job, factors, syncers, completion, .. } = self;
-        (Client { job, factors: factors.as_ref(), completion }, &mut syncers[layer])
+        (SyncContext { job, factors: factors.as_ref(), completion }, &mut syncers[layer])
     }
 }
 

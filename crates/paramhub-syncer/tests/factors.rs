@@ -1,13 +1,15 @@
-//! Factors over real connections between threads, against the dense sum.
+//! Exchanges factors over real connections between threads, and compares with the dense sum.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 use half::bf16;
 use paramhub_core::codec::Codec;
+use paramhub_core::combinations::Caller;
 use paramhub_core::hyperparameters::Hyperparameters;
-use paramhub_kernels::{Registry, Step};
+use paramhub_kernels::{Optimizer, Registry, Step};
 use paramhub_mesh::{MeshConfig, MeshListener, Nonce};
 use paramhub_syncer::{FactorConfig, FactorExchange, FactorLayer, LayerFactors, Outputs, SyncError};
 use paramhub_transport::ReceiveRegion;
@@ -26,7 +28,7 @@ fn at_ranks<T: Send>(
     at_ranks_of(&hosts, layers, optimizer, hyperparameters, work)
 }
 
-/// The same with these hosts.
+/// [`at_ranks`] with these hosts.
 fn at_ranks_of<T: Send>(
     hosts: &[u32],
     layers: &[FactorLayer],
@@ -48,7 +50,7 @@ fn at_ranks_of<T: Send>(
                     let mesh =
                         listener.join(MeshConfig::new(rank as u32, Nonce([3; 32]), addresses)).unwrap();
                     let optimizer = Registry::with_builtins().optimizer(optimizer).unwrap();
-                    // Unlike numbers of threads, which must change nothing.
+                    // The ranks have unlike numbers of threads, which must change nothing.
                     let config = FactorConfig {
                         mesh,
                         optimizer,
@@ -56,7 +58,7 @@ fn at_ranks_of<T: Send>(
                         threads: rank + 1,
                         hosts: hosts.to_vec(),
                         reject_non_finite: false,
-                        resignation: None,
+                        abort_handle: None,
                     };
                     work(rank, FactorExchange::new(config, layers.to_vec()).unwrap())
                 })
@@ -66,7 +68,7 @@ fn at_ranks_of<T: Send>(
     })
 }
 
-/// One step of a layer, waited for.
+/// Exchanges one step of a layer and waits for it.
 fn exchange(
     exchange: &FactorExchange,
     layer: usize,
@@ -84,7 +86,7 @@ fn exchange(
     Ok((outputs.weight.into_owned().unwrap(), bias))
 }
 
-/// Numbers between -1 and 1 that follow from the seeds.
+/// Numbers between -1 and 1, derived from the seeds.
 fn numbers(count: usize, seeds: [usize; 3]) -> Vec<f32> {
     let mut state = seeds.iter().fold(0x9e37_79b9_7f4a_7c15_u64, |state, &seed| {
         (state ^ seed as u64).wrapping_mul(0xbf58_476d_1ce4_e5b9)
@@ -96,7 +98,7 @@ fn numbers(count: usize, seeds: [usize; 3]) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// What a rank has in a step: unlike numbers of samples, at some ranks none.
+/// The factors of a rank in a step: unlike numbers of samples, at some ranks none.
 fn factors_of(
     rank: usize,
     step: usize,
@@ -134,7 +136,7 @@ fn assert_close(got: &[f32], expected: &[f32]) {
 #[test]
 fn every_rank_gets_the_dense_step_with_the_same_bits() {
     const STEPS: usize = 4;
-    // More rows and columns than a tile, and a row that is not as wide as one.
+    // More rows and columns than a tile, and a row narrower than one.
     let shapes = [(70, 4100), (301, 5)];
     let layers = [
         FactorLayer { groups: [0, 1], ..FactorLayer::new("fc1", shapes[0], 3).with_bias() },
@@ -154,7 +156,7 @@ fn every_rank_gets_the_dense_step_with_the_same_bits() {
             }
             let mut last = Vec::new();
             for step in 0..STEPS {
-                // The last layers first.
+                // The last layer first.
                 last = [1, 0]
                     .map(|layer| {
                         let (inputs, gradients) = factors_of(rank, step, shapes[layer], 3);
@@ -227,7 +229,7 @@ fn hosts_change_who_sends_to_whom_and_no_bit() {
         )
     };
     let apart = learn(&[0, 1, 2, 3, 4]);
-    // Four peers, three steps.
+    // Divide by four peers and three steps.
     let bytes = apart[0].1 / 4 / 3;
     assert!(bytes > 0 && apart.iter().all(|rank| (rank.1, rank.2) == (12 * bytes, 12 * bytes)));
     let together = learn(&[8, 8, 3, 3, 8]);
@@ -235,8 +237,8 @@ fn hosts_change_who_sends_to_whom_and_no_bit() {
         assert!(apart.0 == together.0, "rank {rank}: other bits");
         assert_eq!(together.2, apart.2, "everybody gets everybody's");
     }
-    // Ranks 0, 1 and 4: two peers and the other host; 2's is passed on by 4, 3's by 0. Ranks 2 and 3: one peer, the other host,
-    // and two of those blocks or one.
+    // Ranks 0, 1 and 4 send their own factors to two peers and to the other host; 4 passes 2's on, and 0
+    // passes 3's on. Ranks 2 and 3 send to one peer and to the other host, and pass on two blocks and one.
     let copies: Vec<u64> = together.iter().map(|rank| rank.1 / 3 / bytes).collect();
     assert_eq!(copies, [3 + 2, 3, 2 + 2, 2 + 1, 3 + 2]);
 }
@@ -292,7 +294,7 @@ fn what_rank_0_says_of_hyperparameters_holds_for_all() {
     assert!(results.iter().all(|weights| *weights == [-1.0, -1.5, -2.0]), "{results:?}");
 }
 
-/// Two steps, then everything moved to a fresh exchange, then two more, against four at once.
+/// Compares two steps, then a move of everything to a fresh exchange, then two more, with four steps at once.
 #[test]
 fn a_layer_goes_on_elsewhere_from_its_parameters_and_state() {
     let shape = (70, 2100);
@@ -340,7 +342,7 @@ fn ranks_at_unlike_steps_are_told_so() {
         (first, again)
     });
     for (first, again) in &failures {
-        // Whoever notices first tells the other.
+        // The rank that notices first reports it to the other.
         assert!(first.contains("layer `fc6`: rank ") && first.contains("is at step"), "{first}");
         assert_eq!(first, again, "and nothing goes on after it");
     }
@@ -354,7 +356,7 @@ fn a_rank_that_dies_is_named_to_the_others() {
         let factors = LayerFactors::of_f32(&inputs, &gradients);
         exchange(&exchanged, 0, factors).unwrap();
         if rank == 1 {
-            // Dropped without leaving.
+            // This rank drops the exchange without leaving.
             return String::new();
         }
         let failure = loop {
@@ -366,6 +368,37 @@ fn a_rank_that_dies_is_named_to_the_others() {
         failure.to_string()
     });
     assert!(failures[0].contains("rank 1") && failures[2].contains("rank 1"), "{failures:?}");
+}
+
+/// An optimizer that needs the whole chunk.
+struct Whole;
+
+impl Optimizer for Whole {
+    fn state_slots(&self, _: &Hyperparameters) -> usize {
+        0
+    }
+
+    fn apply(&self, _: &Step<'_>, _: &mut [f32], _: &[f32], _: &mut [f32]) {}
+
+    fn needs_whole_chunks(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn an_optimizer_of_whole_chunks_is_refused_with_the_reason_of_the_table() {
+    let mut registry = Registry::with_builtins();
+    registry.register_optimizer("whole", Arc::new(Whole)).unwrap();
+    let kernel = registry.optimizer("whole").unwrap();
+    let listener = MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap();
+    let addresses = vec![listener.address()];
+    let mesh = listener.join(MeshConfig::new(0, Nonce([7; 32]), addresses)).unwrap();
+    let config = FactorConfig::new(mesh, kernel, Hyperparameters::default());
+    let refused =
+        FactorExchange::new(config, vec![FactorLayer::new("fc", (3, 2), 1)]).unwrap_err().to_string();
+    for rule in Caller::FactorExchange.rules() {
+        assert!(refused.ends_with(&format!("{}; {}", rule.why, rule.remedy)), "{refused}");
+    }
 }
 
 #[test]
@@ -381,7 +414,7 @@ fn what_does_not_fit_is_refused_before_anything_is_sent() {
         assert!(said.contains("takes 12 and 0 initial parameters, not 11 and 0"), "{said}");
         let said = exchanged.state(0, 0).unwrap_err().to_string();
         assert!(said.contains("none numbered 0"), "{said}");
-        // And it goes on.
+        // The exchange goes on.
         exchange(&exchanged, 0, LayerFactors::of_f32(&[0.0; 6], &[0.0; 8])).unwrap();
     });
 }

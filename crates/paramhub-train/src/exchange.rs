@@ -1,4 +1,4 @@
-//! The seam between the trainer and whoever turns gradients into parameters.
+//! The interface between the trainer and what turns gradients into parameters.
 
 use std::error::Error;
 use std::ops::Range;
@@ -14,33 +14,35 @@ use thiserror::Error;
 /// gradients of every key once for each rank in [`ranks`](Self::ranks), in rank order, last layers first. After the
 /// last step it asks for all parameters once more.
 pub trait Exchange {
-    /// Workers that share the job, here or elsewhere.
+    /// The number of workers that share the job, here or elsewhere.
     fn workers(&self) -> usize;
 
     /// The ranks whose shards this process computes: one of many, or all of them.
     fn ranks(&self) -> Range<usize>;
 
-    /// The step that the parameters to start from are of: what was learnt before it need not be learnt again.
+    /// The step whose parameters the training starts from; earlier steps need not be learnt again.
     fn first_step(&self) -> usize {
         0
     }
 
-    /// Takes the gradient of one key as soon as it exists, averaged over the rank's shard. Must not wait for the network.
+    /// Takes the gradient of one key as soon as it exists, averaged over the rank's shard. It must not wait
+    /// for the network.
     ///
-    /// The memory is the exchange's from here on; the trainer has a fresh result in every step.
+    /// The exchange keeps the memory; the trainer allocates a new result in every step.
     ///
     /// # Errors
-    /// Whatever makes the exchange fail, now or before.
+    /// When the exchange fails, now or before.
     fn push(&mut self, key: usize, gradient: Vec<f32>) -> Result<(), ExchangeError>;
 
-    /// Whether the gradient of this weight, and of the bias that follows it, is to come as its factors.
+    /// Whether this weight, and the bias that follows it, need the factors of their gradients in place of the
+    /// gradients.
     fn takes_factors(&self, weight: usize) -> bool {
         let _ = weight;
         false
     }
 
-    /// Takes the factors of a fully connected layer in place of the gradients of its weight and bias. Must not wait for the
-    /// network.
+    /// Takes the factors of a fully connected layer in place of the gradients of its weight and bias. It must
+    /// not wait for the network.
     ///
     /// # Errors
     /// As [`push`](Self::push).
@@ -54,20 +56,22 @@ pub trait Exchange {
         Err(ExchangeError::Sequence { key: weight, reason: "factors of a key that takes none" })
     }
 
-    /// Waits for the newest parameters of one key and puts them into `parameters`, which holds those of the last step; or
-    /// the network's initial ones on the first call for a key, when nothing has been pushed yet and the initial
-    /// parameters of the job are put there. Memory of the same length may be exchanged instead of copied.
+    /// Waits for the newest parameters of one key and puts them into `parameters`, which holds those of the
+    /// last step. On the first call for a key nothing has been pushed yet: `parameters` then holds the
+    /// network's initial ones, and receives the job's. Memory of the same length may be exchanged instead of
+    /// copied.
     ///
     /// # Errors
-    /// Whatever makes the exchange fail.
+    /// When the exchange fails.
     fn parameters(&mut self, key: usize, parameters: &mut Vec<f32>) -> Result<(), ExchangeError>;
 
-    /// The step to take after `done` of them: a later one where the others went on without this process, which was late.
+    /// The step to take after `done` steps. It is a later one if the other workers went on without this
+    /// process because it was late.
     fn next_step(&self, done: usize) -> usize {
         done
     }
 
-    /// What has been exchanged since the beginning.
+    /// The statistics of the exchange since the beginning.
     fn statistics(&self) -> ExchangeStatistics;
 }
 
@@ -87,12 +91,12 @@ pub struct ExchangeStatistics {
 /// Why an exchange cannot go on.
 #[derive(Debug, Error)]
 pub enum ExchangeError {
-    /// The network is not the one that the exchange was made for.
+    /// The network is not the one for which the exchange was made.
     #[error("key {key} has {expected} elements, but {found} were given")]
     Length {
-        /// Which key.
+        /// The key.
         key: usize,
-        /// Its elements.
+        /// Elements that the exchange expects.
         expected: usize,
         /// Elements given.
         found: usize,
@@ -100,12 +104,12 @@ pub enum ExchangeError {
     /// More keys, pushes or requests than agreed.
     #[error("key {key}: {reason}")]
     Sequence {
-        /// Which key.
+        /// The key.
         key: usize,
-        /// What is out of order.
+        /// The call that is out of order.
         reason: &'static str,
     },
-    /// The transport, the hub or another worker.
+    /// The transport, the hub or another worker failed.
     #[error(transparent)]
     Remote(Box<dyn Error + Send + Sync>),
 }

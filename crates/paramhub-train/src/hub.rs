@@ -1,4 +1,4 @@
-//! Training with others: one rank of a job.
+//! Training with other workers: one rank of a job.
 
 use std::ops::Range;
 
@@ -6,9 +6,9 @@ use paramhub_syncer::{LayerFactors, SyncError, Syncers};
 
 use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 
-/// An [`Exchange`] with the other ranks of a job, whose keys are the network's in the network's order. Each of the job's layers
-/// goes as its plan says, and parameters arrive in memory that is exchanged for the network's, so that nothing is copied and
-/// nothing is allocated per step.
+/// An [`Exchange`] with the other ranks of a job, whose keys are those of the network, in the same order.
+/// Each of the job's layers is exchanged by the scheme that the job's plan gives it. Parameters arrive in
+/// memory that is exchanged for the network's, so that nothing is copied and nothing is allocated per step.
 pub struct HubExchange {
     syncers: Syncers,
 }
@@ -19,7 +19,7 @@ impl HubExchange {
         HubExchange { syncers }
     }
 
-    /// Leaves the job when all that is under way has ended.
+    /// Leaves the job when all requests under way have ended.
     ///
     /// # Errors
     /// If the job failed before.
@@ -75,7 +75,7 @@ impl Exchange for HubExchange {
             return self.syncers.begin(number, parameters).map_err(remote);
         }
         self.syncers.receive(self.syncers.of_key(number)).map_err(remote)?;
-        // The trainer makes each step's gradient anew.
+        // The trainer computes each step's gradient into new memory.
         drop(self.syncers.move_out(number, parameters));
         Ok(())
     }

@@ -23,9 +23,9 @@ pub struct LocalExchange {
 struct LocalKey {
     sum: Vec<f32>,
     state: Vec<f32>,
-    /// Gradients in the sum, at most one per worker.
+    /// Gradients in the sum, at most one for each worker.
     contributions: usize,
-    /// Updates so far.
+    /// The number of updates so far.
     updates: u64,
 }
 

@@ -2,15 +2,17 @@
 
 /// SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 ///
-/// Integer arithmetic and one exact conversion only, so that the same seed gives the same bits on every machine: ranks
-/// that never talk to each other still agree on the order of the examples and on the initial parameters.
+/// It uses integer arithmetic and one exact conversion only, so that the same seed gives the same bits on
+/// every machine. Ranks that never communicate still agree on the order of the examples and on the initial
+/// parameters.
 #[derive(Clone, Debug)]
 pub struct Random {
     state: u64,
 }
 
 impl Random {
-    /// A generator of its own for each `path`, so that no purpose depends on how much another one has drawn.
+    /// An independent generator for each `path`, so that no use of the seed depends on how much another one
+    /// has drawn.
     pub fn new(seed: u64, path: &[u64]) -> Self {
         Random {
             state: path
@@ -35,7 +37,7 @@ impl Random {
         (self.next_u64() >> 40) as f32 * (1.0 / (1 << 24) as f32)
     }
 
-    /// Permutes in place, every order equally likely (Fisher-Yates).
+    /// Permutes in place. Every order is equally likely (Fisher-Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);

@@ -10,7 +10,8 @@ use crate::data::{Data, DataError, EpochOrder};
 use crate::exchange::{Exchange, ExchangeError, ExchangeStatistics};
 use crate::net::{LayerGradient, NetError, Network};
 
-/// What one training run does. Network, data, optimizer and number of workers come with the other arguments of [`train`].
+/// The configuration of a training run. Network, data, optimizer and number of workers come with the other
+/// arguments of [`train`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrainConfig {
     /// Passes over the training set.
@@ -26,20 +27,20 @@ pub struct TrainConfig {
 /// When accuracy on the test set is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Evaluate {
-    /// Not by this process.
+    /// Never by this process.
     Never,
-    /// With the final parameters.
+    /// At the end, with the final parameters.
     AtEnd,
-    /// After every so many epochs, too, for which all parameters of the step are waited for.
+    /// At the end and after every so many epochs, for which it waits for all parameters of the step.
     Every(usize),
 }
 
-/// What an epoch came to.
+/// The results of an epoch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Epoch {
-    /// From 1.
+    /// The number of the epoch, from 1.
     pub epoch: usize,
-    /// Steps of the run when it ended.
+    /// The step of the run at which the epoch ended.
     pub step: usize,
     /// Mean loss of this process's shards.
     pub loss: f64,
@@ -47,7 +48,7 @@ pub struct Epoch {
     pub accuracy: Option<f64>,
 }
 
-/// Where a run is, after each step.
+/// The progress of a run, after each step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress {
     /// Steps done, from 1.
@@ -64,26 +65,27 @@ pub struct Progress {
     pub accuracy: Option<f64>,
 }
 
-/// What a run was, at its end. Times are of this process.
+/// The results of a run. Times are those of this process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// Steps taken; fewer than there were where others went on without this process.
+    /// Steps taken. Fewer than the run has if others went on without this process.
     pub steps: usize,
-    /// Wall time of all steps, without the test set.
+    /// Seconds of all steps, without measuring the test set.
     pub seconds: f64,
-    /// Mean loss of this process's shards over the last epoch, as far as it was learnt here; 0 where none of it was.
+    /// Mean loss of this process's shards over the last epoch, over the steps that it took; 0 if it took
+    /// none.
     pub loss: f64,
     /// Share of the test set that is classified correctly, if it was measured.
     pub accuracy: Option<f64>,
-    /// Every epoch whose end this process saw.
+    /// The epochs whose end this process reached.
     pub epochs: Vec<Epoch>,
-    /// Time spent on anything but the exchange.
+    /// Seconds spent on anything but the exchange.
     pub compute_seconds: f64,
-    /// Time spent inside the exchange: handing over gradients and waiting for parameters.
+    /// Seconds spent inside the exchange: handing over gradients and waiting for parameters.
     pub wait_seconds: f64,
-    /// Time during which at least one key was under way.
+    /// Seconds during which at least one key was under way.
     pub exchange_seconds: f64,
-    /// The share of `exchange_seconds` that passed while this process computed; 0 where nothing was under way.
+    /// The share of `exchange_seconds` during which this process computed; 0 if nothing was under way.
     pub hidden_fraction: f64,
     /// Bytes that left this process.
     pub bytes_sent: u64,
@@ -99,16 +101,16 @@ pub enum TrainError {
     /// The data set cannot be used.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// The network cannot be computed.
+    /// The network cannot be built, or its parameters not be changed.
     #[error(transparent)]
     Net(#[from] NetError),
     /// The exchange failed.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
-    /// The key-value store failed, or an operation of the engine.
+    /// The key-value store or an operation of the engine failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There is nothing to do.
+    /// The training set is smaller than one global batch.
     #[error(
         "{workers} workers with a batch of {batch} need {needed} examples for one step: the training set has {found}"
     )]
@@ -117,9 +119,9 @@ pub enum TrainError {
         workers: usize,
         /// Examples per worker and step.
         batch: usize,
-        /// Their product.
+        /// Examples of one step: the product of both.
         needed: usize,
-        /// Examples there are.
+        /// Examples in the training set.
         found: usize,
     },
     /// The batch is empty.
@@ -128,17 +130,18 @@ pub enum TrainError {
     /// The network was built for other images.
     #[error("the network is for images of {network}, the data has {data}")]
     Geometry {
-        /// What the network was built for.
+        /// The images for which the network was built.
         network: crate::data::Geometry,
-        /// What the data set has.
+        /// The images of the data set.
         data: crate::data::Geometry,
     },
 }
 
-/// Trains a network, the gradients of each layer leaving while the layers below it compute, and each layer waiting for
-/// its own new parameters only when the next forward pass reaches it.
+/// Trains a network. The gradients of each layer are sent while the layers below it compute, and each layer
+/// waits for its own new parameters only when the next forward pass reaches it.
 ///
-/// It begins at the exchange's [first step](Exchange::first_step), in the midst of an epoch if need be.
+/// The training begins at the exchange's [first step](Exchange::first_step), in the middle of an epoch if
+/// need be.
 ///
 /// A process computes the shards of the exchange's ranks, one after the other, on the same parameters.
 ///
@@ -181,7 +184,7 @@ pub fn train(
             accuracy = match config.evaluate {
                 Evaluate::Every(every) if (epoch + 1) % every.max(1) == 0 => {
                     run.collect()?;
-                    Some(timed(&mut evaluating, || run.network.accuracy(&data.test))?)
+                    Some(timed(&mut evaluating, || run.network.accuracy(&data.test)))
                 }
                 _ => None,
             };
@@ -207,7 +210,7 @@ pub fn train(
         loss: loss.value(),
         accuracy: match config.evaluate {
             Evaluate::Never => None,
-            Evaluate::AtEnd | Evaluate::Every(_) => Some(network.accuracy(&data.test)?),
+            Evaluate::AtEnd | Evaluate::Every(_) => Some(network.accuracy(&data.test)),
         },
         epochs,
         compute_seconds: elapsed.saturating_sub(waited).as_secs_f64(),
@@ -216,11 +219,11 @@ pub fn train(
         hidden_fraction: hidden_fraction(&statistics),
         bytes_sent: statistics.bytes_sent,
         bytes_received: statistics.bytes_received,
-        parameters: network.all_parameters()?,
+        parameters: network.all_parameters(),
     })
 }
 
-/// Whether there is something to train with; the steps of an epoch.
+/// Checks that configuration, data and network fit together. Returns the steps of an epoch.
 pub(crate) fn check(
     config: &TrainConfig,
     data: &Data,
@@ -241,8 +244,8 @@ pub(crate) fn check(
     Ok(found / needed)
 }
 
-/// The part of the time under way in which this process computed. What it waits beyond the arrival, for a processor to
-/// run on, is no part of the exchange.
+/// The share of the time with keys under way in which this process computed. After the arrival of parameters
+/// a process may wait for a processor to run on; that is no part of the exchange.
 fn hidden_fraction(statistics: &ExchangeStatistics) -> f64 {
     if statistics.in_flight.is_zero() {
         return 0.0;
@@ -259,7 +262,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Forward and backward on one rank's shard; with new parameters if it is the step's first here.
+    /// The forward and backward pass on one rank's shard. With `first` it takes new parameters.
     fn shard(
         &mut self,
         data: &Data,
@@ -275,8 +278,9 @@ impl Run<'_> {
             }
             Ok(())
         })?;
-        let (loss, gradient) = network.loss(logits, labels)?;
-        // What is asked does not change during a run, and the exchange is borrowed below.
+        let (loss, gradient) = network.loss(logits, labels);
+        // The answers do not change during a run. They are collected here because the exchange is borrowed
+        // below.
         let by_factors: Vec<usize> = network.fully_connected().map(|(weight, _)| weight).collect();
         let by_factors: Vec<usize> =
             by_factors.into_iter().filter(|&weight| exchange.takes_factors(weight)).collect();
@@ -299,7 +303,7 @@ impl Run<'_> {
         Ok(loss)
     }
 
-    /// The parameters after the last step.
+    /// Takes the parameters after the last step.
     fn collect(&mut self) -> Result<(), TrainError> {
         for key in 0..self.network.keys().len() {
             let Run { network, exchange, waited, .. } = self;

@@ -1,8 +1,8 @@
 //! Frames over loopback TCP against bare 256 KB writes and reads, interleaved in one run:
 //! `cargo run --release -p paramhub-transport --example loopback [megabytes per round] [rounds] [socket buffer bytes]`
 //!
-//! One thread sends, one receives. Prints, as medians, GB/s of each way and its ratio to the bare one, CPU seconds per GB
-//! of both threads, and system calls per MB.
+//! One thread sends, one receives. It prints, as medians, GB/s of each way and its ratio to the bare one, CPU
+//! seconds per GB of both threads, and system calls per MB.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream as StdTcpStream};
@@ -17,7 +17,7 @@ use paramhub_transport::{
 const CHUNK: usize = 32 << 10;
 const RAW: usize = 256 << 10;
 
-/// Of every socket; 0 leaves the kernel's own tuning on.
+/// The buffer size of each socket; 0 leaves the kernel's own sizing on.
 static BUFFER_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 fn main() {
@@ -28,7 +28,7 @@ fn main() {
     if let Some(buffer_bytes) = arguments.next() {
         BUFFER_BYTES.store(buffer_bytes, Ordering::Relaxed);
     }
-    // A model's worth of distinct memory on both sides, so that neither end works from cache alone.
+    // Each side has a model's worth of distinct memory, so that neither works from cache alone.
     let source = vec![1_u8; 100 << 20];
     let mut target = vec![0_u8; 100 << 20];
 
@@ -141,7 +141,7 @@ fn bare(bytes: usize, source: &[u8], target: &mut [u8]) -> Measured {
     }
 }
 
-/// The same bytes, headers and all, as frames on event loops.
+/// The same bytes, including headers, as frames on event loops.
 fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMode, mut sink: S) -> Measured {
     let (near, far) = sockets();
     let mut from = TcpStream::new(near, Direction::ToHub, CHUNK).expect("a socket");
@@ -187,7 +187,7 @@ fn framed<S: FrameSink<Error = ()>>(bytes: usize, source: &[u8], mode: ReceiveMo
     Measured { gigabytes_per_second, cpu_seconds, sends, receives, waits }
 }
 
-/// What the calling thread has used so far.
+/// CPU time that the calling thread has used so far.
 fn cpu_seconds() -> f64 {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("schedstat");
     text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") / 1e9

@@ -1,4 +1,4 @@
-//! Makes frames of a byte stream, whatever pieces it comes in.
+//! Makes frames from a byte stream, whatever pieces it arrives in.
 
 use std::io::IoSliceMut;
 
@@ -11,23 +11,23 @@ use crate::stream::{FrameSink, Landing, ReceiveError};
 /// Shorter payloads are copied through the caches.
 const STREAMED_BYTES_MIN: usize = 4 << 10;
 
-/// The receiving side of a stream between two reads.
+/// The state of the receiving side of a stream between two reads.
 #[derive(Debug)]
 pub(crate) struct Assembly {
     direction: Direction,
     frame_bytes_max: usize,
-    /// Payloads of tensors do not follow their headers: they lie in an arena.
+    /// Whether payloads of tensors do not follow their headers, because they are in an arena.
     has_arena: bool,
     /// Bytes of such payloads since the last [`Assembly::absorb`] began.
     placed_bytes: usize,
-    stage: Stage,
+    state: AssemblyState,
     head: [u8; HEADER_BYTES],
-    /// The payload of a staged frame that a read cut off. Room for the largest, from the start.
+    /// The payload of a staged frame that a read cut off. It has room for the largest from the start.
     stash: Box<[u8]>,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Stage {
+enum AssemblyState {
     /// `filled` bytes of the next header are in `head`.
     Head { filled: usize },
     /// `filled` bytes of the payload are in `stash`.
@@ -36,7 +36,7 @@ enum Stage {
     InPlace { header: Header, filled: usize },
 }
 
-/// Where one read's bytes went: first into the unfinished frame, the rest into the read-ahead.
+/// Where one read's bytes went: first to the unfinished frame, the rest to the read-ahead.
 pub(crate) struct Filled {
     pub(crate) wanted: usize,
     pub(crate) bytes: usize,
@@ -44,8 +44,8 @@ pub(crate) struct Filled {
 }
 
 impl Assembly {
-    /// For frames that travel in `direction` with at most `frame_bytes_max` bytes of tensor payload. Control frames have
-    /// their own, small bound, which even a job of tiny chunks must leave room for.
+    /// For frames that travel in `direction` with at most `frame_bytes_max` bytes of tensor payload. Control
+    /// frames have their own, small bound, for which even a job of tiny chunks needs room.
     pub(crate) fn new(direction: Direction, frame_bytes_max: usize) -> Self {
         let stash = frame_bytes_max.max(CONTROL_BYTES_MAX as usize);
         Assembly {
@@ -53,13 +53,13 @@ impl Assembly {
             frame_bytes_max,
             has_arena: false,
             placed_bytes: 0,
-            stage: Stage::Head { filled: 0 },
+            state: AssemblyState::Head { filled: 0 },
             head: [0; HEADER_BYTES],
             stash: vec![0; stash].into_boxed_slice(),
         }
     }
 
-    /// Tensors lie in an arena and are only announced.
+    /// The same with tensors in an arena, so that frames only announce them.
     pub(crate) fn with_arena(mut self) -> Self {
         self.has_arena = true;
         self
@@ -67,10 +67,10 @@ impl Assembly {
 
     /// Whether the stream may end here.
     pub(crate) fn at_boundary(&self) -> bool {
-        matches!(self.stage, Stage::Head { filled: 0 })
+        matches!(self.state, AssemblyState::Head { filled: 0 })
     }
 
-    /// Lets `read` fill what is missing of the unfinished frame and then `ahead`, about `budget` bytes in all.
+    /// Makes `read` fill the rest of the unfinished frame and then `ahead`, about `budget` bytes in all.
     pub(crate) fn fill<S: FrameSink, E: From<ReceiveError<S::Error>>>(
         &mut self,
         sink: &mut S,
@@ -78,14 +78,16 @@ impl Assembly {
         budget: usize,
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> Result<usize, E>,
     ) -> Result<Filled, E> {
-        let missing: &mut [u8] = match self.stage {
-            Stage::Head { filled: 0 } => &mut [],
-            Stage::Head { filled } => &mut self.head[filled..],
-            Stage::Staged { header, filled } => &mut self.stash[filled..header.length as usize],
-            Stage::InPlace { header, filled } => match sink.landing(&header).map_err(ReceiveError::Sink)? {
-                Landing::InPlace(slice) => &mut checked(&header, slice)[filled..],
-                Landing::Staged => panic!("the sink changed its mind about the unfinished {header:?}"),
-            },
+        let missing: &mut [u8] = match self.state {
+            AssemblyState::Head { filled: 0 } => &mut [],
+            AssemblyState::Head { filled } => &mut self.head[filled..],
+            AssemblyState::Staged { header, filled } => &mut self.stash[filled..header.length as usize],
+            AssemblyState::InPlace { header, filled } => {
+                match sink.landing(&header).map_err(ReceiveError::Sink)? {
+                    Landing::InPlace(slice) => &mut checked(&header, slice)[filled..],
+                    Landing::Staged => panic!("the sink changed its mind about the unfinished {header:?}"),
+                }
+            }
         };
         let into_frame = missing.len().min(budget);
         let ahead_bytes = ahead.len().min(budget - into_frame);
@@ -95,8 +97,8 @@ impl Assembly {
         Ok(Filled { wanted: into_frame + ahead_bytes, bytes, into_frame: bytes.min(into_frame) })
     }
 
-    /// Hands over the frames that `filled` completed; `ahead` is the read-ahead it went to. Returns the bytes of payloads
-    /// that lie in the arena.
+    /// Passes on the frames that `filled` completed; `ahead` is the read-ahead that it went to. Returns the
+    /// bytes of payloads that are in the arena.
     pub(crate) fn absorb<S: FrameSink>(
         &mut self,
         sink: &mut S,
@@ -116,9 +118,9 @@ impl Assembly {
     ) -> Result<(), ReceiveError<S::Error>> {
         let mut rest = &ahead[..filled.bytes - filled.into_frame];
         let new = filled.into_frame;
-        match &mut self.stage {
-            Stage::Head { filled: 0 } => {}
-            Stage::Head { filled } => {
+        match &mut self.state {
+            AssemblyState::Head { filled: 0 } => {}
+            AssemblyState::Head { filled } => {
                 *filled += new;
                 if *filled < HEADER_BYTES {
                     return Ok(());
@@ -126,23 +128,23 @@ impl Assembly {
                 let head = self.head;
                 rest = self.begin(sink, &head, rest)?;
             }
-            Stage::Staged { header, filled } => {
+            AssemblyState::Staged { header, filled } => {
                 *filled += new;
                 if *filled < header.length as usize {
                     return Ok(());
                 }
                 let header = *header;
-                self.stage = Stage::Head { filled: 0 };
+                self.state = AssemblyState::Head { filled: 0 };
                 let payload = &self.stash[..header.length as usize];
                 sink.frame(&header, Some(payload)).map_err(ReceiveError::Sink)?;
             }
-            Stage::InPlace { header, filled } => {
+            AssemblyState::InPlace { header, filled } => {
                 *filled += new;
                 if *filled < header.length as usize {
                     return Ok(());
                 }
                 let header = *header;
-                self.stage = Stage::Head { filled: 0 };
+                self.state = AssemblyState::Head { filled: 0 };
                 sink.frame(&header, None).map_err(ReceiveError::Sink)?;
             }
         }
@@ -151,13 +153,13 @@ impl Assembly {
         }
         if !rest.is_empty() {
             self.head[..rest.len()].copy_from_slice(rest);
-            self.stage = Stage::Head { filled: rest.len() };
+            self.state = AssemblyState::Head { filled: rest.len() };
         }
         Ok(())
     }
 
-    /// Begins the frame of `head`, takes what `after` holds of it, and returns what follows it. An incomplete frame
-    /// takes everything.
+    /// Begins the frame of `head`, takes its part of `after`, and returns the rest. An incomplete frame takes
+    /// everything.
     fn begin<'a, S: FrameSink>(
         &mut self,
         sink: &mut S,
@@ -166,7 +168,7 @@ impl Assembly {
     ) -> Result<&'a [u8], ReceiveError<S::Error>> {
         let header = Header::decode(head, self.direction)?;
         self.bound(&header)?;
-        self.stage = Stage::Head { filled: 0 };
+        self.state = AssemblyState::Head { filled: 0 };
         if self.has_arena && header.operation.carries_tensor() {
             self.placed_bytes += header.length as usize;
             sink.placed(&header).map_err(ReceiveError::Sink)?;
@@ -181,14 +183,14 @@ impl Assembly {
             }
             Landing::Staged => {
                 self.stash[..here].copy_from_slice(payload);
-                self.stage = Stage::Staged { header, filled: here };
+                self.state = AssemblyState::Staged { header, filled: here };
             }
             Landing::InPlace(slice) => {
                 land(payload, &mut checked(&header, slice)[..here]);
                 if here == length {
                     sink.frame(&header, None).map_err(ReceiveError::Sink)?;
                 } else {
-                    self.stage = Stage::InPlace { header, filled: here };
+                    self.state = AssemblyState::InPlace { header, filled: here };
                 }
             }
         }
@@ -205,8 +207,8 @@ impl Assembly {
     }
 }
 
-/// Large payloads go past the caches: nobody reads them before the whole tensor is here, and a line that is overwritten
-/// whole need not be fetched first.
+/// Large payloads bypass the caches: nothing reads them before the whole tensor is here, and a line that is
+/// overwritten whole need not be fetched first.
 fn land(payload: &[u8], target: &mut [u8]) {
     if payload.len() < STREAMED_BYTES_MIN {
         target.copy_from_slice(payload);

@@ -14,15 +14,15 @@ use crate::tcp::TcpStream;
 /// A stream over TCP or shared memory.
 #[derive(Debug)]
 pub enum Connection {
-    /// Between any two hosts.
+    /// TCP, between any two hosts.
     Tcp(TcpStream),
-    /// Between processes of one host.
+    /// Shared memory, between processes of one host.
     Shm(ShmStream),
 }
 
 impl Connection {
-    /// What to poll for; `wants_room` where something is left to send. Shared memory says by readability that there is
-    /// room: an event loop that wants some asks [`Stream::send`] again at every event.
+    /// The events to poll for; `wants_room` if something is left to send. Shared memory reports room by
+    /// readability: an event loop that waits for room calls [`Stream::send`] again at every event.
     pub fn interest(&self, wants_room: bool) -> Interest {
         match self {
             Connection::Tcp(_) if wants_room => Interest::BOTH,
@@ -35,7 +35,7 @@ impl Connection {
         matches!(self, Connection::Shm(_))
     }
 
-    /// Wakes a peer that was left asleep over something sent: see [`ShmStream::announce`].
+    /// Wakes a peer that sleeps although something was sent: see [`ShmStream::announce`].
     pub fn announce(&mut self) -> Result<(), StreamError> {
         match self {
             Connection::Tcp(_) => Ok(()),
@@ -43,12 +43,12 @@ impl Connection {
         }
     }
 
-    /// Whether [`announce`](Self::announce) may have something to say.
+    /// Whether [`announce`](Self::announce) may have a peer to wake.
     pub fn is_unannounced(&self) -> bool {
         matches!(self, Connection::Shm(stream) if stream.is_unannounced())
     }
 
-    /// Says that nothing more will be sent; the other direction goes on.
+    /// Announces that nothing more will be sent; the other direction continues.
     pub fn end_sending(&mut self) -> io::Result<()> {
         match self {
             Connection::Tcp(stream) => Ok(rustix::net::shutdown(stream, Shutdown::Write)?),
@@ -58,12 +58,12 @@ impl Connection {
 
     /// Ends both directions.
     pub fn close(&mut self) {
-        // One that is closed already is closed.
+        // If this fails, the connection is closed already.
         let _ = rustix::net::shutdown(&*self, Shutdown::Both);
     }
 
-    /// Throws away some of what has come, so that closing does not reset the connection over something unread at the other
-    /// end; `true` once nothing more will come.
+    /// Drops some of what has arrived, so that closing does not reset the connection before the other end has
+    /// read everything; `true` once no more will arrive.
     pub fn discard(&mut self) -> bool {
         match self {
             Connection::Tcp(stream) => discard(stream),
@@ -74,7 +74,7 @@ impl Connection {
 
 fn discard(stream: &TcpStream) -> bool {
     let mut ignored = [0; 16 << 10];
-    // One that never stops sending must not keep the thread here.
+    // A peer that never stops sending must not block the thread here.
     for _ in 0..16 {
         match rustix::io::read(stream, &mut ignored) {
             Ok(0) => return true,

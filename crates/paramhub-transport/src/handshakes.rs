@@ -1,4 +1,4 @@
-//! Connections that have proved nothing yet, and the bounds they are held to.
+//! Connections that have proved nothing yet, and their bounds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -7,33 +7,34 @@ use std::os::fd::AsFd;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Connections that one event loop accepts before it attends to those it has, so that a flood of new ones cannot keep the
-/// others from ending their handshakes.
+/// Connections that one event loop accepts before it serves those that it has, so that a flood of new ones
+/// cannot keep the others from completing their handshakes.
 pub const ACCEPTS_PER_TURN: usize = 64;
-/// Bytes that are read from a refused connection and thrown away. Closing a connection with unread bytes resets it, and the
-/// reset could overtake the reason for the refusal. An honest peer has sent less than this.
+/// Bytes that are read from a refused connection and dropped. Closing a connection with unread bytes resets
+/// it, and the reset could overtake the reason for the refusal. An honest peer has sent fewer.
 pub const DISCARDED_BYTES_MAX: usize = 16 << 10;
 
 /// The connections whose handshakes are under way, by token.
 ///
-/// Their number is bounded. When a new one comes and all places are taken, the peer address with the most connections loses
-/// its oldest one. An honest handshake takes a few round trips, so it is the newest of its address and seldom the one that
-/// goes, even where strangers come from the same address.
+/// Their number is bounded. If a new one arrives and all places are taken, the peer address with the most
+/// connections loses its oldest one. An honest handshake takes a few round trips, so it is the newest of its
+/// address and seldom the one that is dropped, even if strangers use the same address.
 #[derive(Debug)]
-pub struct Handshakes<C> {
+pub struct PendingHandshakes<C> {
     places: usize,
     connections: BTreeMap<u64, (Option<IpAddr>, C)>,
     /// The tokens of each address; processes of this host have none and count as one peer.
     of_peer: HashMap<Option<IpAddr>, BTreeSet<u64>>,
 }
 
-impl<C> Handshakes<C> {
+impl<C> PendingHandshakes<C> {
     /// An empty table with `places` places, at least one.
     pub fn new(places: usize) -> Self {
-        Handshakes { places: places.max(1), connections: BTreeMap::new(), of_peer: HashMap::new() }
+        PendingHandshakes { places: places.max(1), connections: BTreeMap::new(), of_peer: HashMap::new() }
     }
 
-    /// Adds a connection. Tokens must grow from call to call. Returns the connection that lost its place for it, if one did.
+    /// Adds a connection. Tokens must grow from call to call. Returns the connection that lost its place, if
+    /// one did.
     ///
     /// # Panics
     /// If the token is not larger than all those in the table.
@@ -45,7 +46,7 @@ impl<C> Handshakes<C> {
         displaced
     }
 
-    /// Takes out the oldest connection of the peer that has the most.
+    /// Removes the oldest connection of the peer that has the most.
     pub fn remove_one(&mut self) -> Option<C> {
         let busiest = self.of_peer.values().max_by_key(|tokens| tokens.len())?;
         let oldest = *busiest.first().expect("a peer without connections is not in the table");
@@ -57,7 +58,7 @@ impl<C> Handshakes<C> {
         self.connections.get_mut(&token).map(|(_, connection)| connection)
     }
 
-    /// Takes out the connection of this token.
+    /// Removes the connection of this token.
     pub fn remove(&mut self, token: u64) -> Option<C> {
         let (peer, connection) = self.connections.remove(&token)?;
         let tokens = self.of_peer.get_mut(&peer).expect("every connection is listed under its peer");
@@ -68,7 +69,7 @@ impl<C> Handshakes<C> {
         Some(connection)
     }
 
-    /// Takes out the connections for which `is_late` holds.
+    /// Removes the connections for which `is_late` holds.
     pub fn remove_late(&mut self, is_late: impl Fn(&C) -> bool) -> Vec<C> {
         let late = self.connections.iter().filter(|(_, (_, connection))| is_late(connection));
         let late: Vec<u64> = late.map(|(&token, _)| token).collect();
@@ -76,17 +77,18 @@ impl<C> Handshakes<C> {
     }
 }
 
-/// Whether the peer has sent more than was read. During a handshake each side waits for the other's answer, so that bytes
-/// which come before they are asked for are a stranger's, and the connection is closed rather than kept with them.
+/// Whether the peer has sent more than was read. During a handshake each side waits for the other's answer.
+/// So unrequested bytes are not from an honest peer, and the connection is closed.
 pub fn has_unread_bytes(socket: impl AsFd) -> io::Result<bool> {
     Ok(rustix::io::ioctl_fionread(socket)? > 0)
 }
 
-/// Lets this process open as many descriptors as the system permits, and returns that number. Each stream of each worker
-/// takes one at the hub, and the usual limit of 1,024 exists for programs that call select(2).
+/// Raises the number of descriptors that this process may open to the system's maximum, and returns that
+/// number. Each stream of each worker takes one at the hub, and the usual limit of 1,024 exists for programs
+/// that call select(2).
 pub fn raise_descriptor_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
-    // Where the system refuses, the limit stays as it was; running out is reported where it happens.
+    // If the system refuses, the limit stays as it was; a lack of descriptors is reported where it occurs.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
@@ -101,11 +103,11 @@ mod tests {
 
     #[test]
     fn an_address_with_few_connections_keeps_them_when_another_floods() {
-        let mut table = Handshakes::new(8);
+        let mut table = PendingHandshakes::new(8);
         assert_eq!(table.insert(0, address(1), 0), None);
         for token in 1..1000 {
             let displaced = table.insert(token, address(2), token);
-            // The first one stays; of the others the oldest goes.
+            // The first one stays; among the others the oldest is removed.
             assert_eq!(displaced, (token >= 8).then(|| token - 7), "{token}");
         }
         assert_eq!(table.get_mut(0), Some(&mut 0));
@@ -114,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_newest_of_a_flooding_address_stays() {
-        let mut table = Handshakes::new(4);
+        let mut table = PendingHandshakes::new(4);
         for token in 0..100 {
             table.insert(token, None, token);
             assert!(table.get_mut(token).is_some());

@@ -1,11 +1,11 @@
-//! Which host a process is on.
+//! The identity of a process's host.
 
-/// Tells this host, and on it this network namespace, from all others: processes for which it is the same reach one another's
-/// shared memory and abstract sockets. Empty if the system does not say.
+/// An id that distinguishes this host, and this network namespace on it, from all others: processes with the
+/// same id reach one another's shared memory and abstract sockets. Empty if the system does not supply one.
 pub fn host_identity() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    // As in `net:[4026531840]`.
+    // The form is `net:[4026531840]`.
     let namespace: String = namespace.to_string_lossy().chars().filter(char::is_ascii_digit).collect();
     match boot.trim() {
         "" => String::new(),

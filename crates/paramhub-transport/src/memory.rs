@@ -1,9 +1,9 @@
-//! Memory that an I/O thread reads from or writes to while the user's code goes on.
+//! Memory that an I/O thread reads or writes while the user's code continues.
 //!
-//! A region owns its memory, exclusively if it receives. Whoever holds the region may touch the bytes and nobody else can,
-//! so handing a region to an I/O thread and back is an ordinary move. Three ways lead to one: give a buffer away
-//! ([`SendRegion::owned`]), which may come [`Home`] by itself, lend a slice inside a scope that outwaits the region ([`lend`]), or promise by hand
-//! ([`SendRegion::from_raw`]).
+//! A region owns its memory, exclusively if it receives. Only the holder of the region may touch the bytes,
+//! so a move passes a region to an I/O thread and back. There are three ways to make one: give a buffer away
+//! ([`SendRegion::owned`]), which may return to its [`BufferSlot`] by itself; lend a slice inside a scope
+//! that ends after the region ([`lend`]); or promise by hand ([`SendRegion::from_raw`]).
 
 use std::any::Any;
 use std::fmt;
@@ -14,10 +14,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-/// A buffer that can become a region: it owns bytes whose address stays put while the value itself is moved around.
+/// A buffer that can become a region: it owns bytes whose address does not change when the value itself is
+/// moved.
 ///
 /// # Safety
-/// Until the value is dropped, wherever it is moved, and whatever safe code does with the slices handed out:
+/// Until the value is dropped, wherever it is moved, and whatever safe code does with the returned slices:
 /// - [`as_bytes`](Self::as_bytes) and [`as_bytes_mut`](Self::as_bytes_mut) return the same address and length every time;
 /// - the bytes are initialised, belong to the value alone, and may be read and written from any one thread at a time;
 /// - every bit pattern written through `as_bytes_mut` leaves the value valid.
@@ -28,8 +29,8 @@ pub unsafe trait StableBytes: Send + 'static {
     fn as_bytes_mut(&mut self) -> &mut [u8];
 }
 
-// SAFETY: elements lie on the heap, which a move of the Vec leaves alone, and only `&`/`&mut` slices of them are handed
-// out, so that nothing can grow it. `Pod`: no padding, every bit pattern valid.
+// SAFETY: elements are on the heap, which a move of the Vec does not change, and only `&`/`&mut` slices of
+// them are returned, so nothing can grow it. `Pod`: no padding, every bit pattern valid.
 unsafe impl<T: Pod + Send> StableBytes for Vec<T> {
     fn as_bytes(&self) -> &[u8] {
         bytemuck::cast_slice(self)
@@ -51,17 +52,17 @@ unsafe impl<T: Pod + Send> StableBytes for Box<[T]> {
     }
 }
 
-/// A buffer that comes back when the region made of it is dropped, for operations that keep their regions to themselves:
-/// [`Home::lend`] gives it away, [`Home::take`] has it back.
-pub struct Home<B>(Arc<Mutex<Option<B>>>);
+/// A buffer that returns when the region made of it is dropped, for operations that keep their regions to
+/// themselves: [`BufferSlot::lend`] gives it away, [`BufferSlot::take`] takes it back.
+pub struct BufferSlot<B>(Arc<Mutex<Option<B>>>);
 
-impl<B: StableBytes> Home<B> {
-    /// With a buffer in it.
+impl<B: StableBytes> BufferSlot<B> {
+    /// A slot that holds `buffer`.
     pub fn new(buffer: B) -> Self {
-        Home(Arc::new(Mutex::new(Some(buffer))))
+        BufferSlot(Arc::new(Mutex::new(Some(buffer))))
     }
 
-    /// The buffer, unless it is away.
+    /// The buffer, unless it is on loan.
     pub fn take(&self) -> Option<B> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -71,61 +72,61 @@ impl<B: StableBytes> Home<B> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
     }
 
-    /// The buffer as one that a region may own. None if it is away.
-    pub fn lend(&self) -> Option<Returning<B>> {
-        Some(Returning { buffer: Some(self.take()?), home: Home(Arc::clone(&self.0)) })
+    /// The buffer in a form that a region may own; `None` if it is on loan.
+    pub fn lend(&self) -> Option<LoanedBuffer<B>> {
+        Some(LoanedBuffer { buffer: Some(self.take()?), slot: BufferSlot(Arc::clone(&self.0)) })
     }
 }
 
-impl<B> fmt::Debug for Home<B> {
+impl<B> fmt::Debug for BufferSlot<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Home").finish_non_exhaustive()
+        f.debug_struct("BufferSlot").finish_non_exhaustive()
     }
 }
 
-/// A buffer away from its [`Home`], until it is dropped.
-pub struct Returning<B: StableBytes> {
-    /// None only while it is dropped.
+/// A buffer on loan from its [`BufferSlot`], until it is dropped.
+pub struct LoanedBuffer<B: StableBytes> {
+    /// `None` only during the drop.
     buffer: Option<B>,
-    home: Home<B>,
+    slot: BufferSlot<B>,
 }
 
-impl<B: StableBytes> Drop for Returning<B> {
+impl<B: StableBytes> Drop for LoanedBuffer<B> {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            self.home.put(buffer);
+            self.slot.put(buffer);
         }
     }
 }
 
-// SAFETY: all of it is the buffer's own promise: nothing but the two methods below reaches the buffer before this value is
-// dropped, and a move of this value moves the buffer, as its promise allows.
-unsafe impl<B: StableBytes> StableBytes for Returning<B> {
+// SAFETY: the buffer's own promise covers everything: only the two methods below reach the buffer before this
+// value is dropped, and a move of this value moves the buffer, as its promise allows.
+unsafe impl<B: StableBytes> StableBytes for LoanedBuffer<B> {
     fn as_bytes(&self) -> &[u8] {
-        self.buffer.as_ref().expect("it goes home when it is dropped").as_bytes()
+        self.buffer.as_ref().expect("it goes back when it is dropped").as_bytes()
     }
 
     fn as_bytes_mut(&mut self) -> &mut [u8] {
-        self.buffer.as_mut().expect("it goes home when it is dropped").as_bytes_mut()
+        self.buffer.as_mut().expect("it goes back when it is dropped").as_bytes_mut()
     }
 }
 
-/// Bytes a worker sends from (a gradient). They do not change while the region lives.
+/// Bytes that a worker sends (a gradient). They do not change while the region lives.
 pub struct SendRegion {
     source: Source,
 }
 
 impl SendRegion {
-    /// Takes `buffer`; [`into_owned`](Self::into_owned) gives it back.
+    /// Takes `buffer`; [`into_owned`](Self::into_owned) returns it.
     pub fn owned(buffer: impl StableBytes) -> Self {
         SendRegion { source: Source::Owned(Box::new(buffer)) }
     }
 
-    /// A region over memory that the caller looks after. `pointer` may be null if `length` is 0.
+    /// A region over memory that the caller manages. `pointer` may be null if `length` is 0.
     ///
     /// # Safety
-    /// Until the region is dropped, `pointer` is valid for reads of `length` initialised bytes (at most `isize::MAX`)
-    /// from any thread, and nobody writes them.
+    /// Until the region is dropped, `pointer` is valid for reads of `length` initialised bytes (at most
+    /// `isize::MAX`) from any thread, and nothing writes them.
     pub unsafe fn from_raw(pointer: *const u8, length: usize) -> Self {
         SendRegion { source: Source::Raw { bytes: RawBytes::new(pointer.cast_mut(), length), _lease: None } }
     }
@@ -135,8 +136,8 @@ impl SendRegion {
         self.source.bytes()
     }
 
-    /// The buffer given to [`owned`](Self::owned). `None`, and the buffer dropped, if it was of another type than `B`;
-    /// `None` as well if the memory was never given away.
+    /// The buffer given to [`owned`](Self::owned). `None` if the buffer is of another type than `B`, which
+    /// drops it, or if the memory was never given away.
     pub fn into_owned<B: StableBytes>(self) -> Option<B> {
         self.source.into_owned()
     }
@@ -148,22 +149,24 @@ impl fmt::Debug for SendRegion {
     }
 }
 
-/// Bytes a worker receives into (parameters), and may send from before. They belong to the region alone while it lives.
+/// Bytes into which a worker receives (parameters), and which it may send before. They belong to the region
+/// alone while it lives.
 pub struct ReceiveRegion {
     source: Source,
 }
 
 impl ReceiveRegion {
-    /// Takes `buffer`; [`into_owned`](Self::into_owned) gives it back.
+    /// Takes `buffer`; [`into_owned`](Self::into_owned) returns it.
     pub fn owned(buffer: impl StableBytes) -> Self {
         ReceiveRegion { source: Source::Owned(Box::new(buffer)) }
     }
 
-    /// A region over memory that the caller looks after. `pointer` may be null if `length` is 0.
+    /// A region over memory that the caller manages. `pointer` may be null if `length` is 0.
     ///
     /// # Safety
-    /// Until the region is dropped, `pointer` is valid for reads and writes of `length` initialised bytes (at most
-    /// `isize::MAX`) from any thread, every bit pattern may be written, and nobody else reads or writes them.
+    /// Until the region is dropped, `pointer` is valid for reads and writes of `length` initialised bytes (at
+    /// most `isize::MAX`) from any thread, every bit pattern may be written, and nothing else reads or writes
+    /// them.
     pub unsafe fn from_raw(pointer: *mut u8, length: usize) -> Self {
         ReceiveRegion { source: Source::Raw { bytes: RawBytes::new(pointer, length), _lease: None } }
     }
@@ -177,14 +180,15 @@ impl ReceiveRegion {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.source {
             Source::Owned(owner) => owner.as_bytes_mut(),
-            // SAFETY: valid for writes and ours alone while the region lives: `from_raw`'s caller promised it, or the
-            // region was lent a `&'env mut` slice and `lend` outwaits it. `&mut self` makes this the only slice.
+            // SAFETY: valid for writes and the region's alone while it lives: `from_raw`'s caller promised
+            // it, or the region was lent an `&'env mut` slice and `lend` waits until it is dropped. `&mut
+            // self` makes this the only slice.
             Source::Raw { bytes, .. } => unsafe { bytes.as_slice_mut() },
         }
     }
 
-    /// The buffer given to [`owned`](Self::owned). `None`, and the buffer dropped, if it was of another type than `B`;
-    /// `None` as well if the memory was never given away.
+    /// The buffer given to [`owned`](Self::owned). `None` if the buffer is of another type than `B`, which
+    /// drops it, or if the memory was never given away.
     pub fn into_owned<B: StableBytes>(self) -> Option<B> {
         self.source.into_owned()
     }
@@ -196,11 +200,11 @@ impl fmt::Debug for ReceiveRegion {
     }
 }
 
-/// Calls `f` with a [`Lending`] through which it may lend borrowed slices to I/O threads, like [`std::thread::scope`].
+/// Calls `f` with a [`LendScope`] that lends borrowed slices to I/O threads, like [`std::thread::scope`].
 ///
-/// A region is not bound to a lifetime, so `lend` waits: it neither returns nor unwinds before every region lent inside
-/// has been dropped, wherever it went. No borrow can therefore outlive its slice. The price is that a region that is never
-/// dropped, because it was leaked, returned from `f`, or put where nobody empties, makes `lend` wait for ever.
+/// A region has no lifetime, so `lend` waits: it neither returns nor unwinds before every region lent inside
+/// has been dropped, wherever it went. So no borrow can outlive its slice. But if a region is never dropped,
+/// because it was leaked, returned from `f` or kept somewhere for ever, `lend` waits for ever.
 ///
 /// ```
 /// let (gradient, mut parameters) = ([1.0_f32; 4], [0.0_f32; 4]);
@@ -212,14 +216,14 @@ impl fmt::Debug for ReceiveRegion {
 /// assert_eq!(parameters, gradient);
 /// ```
 ///
-/// What is lent must outlive the scope:
+/// The lent memory must outlive the scope:
 /// ```compile_fail,E0597
 /// paramhub_transport::lend(|lending| {
 ///     let gradient = [1.0_f32; 4];
 ///     lending.send(&gradient);
 /// });
 /// ```
-/// and is out of reach while it is received into:
+/// and is inaccessible while a region receives into it:
 /// ```compile_fail,E0502
 /// let mut parameters = [0.0_f32; 4];
 /// paramhub_transport::lend(|lending| {
@@ -229,10 +233,10 @@ impl fmt::Debug for ReceiveRegion {
 /// ```
 pub fn lend<'env, F, R>(f: F) -> R
 where
-    F: for<'scope> FnOnce(&'scope Lending<'scope, 'env>) -> R,
+    F: for<'scope> FnOnce(&'scope LendScope<'scope, 'env>) -> R,
 {
     let lending =
-        Lending { outstanding: Arc::new(Outstanding::default()), scope: PhantomData, env: PhantomData };
+        LendScope { outstanding: Arc::new(Outstanding::default()), scope: PhantomData, env: PhantomData };
     let result = catch_unwind(AssertUnwindSafe(|| f(&lending)));
     lending.outstanding.wait_for_none();
     result.unwrap_or_else(|panic| resume_unwind(panic))
@@ -240,22 +244,23 @@ where
 
 /// Lends slices to I/O threads until the end of its [`lend`].
 #[derive(Debug)]
-pub struct Lending<'scope, 'env: 'scope> {
+pub struct LendScope<'scope, 'env: 'scope> {
     outstanding: Arc<Outstanding>,
-    // Invariant, as in std: a lifetime that could shrink would let slices in that die before `lend` returns.
+    // Invariant, as in std: if the lifetime could shrink, slices could be lent that die before `lend`
+    // returns.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
 }
 
-impl<'scope, 'env> Lending<'scope, 'env> {
-    /// Lends `slice` to send from.
+impl<'scope, 'env> LendScope<'scope, 'env> {
+    /// Lends `slice` as the source of a send.
     pub fn send<T: Pod>(&'scope self, slice: &'env [T]) -> SendRegion {
         let bytes: &'env [u8] = bytemuck::cast_slice(slice);
         let bytes = RawBytes::new(bytes.as_ptr().cast_mut(), bytes.len());
         SendRegion { source: Source::Raw { bytes, _lease: Some(Lease::new(&self.outstanding)) } }
     }
 
-    /// Lends `slice` to receive into.
+    /// Lends `slice` as the target of a receive.
     pub fn receive<T: Pod>(&'scope self, slice: &'env mut [T]) -> ReceiveRegion {
         let bytes: &'env mut [u8] = bytemuck::cast_slice_mut(slice);
         let bytes = RawBytes::new(bytes.as_mut_ptr(), bytes.len());
@@ -263,8 +268,8 @@ impl<'scope, 'env> Lending<'scope, 'env> {
     }
 }
 
-/// Where a region's bytes are. The owner is asked for them each time instead of keeping a pointer, so that the borrow
-/// checker, not an argument about aliasing, covers owned memory.
+/// The memory of a region. Each access asks the owner for its bytes instead of keeping a pointer, so that the
+/// borrow checker covers owned memory, not an argument about aliasing.
 enum Source {
     Owned(Box<dyn Owner>),
     Raw { bytes: RawBytes, _lease: Option<Lease> },
@@ -274,8 +279,9 @@ impl Source {
     fn bytes(&self) -> &[u8] {
         match self {
             Source::Owned(owner) => owner.as_bytes(),
-            // SAFETY: valid for reads while the region lives: `from_raw`'s caller promised it, or `lend` outwaits the
-            // region. Nobody writes meanwhile: the region hands out `&mut` only against `&mut self`.
+            // SAFETY: valid for reads while the region lives: `from_raw`'s caller promised it, or `lend`
+            // waits until the region is dropped. Nothing writes meanwhile: the region returns `&mut` only for
+            // `&mut self`.
             Source::Raw { bytes, .. } => unsafe { bytes.as_slice() },
         }
     }
@@ -291,19 +297,19 @@ impl Source {
     }
 }
 
-/// [`StableBytes`] that remember their type.
+/// [`StableBytes`] whose type can be recovered.
 trait Owner: StableBytes + Any {}
 
 impl<B: StableBytes> Owner for B {}
 
-/// An address and a length; what may be done with them is their region's business.
+/// An address and a length; the region that has them decides what may be done with them.
 struct RawBytes {
     pointer: NonNull<u8>,
     length: usize,
 }
 
-// SAFETY: an address alone is harmless anywhere; the duties of `from_raw` and the wait of `lend` allow its use from any
-// thread, one at a time, which `&`/`&mut self` of the region's methods enforce.
+// SAFETY: an address alone is harmless in any thread. The duties of `from_raw`'s caller and the wait of
+// `lend` allow its use from any thread, one at a time, which `&`/`&mut self` of the region's methods enforce.
 unsafe impl Send for RawBytes {}
 
 impl RawBytes {
@@ -330,8 +336,8 @@ impl RawBytes {
     }
 }
 
-/// Regions of one [`lend`] that are still alive. Shared by `Arc`, so that the last region to go never signals a scope
-/// whose stack is gone.
+/// The regions of one [`lend`] that are still alive. They share it by `Arc`, so that the last one to be
+/// dropped never signals a scope whose stack is gone.
 #[derive(Debug, Default)]
 struct Outstanding {
     regions: Mutex<usize>,

@@ -1,4 +1,4 @@
-//! Waiting for streams, and being woken while waiting.
+//! Waiting for streams, and waking a thread that waits.
 
 use std::fmt;
 use std::io;
@@ -12,21 +12,21 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
-/// What to wait for. Errors and hang-ups are reported whatever the interest.
+/// The events to wait for. Errors and hang-ups are always reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interest {
-    /// Bytes or a connection can be taken, or the peer closed.
+    /// Whether bytes or a connection can be taken, or the peer has closed.
     pub readable: bool,
-    /// Bytes can be written.
+    /// Whether bytes can be written.
     pub writable: bool,
 }
 
 impl Interest {
-    /// To read alone.
+    /// Only reading.
     pub const READABLE: Interest = Interest { readable: true, writable: false };
-    /// To write alone.
+    /// Only writing.
     pub const WRITABLE: Interest = Interest { readable: false, writable: true };
-    /// To read and to write.
+    /// Reading and writing.
     pub const BOTH: Interest = Interest { readable: true, writable: true };
 
     fn flags(self) -> EventFlags {
@@ -37,7 +37,8 @@ impl Interest {
     }
 }
 
-/// One thread's set of descriptors to wait for; epoll, level-triggered: what was not drained is reported again.
+/// The set of descriptors for which one thread waits; epoll, level-triggered: what was not drained is
+/// reported again.
 ///
 /// Remove a descriptor before closing it.
 #[derive(Debug)]
@@ -56,18 +57,18 @@ impl Poller {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(token), interest.flags())?)
     }
 
-    /// Changes what is waited for on `fd`, and its token.
+    /// Changes the events of `fd`, and its token.
     pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&self.epoll, fd, EventData::new_u64(token), interest.flags())?)
     }
 
-    /// Takes `fd` out.
+    /// Removes `fd`.
     pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
         Ok(epoll::delete(&self.epoll, fd)?)
     }
 
-    /// [`wait`](Self::wait), but looks again and again for `spin` before the thread sleeps: a thread that has a processor to
-    /// itself answers sooner by the time a wake-up takes.
+    /// As [`wait`](Self::wait), but polls repeatedly for `spin` before the thread sleeps: a thread with a
+    /// processor to itself then answers sooner by the time of a wake-up.
     pub fn wait_spinning(
         &self,
         events: &mut Events,
@@ -88,8 +89,9 @@ impl Poller {
         self.wait(events, timeout.map(|timeout| timeout - spin))
     }
 
-    /// Waits until something is ready or `timeout` is over (`None`: without end, zero: not at all) and fills `events` in
-    /// place of what it held; none after a timeout. A signal does not cut the wait short.
+    /// Waits until something is ready or `timeout` is over (`None`: without end, zero: not at all), and
+    /// replaces the contents of `events`; there are none after a timeout. A signal does not end the wait
+    /// early.
     pub fn wait(&self, events: &mut Events, timeout: Option<Duration>) -> io::Result<()> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut left = deadline.and(timeout);
@@ -113,7 +115,7 @@ impl AsFd for Poller {
     }
 }
 
-/// Room for the events of one [`Poller::wait`]. What does not fit is reported by the next.
+/// Room for the events of one [`Poller::wait`]. The next wait reports what does not fit.
 pub struct Events {
     list: Vec<epoll::Event>,
 }
@@ -144,34 +146,35 @@ impl Events {
         })
     }
 
-    /// How many there were.
+    /// Number of events.
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Whether the wait ended without any.
+    /// Whether the wait ended without an event.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 }
 
-/// Something is ready.
+/// A descriptor that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// As given to [`Poller::add`].
+    /// The token given to [`Poller::add`].
     pub token: u64,
-    /// Reading will not block; it may report an error or the end.
+    /// Whether reading will not block; it may return an error or the end.
     pub readable: bool,
-    /// Writing will not block; it may report an error.
+    /// Whether writing will not block; it may return an error.
     pub writable: bool,
-    /// Both directions are over. Reported whatever the interest, again and again until the descriptor is removed.
+    /// Whether both directions are over. This is reported whatever the interest, again and again until the
+    /// descriptor is removed.
     pub hangup: bool,
 }
 
 /// Ends another thread's [`Poller::wait`]. Clones wake the same poller.
 ///
-/// The sleeper adds it to its poller like any descriptor. A wake is remembered until [`drain`](Self::drain), so the order
-/// is: the waker queues its work, then wakes; the sleeper drains, then looks at the queue.
+/// The sleeping thread adds it to its poller like any descriptor. A wake lasts until [`drain`](Self::drain).
+/// So the waker first queues its work, then wakes; the sleeper first drains, then looks at the queue.
 #[derive(Clone, Debug)]
 pub struct Waker {
     inner: Arc<WakerInner>,
@@ -184,24 +187,26 @@ struct WakerInner {
 }
 
 impl Waker {
-    /// A waker that has not woken anyone.
+    /// A waker without a wake.
     pub fn new() -> io::Result<Self> {
         let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Waker { inner: Arc::new(WakerInner { eventfd, pending: AtomicBool::new(false) }) })
     }
 
-    /// Makes the poller's current or next wait return. Wakes that were not drained yet cost no system call.
+    /// Makes the poller's current or next wait return. A wake costs no system call if the last one was not
+    /// drained yet.
     pub fn wake(&self) {
         if !self.inner.pending.swap(true, Ordering::AcqRel) {
-            // Cannot fail: the descriptor is ours, and the counter is never near its end, where it would block.
+            // This cannot fail: the descriptor is valid, and the counter is never near its end, where it
+            // would block.
             let _ = rustix::io::write(&self.inner.eventfd, &1u64.to_ne_bytes());
         }
     }
 
-    /// Forgets the wakes so far. Everything queued before one of them is visible afterwards.
+    /// Ends the wakes so far. Everything queued before one of them is visible afterwards.
     pub fn drain(&self) {
-        // First the counter, then the flag: the other way round a wake in between would leave the flag set over an empty
-        // counter, and no later wake would write.
+        // First the counter, then the flag. In the other order, a wake in between would leave the flag set
+        // with an empty counter, and no later wake would write.
         let _ = rustix::io::read(&self.inner.eventfd, &mut [0u8; 8]);
         self.inner.pending.swap(false, Ordering::AcqRel);
     }

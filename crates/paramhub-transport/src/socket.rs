@@ -10,18 +10,20 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Hello, VERDICT_BYTES, stream_proofs};
 use rustix::net::sockopt;
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Connections that may wait to be accepted: a large job's streams arrive all at once.
+/// Connections that may wait to be accepted: the streams of a large job all arrive at once.
 const BACKLOG: i32 = 4096;
 
-/// The send buffer of a connection inside one host, which the kernel doubles. There is no line to keep full there: what is
-/// copied in waits to be copied out, and should still be in cache then. Three segments of loopback's 64 KiB fit.
+/// The send buffer of a connection inside one host, which the kernel doubles. There is no network link to
+/// keep busy: data that is copied in waits to be copied out, and should still be in cache then. Three
+/// loopback segments of 64 KiB fit.
 pub const SAME_HOST_SEND_BYTES: usize = 104 << 10;
 
-/// Listens on `address`; port 0 takes any free one. The listener is blocking. Errors name the address and what to do.
+/// Listens on `address`; port 0 takes any free one. The listener is blocking. Errors name the address and
+/// what to do.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let bound = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-        // Connections of a hub that has just ended linger in TIME_WAIT and must not keep its successor out.
+        // Connections of a hub that has just ended stay in TIME_WAIT and must not block its successor.
         socket.set_reuse_address(true)?;
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
@@ -46,12 +48,13 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     })
 }
 
-/// Connects to `address` within `timeout`. The stream is blocking, without Nagle's delay. Errors name the address.
+/// Connects to `address` within `timeout`. The stream is blocking, without Nagle's delay. Errors name the
+/// address.
 pub fn dial(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     dial_from(None, address, timeout)
 }
 
-/// [`dial`] from an address of this host's.
+/// [`dial`] from one of this host's addresses.
 pub fn dial_from(source: Option<IpAddr>, address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     let connected = || -> io::Result<TcpStream> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
@@ -77,8 +80,8 @@ pub fn dial_from(source: Option<IpAddr>, address: SocketAddr, timeout: Duration)
     })
 }
 
-/// Begins to connect to `address` without waiting. The socket is non-blocking; it becomes writable when it is connected or has
-/// failed, and [`dialled`] says which.
+/// Begins to connect to `address` without waiting. The socket is non-blocking; it becomes writable when it is
+/// connected or has failed, and [`dialled`] returns which.
 pub fn begin_dial(address: SocketAddr) -> io::Result<OwnedFd> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
@@ -91,13 +94,13 @@ pub fn begin_dial(address: SocketAddr) -> io::Result<OwnedFd> {
     }
 }
 
-/// How a connection that [`begin_dial`] began, and that has become writable, came out.
+/// The result of a connection that [`begin_dial`] began and that has become writable.
 pub fn dialled(socket: impl AsFd) -> io::Result<()> {
     Ok(sockopt::socket_error(socket)??)
 }
 
-/// Makes a connected socket ready for an event loop: non-blocking, without Nagle's delay, and inside one host with a send
-/// buffer of [`SAME_HOST_SEND_BYTES`].
+/// Prepares a connected socket for an event loop: non-blocking, without Nagle's delay, and inside one host
+/// with a send buffer of [`SAME_HOST_SEND_BYTES`].
 pub fn prepare(socket: &OwnedFd) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     sockopt::set_tcp_nodelay(socket, true)?;
@@ -107,7 +110,7 @@ pub fn prepare(socket: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether both ends have the same address, as all of loopback's have.
+/// Whether both ends have the same address, as on loopback.
 fn is_inside_one_host(socket: &OwnedFd) -> bool {
     let address =
         |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok().map(|address| address.ip());
@@ -116,7 +119,7 @@ fn is_inside_one_host(socket: &OwnedFd) -> bool {
     far.is_some_and(|far| far.is_loopback()) || (near.is_some() && near == far)
 }
 
-/// The caller's part of a handshake. Returns the proof that the hub owes and the verdict it gave.
+/// The caller's part of a handshake. Returns the proof that the hub must give, and the verdict that it gave.
 pub fn greet(
     stream: &mut TcpStream,
     nonce: &Nonce,
@@ -133,8 +136,8 @@ pub fn greet(
     Ok((theirs, verdict))
 }
 
-/// Fills `buffer` from a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline` however slowly the peer
-/// drips. Takes not one byte more than `buffer` holds.
+/// Fills `buffer` from a blocking stream, or fails with [`ErrorKind::TimedOut`] at `deadline`, however slowly
+/// the peer sends. It takes no more bytes than `buffer` has.
 pub fn read_exact_by(stream: &mut TcpStream, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
     let mut filled = 0;
     while filled < buffer.len() {
@@ -172,12 +175,12 @@ pub fn write_all_by(stream: &mut TcpStream, bytes: &[u8], deadline: Instant) -> 
 fn time_left(deadline: Instant) -> io::Result<Duration> {
     match deadline.saturating_duration_since(Instant::now()) {
         Duration::ZERO => Err(io::Error::new(ErrorKind::TimedOut, "the peer did not answer in time")),
-        // The kernel counts microseconds, and takes zero for "no timeout".
+        // The kernel counts in microseconds, and takes zero for "no timeout".
         left => Ok(left.max(Duration::from_micros(1))),
     }
 }
 
-/// Timed out or interrupted: the deadline decides, not the kernel's clock.
+/// Whether the error is a timeout or an interruption: the deadline decides, not the kernel's clock.
 fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }

@@ -1,66 +1,68 @@
-//! What every transport does: whole frames in, frames out, never waiting.
+//! What every transport does: it sends and receives whole frames, and never waits.
 
 use std::io;
 
 use paramhub_core::wire::{FrameError, Header};
 use thiserror::Error;
 
-/// Bytes a [`Scratch`] has by default. 256 KiB reads are where bare loopback TCP peaks; it still fits a core's L2.
+/// The default size of a [`Scratch`]. Bare loopback TCP is fastest with reads of 256 KiB, and these still fit
+/// a core's L2.
 pub const SCRATCH_BYTES_DEFAULT: usize = 256 << 10;
 
-/// A frame to send. `header.length` equals `payload.len()`, or the payload lies in an arena and is empty here.
+/// A frame to send. `header.length` equals `payload.len()`, or the payload is in an arena and this one is
+/// empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
-    /// Sent ahead of the payload.
+    /// Sent before the payload.
     pub header: Header,
-    /// Sent from where it lies.
+    /// Sent without a copy.
     pub payload: &'a [u8],
 }
 
-/// What a receiver wants done with a frame whose header has arrived.
+/// Where a receiver wants the payload of a frame whose header has arrived.
 #[derive(Debug)]
 pub enum Landing<'a> {
-    /// The payload is written straight into this slice of exactly `header.length` bytes: no copy in user space beyond
-    /// what a small read-ahead has already taken.
+    /// In this slice of exactly `header.length` bytes. It is written there directly, with no copy in user
+    /// space except of what a small read-ahead has already taken.
     InPlace(&'a mut [u8]),
-    /// The payload stays in the transport's own buffer and is handed over whole, cache-hot.
+    /// In the transport's own buffer, from which it is passed on whole while it is in cache.
     Staged,
 }
 
-/// Takes frames off a stream. A frame is handed over only once its whole payload is here: a contribution is applied whole
-/// or not at all.
+/// Takes frames off a stream. It gets a frame only once its whole payload is here: a contribution is applied
+/// whole or not at all.
 pub trait FrameSink {
     /// Why the sink refuses a frame. It ends the receiving side of the stream.
     type Error;
 
-    /// A header arrived, decoded and bounded. Asked once per frame if the answer is `Staged`; after `InPlace` it is asked
-    /// again for the same frame before every further read, and must answer with the same slice, or with an error if the
-    /// memory is no longer to be written.
+    /// Called when a header has arrived, decoded and checked. If the answer is `Staged`, this is called once
+    /// per frame. After `InPlace` it is called again for the same frame before every further read, and must
+    /// return the same slice, or an error if the memory must no longer be written.
     fn landing(&mut self, header: &Header) -> Result<Landing<'_>, Self::Error>;
 
-    /// The whole frame is here. `payload` holds `header.length` bytes of any alignment if it landed `Staged`, and is
-    /// `None` if it landed `InPlace`.
+    /// Called when the whole frame is here. `payload` has `header.length` bytes of any alignment if the frame
+    /// landed `Staged`, and is `None` if it landed `InPlace`.
     fn frame(&mut self, header: &Header, payload: Option<&[u8]>) -> Result<(), Self::Error>;
 
-    /// The whole frame is here, and its payload lies where both ends agreed. Only streams with an arena call it, for frames
-    /// that carry tensors; it is their `landing` and their `frame` in one.
+    /// Called when the whole frame is here and its payload is in the arena. Only streams with an arena call
+    /// this, for frames that carry tensors; it replaces both `landing` and `frame`.
     fn placed(&mut self, header: &Header) -> Result<(), Self::Error> {
         unreachable!("{header:?} lies in an arena that this side does not have");
     }
 
-    /// Bytes that the frames since the last call made the sink copy beside their own payloads. They count for the budget of
-    /// [`Stream::receive`]: a header of 16 bytes may ask for a whole chunk.
+    /// Bytes other than their own payloads that the frames since the last call made the sink copy. They count
+    /// towards the budget of [`Stream::receive`]: a header of 16 bytes may request a whole chunk.
     fn moved(&mut self) -> usize {
         0
     }
 }
 
-/// One connection. Both directions are independent: one may fail while the other goes on.
+/// One connection. Its directions are independent: one may fail while the other continues.
 pub trait Stream {
     /// Receives until nothing is left to read for now, the peer closed, or about `budget` bytes were taken, so that one
     /// stream cannot starve the others. Frames go to `sink` in order.
     ///
-    /// After an error the receiving side is over: every later call reports [`StreamError::Closed`].
+    /// After an error the receiving side is closed: every later call returns [`StreamError::Closed`].
     fn receive<S: FrameSink>(
         &mut self,
         sink: &mut S,
@@ -68,18 +70,20 @@ pub trait Stream {
         budget: usize,
     ) -> Result<Received, ReceiveError<S::Error>>;
 
-    /// Writes `frames` in order with as few system calls as possible, until all are written or the peer takes no more.
+    /// Writes `frames` in order with as few system calls as possible, until all are written or the peer takes
+    /// no more.
     ///
-    /// Where the last write stopped inside a frame the stream remembers how far it came ([`unfinished`](Self::unfinished)):
-    /// the first frame of the next call must be that very frame, with the same header and the same payload bytes, though
-    /// they may lie elsewhere in memory by then.
+    /// If the last write stopped inside a frame, the stream keeps how much of it has left
+    /// ([`unfinished`](Self::unfinished)). The first frame of the next call must then be the same frame, with
+    /// the same header and the same payload bytes, although these may be elsewhere in memory by then.
     ///
     /// # Panics
-    /// If a header's length is not its payload's, or if the next call begins with another frame than the unfinished one.
+    /// If a header's length is not its payload's, or if the next call begins with a frame other than the
+    /// unfinished one.
     fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError>;
 
-    /// Bytes, header included, of the next `send`'s first frame that have already left. 0 at a frame boundary; above it
-    /// that frame has begun and can no longer be replaced.
+    /// Bytes, with the header, of the next `send`'s first frame that have already left. 0 at a frame
+    /// boundary; otherwise that frame has begun and can no longer be replaced.
     fn unfinished(&self) -> usize;
 
     /// Bytes received since the stream began, headers included.
@@ -89,30 +93,30 @@ pub trait Stream {
     fn bytes_sent(&self) -> u64;
 }
 
-/// What one [`Stream::receive`] did.
+/// The result of one [`Stream::receive`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Received {
     /// Bytes taken off the stream.
     pub bytes: usize,
-    /// It stopped because of the budget and more may be waiting: call again without polling.
+    /// Whether the budget stopped it and more may be waiting: call again without polling.
     pub more: bool,
-    /// The peer ended the stream in order, between two frames; nothing will follow.
+    /// Whether the peer ended the stream in order, between two frames; nothing will follow.
     pub closed: bool,
 }
 
-/// What one [`Stream::send`] did.
+/// The result of one [`Stream::send`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
     /// Frames whose last byte was written by this call.
     pub frames: usize,
     /// Bytes written, headers included.
     pub bytes: usize,
-    /// It stopped because the peer takes no more for now: wait until the stream is writable.
+    /// Whether it stopped because the peer takes no more for now: wait until the stream is writable.
     pub blocked: bool,
 }
 
-/// A thread's receive buffer, shared by all its streams: frames are parsed and handed over straight from it while they
-/// are in cache, and only the incomplete tail of a read is kept back per stream.
+/// A thread's receive buffer, which all its streams share. Frames are parsed in it and passed on from it
+/// while they are in cache; only the incomplete end of a read is kept for each stream.
 #[derive(Debug)]
 pub struct Scratch {
     bytes: Box<[u8]>,
@@ -141,7 +145,7 @@ pub enum ReceiveError<E> {
     /// The connection broke.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// The peer sent something that is no frame. Nothing of it was handed over.
+    /// The peer sent something that is not a valid frame. Nothing of it was passed on.
     #[error(transparent)]
     Frame(#[from] FrameError),
     /// The sink refused a frame.
@@ -155,10 +159,10 @@ pub enum StreamError {
     /// The peer is gone.
     #[error("{}", if *.reset { "the connection was reset by the peer" } else { "the connection ended inside a frame" })]
     Closed {
-        /// It was reset, or written to after the peer had closed; otherwise it ended inside a frame.
+        /// Whether it was reset, or written to after the peer had closed; otherwise it ended inside a frame.
         reset: bool,
     },
-    /// The operating system says.
+    /// An error of the operating system.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
 }

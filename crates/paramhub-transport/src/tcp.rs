@@ -12,30 +12,30 @@ use crate::assembly::{Assembly, Filled};
 use crate::socket;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
 
-/// Frames of one `sendmsg`: far more than a socket buffer takes, and their headers fit a kilobyte of stack.
+/// Frames of one `sendmsg`: far more than a socket buffer takes. Their headers fit in a kilobyte of stack.
 const BATCH_FRAMES: usize = 64;
 
-/// What an in-place receiver reads beyond the frame at hand: the next header and, of its payload, whole cache lines, so
-/// that the bulk keeps its alignment. Small control frames still arrive many to a read.
+/// What an in-place receiver reads beyond the current frame: the next header and whole cache lines of its
+/// payload, so that the bulk keeps its alignment. One read still brings many small control frames.
 const AHEAD_BYTES: usize = HEADER_BYTES + 256;
 
-/// Bytes of one write: what a socket may take at once, and a cache holds beside other things.
+/// Bytes of one write: as much as a socket takes at once, and as a cache has room for besides other data.
 const WRITE_BYTES_MAX: usize = 256 << 10;
 
-/// How far a stream reads ahead. Either mode serves either [`Landing`](crate::Landing); it decides which of them costs no
-/// extra copy.
+/// How far a stream reads ahead. Either mode serves either [`Landing`](crate::Landing); the mode decides
+/// which of these needs no extra copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReceiveMode {
-    /// A scratch full at once: for frames that are worked on as they arrive and then forgotten.
+    /// It reads as much as the scratch takes: for frames that are processed as they arrive and then dropped.
     Staged,
-    /// To the next header and little more: bulk payloads are read straight to where they land.
+    /// It reads the next header and little more: bulk payloads are read straight to where they land.
     InPlace,
 }
 
 /// A [`Stream`] over TCP.
 ///
-/// A read or write that comes short ends a call without asking the kernel again: on a level-triggered
-/// [`Poller`](crate::Poller) nothing is lost and one system call in two is saved.
+/// A read or write that is shorter than requested ends a call without another system call: with a
+/// level-triggered [`Poller`](crate::Poller) nothing is lost, and half of the system calls are saved.
 #[derive(Debug)]
 pub struct TcpStream {
     socket: OwnedFd,
@@ -52,15 +52,14 @@ pub struct TcpStream {
 }
 
 impl TcpStream {
-    /// Takes a connected socket (a `std::net::TcpStream` or an `OwnedFd`) whose handshake is over; makes it non-blocking
-    /// and switches Nagle's delay off. The kernel tunes its buffers, but for the send buffer of a connection inside one host,
-    /// which is kept small enough for the processor's cache.
+    /// Takes a connected socket (a `std::net::TcpStream` or an `OwnedFd`) whose handshake is over, makes it
+    /// non-blocking and switches Nagle's delay off. The kernel sizes its buffers. Only the send buffer of a
+    /// connection inside one host is fixed, small enough for the processor's cache.
     ///
-    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on a worker,
-    /// [`Direction::Both`] between hubs.
-    /// `frame_bytes_max` bounds the tensor
-    /// payload of a frame (the job's largest chunk on the wire); a frame that announces more is an error. Room for one
-    /// such frame is allocated here and nothing later.
+    /// `direction` is that of the frames received: [`Direction::ToHub`] on a hub, [`Direction::ToWorker`] on
+    /// a worker, [`Direction::Both`] between hubs. `frame_bytes_max` bounds the tensor payload of a frame
+    /// (the job's largest chunk on the wire); a frame that announces more is an error. Room for one such
+    /// frame is allocated here and nothing later.
     pub fn new(socket: impl Into<OwnedFd>, direction: Direction, frame_bytes_max: usize) -> io::Result<Self> {
         let socket = socket.into();
         socket::prepare(&socket)?;
@@ -78,16 +77,17 @@ impl TcpStream {
         })
     }
 
-    /// Chooses another mode than [`ReceiveMode::Staged`], which was measured faster in both directions: a copy from a buffer
-    /// in cache costs less than a system call a chunk.
+    /// Selects another mode than [`ReceiveMode::Staged`], which was measured to be faster in both directions:
+    /// a copy from a buffer in cache costs less than a system call per chunk.
     pub fn with_receive_mode(mut self, mode: ReceiveMode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// Fixes the socket buffers, which switches the kernel's own tuning off; `None` leaves them as they are. The kernel doubles
-    /// the number and caps it (`net.core.wmem_max`, `rmem_max`). A buffer smaller than the largest segment (64 KiB on
-    /// loopback) makes acknowledgement timers set the pace.
+    /// Fixes the sizes of the socket buffers, which switches the kernel's own sizing off; `None` leaves them
+    /// as they are. The kernel doubles the number and caps it (`net.core.wmem_max`, `rmem_max`). With a
+    /// buffer smaller than the largest segment (64 KiB on loopback), the speed depends on acknowledgement
+    /// timers.
     pub fn with_buffer_bytes(self, send: Option<usize>, receive: Option<usize>) -> io::Result<Self> {
         if let Some(bytes) = send {
             sockopt::set_socket_send_buffer_size(&self.socket, bytes)?;
@@ -180,7 +180,7 @@ impl Stream for TcpStream {
             return Err(StreamError::Closed { reset: true }.into());
         }
         let result = self.receive_frames(sink, scratch, budget);
-        // What was landed past the caches is there before anyone hears of it from this thread.
+        // Data that was landed past the caches is visible before this thread announces it.
         shared::fence();
         self.receiving_is_over = result.is_err();
         result
@@ -211,7 +211,7 @@ impl Stream for TcpStream {
                 }
             }
             self.send_calls += 1;
-            // NOSIGNAL: an embedding process may not ignore SIGPIPE as Rust's own start-up does.
+            // NOSIGNAL: an embedding process may not ignore SIGPIPE, as Rust's own start-up does.
             let flags = SendFlags::NOSIGNAL;
             let wrote =
                 match sendmsg(&self.socket, &slices[..used], &mut SendAncillaryBuffer::default(), flags) {
@@ -242,7 +242,7 @@ impl Stream for TcpStream {
 }
 
 impl TcpStream {
-    /// Counts the frames that `wrote` bytes finished and remembers where the next one stands.
+    /// Counts the frames that `wrote` bytes completed, and keeps how much of the next one has left.
     fn advance(
         &mut self,
         sent: &mut Sent,

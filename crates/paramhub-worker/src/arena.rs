@@ -9,7 +9,8 @@ use paramhub_core::requests::Request;
 use paramhub_core::wire::{Header, Operation};
 use paramhub_transport::shm::{Arena, Segment, SharedTensor, Tensor};
 
-/// A worker's arena and, where its hub keeps parameters for all workers of the host, a view of those.
+/// A worker's arena and, where its hub keeps one copy of the parameters for all workers of the host, a view
+/// of that copy.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerArena {
     pub(crate) own: Arena,
@@ -18,7 +19,7 @@ pub(crate) struct WorkerArena {
 }
 
 impl WorkerArena {
-    /// Puts a chunk where the hub looks for it, unless it lies there already.
+    /// Puts a chunk where the hub reads it, unless it lies there already.
     pub(crate) fn put(&self, header: &Header, extent: &Extent, source: &[u8]) {
         let place = match header.operation {
             Operation::Initialise => self.layout.parameters_chunk(extent),
@@ -29,7 +30,7 @@ impl WorkerArena {
         }
     }
 
-    /// Takes a chunk of parameters from where the hub has put it, unless it is to stay there.
+    /// Copies a chunk of parameters from where the hub has put it, unless it is to stay there.
     pub(crate) fn take(&self, extent: &Extent, target: &mut [u8]) {
         if let Some((segment, layout)) = &self.common {
             return segment.read(layout.parameters_chunk(extent), target);
@@ -40,8 +41,8 @@ impl WorkerArena {
         }
     }
 
-    /// Claims the places that a request's chunks pass through on their way from or to memory elsewhere, so that nobody holds
-    /// them meanwhile; `None` if somebody does.
+    /// Claims the places that a request's chunks pass through on their way to or from memory elsewhere, so
+    /// that no tensor can be taken there meanwhile; `None` if one of the places is taken.
     pub(crate) fn claim(
         &self,
         key: u32,
@@ -61,37 +62,40 @@ impl WorkerArena {
         Some([claim(send, from)?, claim(receive, into)?])
     }
 
-    /// Memory for a key's gradient; `None` if it is somebody's.
+    /// Memory for a key's gradient; `None` if it is taken.
     pub(crate) fn gradient(&self, key: u32) -> Option<Tensor> {
         self.own.take(self.layout.gradient(key))
     }
 
-    /// Memory for a key's parameters; `None` if it is somebody's.
+    /// Memory for a key's parameters; `None` if it is taken.
     pub(crate) fn parameters(&self, key: u32) -> Option<Tensor> {
         self.own.take(self.layout.parameters(key))
     }
 
-    /// Memory for the gradients of neighbouring keys as one; `None` if some of it is somebody's.
+    /// Memory for the gradients of neighbouring keys as one tensor; `None` if some of it is taken.
     ///
     /// # Errors
-    /// If they do not lie back to back.
-    pub(crate) fn gradients(&self, keys: Range<u32>) -> Result<Option<Tensor>, Apart> {
+    /// If the keys do not lie back to back.
+    pub(crate) fn gradients(&self, keys: Range<u32>) -> Result<Option<Tensor>, NotContiguous> {
         Ok(self.own.take(run(keys, |key| self.layout.gradient(key))?))
     }
 
-    /// Memory for the parameters of neighbouring keys as one.
+    /// Memory for the parameters of neighbouring keys as one tensor; `None` if some of it is taken.
     ///
     /// # Errors
-    /// As [`gradients`](Self::gradients).
-    pub(crate) fn parameters_of(&self, keys: Range<u32>) -> Result<Option<Tensor>, Apart> {
+    /// See [`gradients`](Self::gradients).
+    pub(crate) fn parameters_of(&self, keys: Range<u32>) -> Result<Option<Tensor>, NotContiguous> {
         Ok(self.own.take(run(keys, |key| self.layout.parameters(key))?))
     }
 
-    /// The parameters of neighbouring keys as one, as all workers of the host see them.
+    /// The parameters of neighbouring keys as one tensor, as all workers of the host see them.
     ///
     /// # Errors
-    /// As [`gradients`](Self::gradients).
-    pub(crate) fn shared_parameters_of(&self, keys: Range<u32>) -> Result<Option<SharedTensor>, Apart> {
+    /// See [`gradients`](Self::gradients).
+    pub(crate) fn shared_parameters_of(
+        &self,
+        keys: Range<u32>,
+    ) -> Result<Option<SharedTensor>, NotContiguous> {
         let Some((segment, layout)) = &self.common else { return Ok(None) };
         let place = run(keys, |key| layout.parameters(key))?;
         Ok(Some(SharedTensor::new(segment.clone(), place)))
@@ -104,16 +108,17 @@ impl WorkerArena {
     }
 }
 
-/// Tensors asked for as one do not lie back to back: the second of two neighbours that do not.
-pub(crate) struct Apart(pub(crate) u32);
+/// The tensors of several keys, requested as one, are not contiguous; the key is the second of two neighbours
+/// that do not lie back to back.
+pub(crate) struct NotContiguous(pub(crate) u32);
 
 /// The place of all `keys`, one or more, where they lie back to back.
-fn run(keys: Range<u32>, place: impl Fn(u32) -> Range<usize>) -> Result<Range<usize>, Apart> {
+fn run(keys: Range<u32>, place: impl Fn(u32) -> Range<usize>) -> Result<Range<usize>, NotContiguous> {
     let mut whole = place(keys.start);
     for key in keys.start + 1..keys.end {
         let next = place(key);
         if next.start != whole.end {
-            return Err(Apart(key));
+            return Err(NotContiguous(key));
         }
         whole.end = next.end;
     }

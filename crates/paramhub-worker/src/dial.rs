@@ -14,15 +14,15 @@ use paramhub_transport::shm::{
 };
 use paramhub_transport::socket::{dial_from, greet};
 
-use crate::error::{Who, WorkerError};
+use crate::error::{WorkerError, WorkerId};
 use crate::interfaces::Interfaces;
 
-/// What the streams of one job have in common.
+/// The configuration that the streams of one job share.
 pub(crate) struct Dialler<'a> {
-    pub(crate) who: &'a Who,
+    pub(crate) who: &'a WorkerId,
     pub(crate) nonce: &'a Nonce,
     pub(crate) interfaces: &'a Interfaces,
-    /// For all streams together.
+    /// The deadline for opening all streams together.
     pub(crate) deadline: Instant,
 }
 
@@ -30,21 +30,22 @@ pub(crate) struct Dialler<'a> {
 pub(crate) struct LocalStream {
     pub(crate) socket: OwnedFd,
     pub(crate) rings: Arc<Segment>,
-    /// What the hub keeps for all workers of the host, if it was asked for.
+    /// The hub's parameters for all workers of the host, if the worker asked for them.
     pub(crate) common: Option<OwnedFd>,
-    /// As [`Dialler::open`] gives them.
+    /// See [`Dialler::open`].
     pub(crate) state_slots: u8,
 }
 
 impl Dialler<'_> {
-    /// A stream over TCP to `hub` (`host:port`) over which frames may travel, and the values of state that the hub says the
-    /// job's optimizer keeps a parameter. The challenge of `hello` is drawn here.
+    /// Opens a stream over TCP to `hub` (`host:port`). Returns it ready for frames, with the number of state
+    /// values that the job's optimizer keeps for each parameter, as the hub says. Draws the challenge of
+    /// `hello`.
     pub(crate) fn open(&self, hub: &Arc<str>, hello: Hello) -> Result<(TcpStream, u8), WorkerError> {
         let socket = self.connect(hub, usize::from(hello.interface))?;
         self.greet(hub, socket, hello)
     }
 
-    /// [`open`](Self::open) over a connection that stands.
+    /// [`open`](Self::open) over an established connection.
     pub(crate) fn greet(
         &self,
         hub: &Arc<str>,
@@ -54,15 +55,15 @@ impl Dialler<'_> {
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict) = greet(&mut socket, self.nonce, &hello, self.deadline)
             .map_err(|error| self.fail(hub, format!("the handshake failed: {error}")))?;
-        self.heed(hub, &expected, &verdict).map(|state_slots| (socket, state_slots))
+        self.check_verdict(hub, &expected, &verdict).map(|state_slots| (socket, state_slots))
     }
 
-    /// The hub of this host that listens to `name`, if there is one.
+    /// Connects to the hub of this host that listens on `name`, if there is one.
     pub(crate) fn connect_locally(&self, name: &str) -> io::Result<UnixStream> {
         connect(name, self.deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// [`open`](Self::open) to a hub of this host, which is given `arena` and the rings of the stream.
+    /// [`open`](Self::open) to a hub of this host, which receives `arena` and the rings of the stream.
     pub(crate) fn open_locally(
         &self,
         hub: &Arc<str>,
@@ -71,7 +72,7 @@ impl Dialler<'_> {
         arena: &Segment,
     ) -> Result<LocalStream, WorkerError> {
         let failed = |error: io::Error| {
-            // What the kernel says when the time for a read is over.
+            // The kernel reports an expired read timeout as `WouldBlock`.
             let reason = match error.kind() {
                 io::ErrorKind::WouldBlock => "the hub did not answer in time".to_owned(),
                 _ => error.to_string(),
@@ -81,8 +82,8 @@ impl Dialler<'_> {
         let rings = create_rings(RING_BYTES_DEFAULT).map_err(failed)?;
         let hello = self.challenging(hub, hello)?;
         let (expected, verdict, common) =
-            self.shake_hands_locally(&socket, &hello, arena, &rings).map_err(failed)?;
-        let state_slots = self.heed(hub, &expected, &verdict)?;
+            self.handshake_locally(&socket, &hello, arena, &rings).map_err(failed)?;
+        let state_slots = self.check_verdict(hub, &expected, &verdict)?;
         Ok(LocalStream { socket: socket.into(), rings: Arc::new(rings), common, state_slots })
     }
 
@@ -93,8 +94,9 @@ impl Dialler<'_> {
         Ok(Hello { challenge, ..hello })
     }
 
-    /// Welcomed, by a hub that knows the nonce, and told how much state the optimizer keeps; or not.
-    fn heed(
+    /// Checks that the hub accepts the stream and knows the nonce. Returns the number of state values that
+    /// the optimizer keeps for each parameter.
+    fn check_verdict(
         &self,
         hub: &Arc<str>,
         expected: &Proof,
@@ -116,7 +118,7 @@ impl Dialler<'_> {
         }
     }
 
-    /// Tries every address the name stands for; the hub counts it as its interface number `position`.
+    /// Tries every address that the name stands for; `position` is the hub's number of the interface.
     fn connect(&self, hub: &Arc<str>, position: usize) -> Result<TcpStream, WorkerError> {
         let addresses = hub
             .to_socket_addrs()
@@ -141,9 +143,9 @@ impl Dialler<'_> {
         Err(self.fail(hub, refused))
     }
 
-    /// As [`greet`]; the memory goes with the first message, and a view of common parameters may come
-    /// with the last.
-    fn shake_hands_locally(
+    /// [`greet`] over shared memory: the first message carries the memory, and the last may carry a view of
+    /// common parameters.
+    fn handshake_locally(
         &self,
         socket: &UnixStream,
         hello: &Hello,

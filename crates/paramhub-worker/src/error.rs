@@ -1,4 +1,4 @@
-//! What can go wrong, for people: who, what, and what to do.
+//! Errors, as messages for people: which worker, what went wrong, and what to do.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,22 +9,23 @@ use paramhub_core::settings::SettingsError;
 use paramhub_core::wire::Refusal;
 use thiserror::Error;
 
-/// The worker an error happened to, as its messages begin.
+/// The worker to which an error happened; error messages begin with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Who {
-    /// The job's name; its namespace until ConnectService has told the name.
+pub struct WorkerId {
+    /// The job's name; its namespace until ConnectService has answered with the name.
     pub job: Arc<str>,
     /// The worker's rank.
     pub rank: u32,
 }
 
-impl fmt::Display for Who {
+impl fmt::Display for WorkerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "job `{}`, rank {}", self.job, self.rank)
     }
 }
 
-/// Why a worker cannot do what was asked. Once a job has failed, every outstanding and later request gets the same error.
+/// Why a worker cannot do what was asked. Once a job has failed, every outstanding and every later request
+/// gets the same error.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum WorkerError {
@@ -43,8 +44,8 @@ pub enum WorkerError {
     /// The connection manager refused a call or could not be reached.
     #[error("{who}: {call} failed: {cause}")]
     Manager {
-        /// Who asked.
-        who: Who,
+        /// The worker that asked.
+        who: WorkerId,
         /// `ConnectService`, `InitService` or `LeaveService`.
         call: &'static str,
         /// What the manager or the network says.
@@ -53,45 +54,45 @@ pub enum WorkerError {
     /// The settings contradict themselves.
     #[error("{who}: {cause}")]
     Settings {
-        /// Who asked.
-        who: Who,
+        /// The worker that asked.
+        who: WorkerId,
         /// What is wrong with them.
         cause: Arc<SettingsError>,
     },
-    /// The hubs placed the chunks otherwise than this worker, or their shape cannot be used.
+    /// The hubs' placement of the chunks differs from this worker's, or a hub's shape cannot be used.
     #[error("{who}: {reason}")]
     Placement {
-        /// Who asked.
-        who: Who,
+        /// The worker that asked.
+        who: WorkerId,
         /// What differs, and what to do.
         reason: Arc<str>,
     },
-    /// The interfaces that streams are to leave from are not there.
+    /// The interfaces that streams are to leave by do not exist.
     #[error("{who}: its streams cannot leave from where they should: {reason}")]
     Interfaces {
-        /// Who asked.
-        who: Who,
-        /// What was asked for and what there is.
+        /// The worker that asked.
+        who: WorkerId,
+        /// The interfaces that were asked for, and those that exist.
         reason: Arc<str>,
     },
     /// A hub cannot be reached or does not behave like one of this job.
     #[error("{who}: no stream to the hub at {hub}: {reason}")]
     Dial {
-        /// Who dialled.
-        who: Who,
+        /// The worker that dialled.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
-        /// What happened.
+        /// What happened to the connection.
         reason: Arc<str>,
     },
-    /// A hub turned this worker away.
+    /// A hub refused this worker's stream.
     #[error("{who}: the hub at {hub} refused the stream: {message}")]
     Refused {
-        /// Who dialled.
-        who: Who,
+        /// The worker that dialled.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
-        /// For programs.
+        /// The refusal, for programs.
         refusal: Refusal,
         /// The hub's reason.
         message: Arc<str>,
@@ -99,9 +100,9 @@ pub enum WorkerError {
     /// The operating system refuses a thread, a descriptor or the like.
     #[error("{who}: cannot {what}: {reason}")]
     System {
-        /// Who asked.
-        who: Who,
-        /// What was tried.
+        /// The worker that asked.
+        who: WorkerId,
+        /// What the worker tried to do.
         what: &'static str,
         /// What the operating system says.
         reason: Arc<str>,
@@ -109,11 +110,11 @@ pub enum WorkerError {
     /// There is no such key.
     #[error("{who}: key {key} does not exist: the table has {keys}, counted from 0")]
     NoSuchKey {
-        /// Who asked.
-        who: Who,
-        /// Asked for.
+        /// The worker that asked.
+        who: WorkerId,
+        /// The key that does not exist.
         key: u32,
-        /// Keys in the table.
+        /// The number of keys in the table.
         keys: usize,
     },
     /// A buffer does not fit its key.
@@ -121,8 +122,8 @@ pub enum WorkerError {
         "{who}: key {key} takes {expected_bytes} bytes, but the {buffer} has {got_bytes}: pass as many elements of that type as the key has"
     )]
     Length {
-        /// Who asked.
-        who: Who,
+        /// The worker that asked.
+        who: WorkerId,
         /// The key with its type and shape.
         key: Arc<str>,
         /// `gradient`, `parameters`, `gradient in place` or `state`.
@@ -132,37 +133,37 @@ pub enum WorkerError {
         /// Bytes of the buffer.
         got_bytes: usize,
     },
-    /// A key has one request at a time.
+    /// The key has a request under way, and a key has one at a time.
     #[error("{who}: a {request:?} of key {key} is still under way: wait for it first")]
-    Unfinished {
-        /// Who asked.
-        who: Who,
+    KeyBusy {
+        /// The worker that asked.
+        who: WorkerId,
         /// The key with its type and shape.
         key: Arc<str>,
-        /// What is under way.
+        /// The request under way.
         request: Request,
     },
-    /// The request has no place in this job or at this rank.
+    /// The request is not allowed in this job or at this rank.
     #[error("{who}: {reason}")]
-    Misplaced {
-        /// Who asked.
-        who: Who,
+    Misused {
+        /// The worker that asked.
+        who: WorkerId,
         /// Why, and what to do instead.
         reason: Arc<str>,
     },
     /// The I/O thread did not take a hyperparameter change in time.
     #[error("{who}: too many hyperparameter changes wait to be sent, and the hubs took none for {seconds} s")]
     Congested {
-        /// Who asked.
-        who: Who,
-        /// How long it waited.
+        /// The worker that asked.
+        who: WorkerId,
+        /// Seconds waited.
         seconds: f64,
     },
-    /// The hub ended the job and said why.
+    /// The hub ended the job and sent the reason.
     #[error("{who}: the hub at {hub} ended the job{}: {message}", FaultOf(*.culprit))]
     Failed {
-        /// Who was told.
-        who: Who,
+        /// The worker that received the reason.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
         /// The rank at fault, if one is.
@@ -170,47 +171,49 @@ pub enum WorkerError {
         /// The hub's reason.
         message: Arc<str>,
     },
-    /// A hub went away.
+    /// The connection to a hub is lost.
     #[error("{who}: lost the hub at {hub}{}: {reason}. Is it still running? Its log says more", InProcessOf(*.rank))]
     Lost {
-        /// Who lost it.
-        who: Who,
+        /// The worker that lost it.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
-        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says it.
+        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says
+        /// it.
         rank: Option<u32>,
-        /// How.
+        /// What happened to the connection.
         reason: Arc<str>,
     },
-    /// Nothing came from a hub for too long.
+    /// A hub has sent nothing for too long.
     #[error(
         "{who}: the hub at {hub}{} has been silent for {seconds:.0} s: it hangs, or the network between is cut (the job's dead_after_s bounds this)",
         InProcessOf(*.rank)
     )]
     Silent {
-        /// Who waited.
-        who: Who,
+        /// The worker that waited.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
-        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says it.
+        /// The rank in whose process the hub runs, where [`Options::hub_rank`](crate::Options::hub_rank) says
+        /// it.
         rank: Option<u32>,
-        /// How long.
+        /// Seconds of silence.
         seconds: f64,
     },
     /// An interface of this host that streams go through does not work.
     #[error("{who}: this worker's {what}. Streams to a hub went through it")]
     InterfaceDown {
-        /// Who watched.
-        who: Who,
+        /// The worker that watched.
+        who: WorkerId,
         /// The interface, its address, and what happened to it.
         what: Arc<str>,
     },
-    /// This worker has ended the job for all, through a [`Resignation`](crate::Resignation).
+    /// This worker has ended the job for all ranks, through an [`AbortHandle`](crate::AbortHandle).
     #[error("{who}: gave up: {reason}")]
     GaveUp {
-        /// Who did.
-        who: Who,
-        /// Why.
+        /// The worker that gave up.
+        who: WorkerId,
+        /// The reason that the program gave.
         reason: Arc<str>,
     },
     /// A hub broke the protocol.
@@ -218,40 +221,40 @@ pub enum WorkerError {
         "{who}: the hub at {hub} broke the protocol: {reason}. Do both ends run the same release of paramhub?"
     )]
     Protocol {
-        /// Who noticed.
-        who: Who,
+        /// The worker that noticed.
+        who: WorkerId,
         /// The hub's address.
         hub: Arc<str>,
-        /// What it did.
+        /// What the hub did.
         reason: Arc<str>,
     },
     /// A callback panicked on the I/O thread, which ended the job.
     #[error("{who}: a callback panicked on the I/O thread, which ends the job: {message}")]
     Callback {
-        /// Whose callback.
-        who: Who,
+        /// The worker whose callback it was.
+        who: WorkerId,
         /// The panic's message.
         message: Arc<str>,
     },
     /// The job was left with requests under way.
     #[error("{who}: left the job while requests were under way for {keys}")]
     LeftEarly {
-        /// Who left.
-        who: Who,
+        /// The worker that left.
+        who: WorkerId,
         /// The first of the keys.
         keys: Arc<str>,
     },
     /// The job was left before.
     #[error("{who}: the job was left")]
     Left {
-        /// Who left.
-        who: Who,
+        /// The worker that left.
+        who: WorkerId,
     },
     /// The client itself is at fault.
     #[error("{who}: the I/O thread failed, please report this: {message}")]
     Internal {
-        /// Whose thread.
-        who: Who,
+        /// The worker whose thread it was.
+        who: WorkerId,
         /// The panic's message.
         message: Arc<str>,
     },
@@ -267,7 +270,7 @@ impl WorkerError {
         }
     }
 
-    /// Notes in whose process the job's hubs run, where the error is of a hub that was lost.
+    /// Adds the rank in whose process the job's hubs run to an error about a lost hub.
     pub(crate) fn with_hub_rank(mut self, hub_rank: Option<u32>) -> Self {
         if let WorkerError::Lost { rank, .. } | WorkerError::Silent { rank, .. } = &mut self {
             *rank = hub_rank;
@@ -276,7 +279,7 @@ impl WorkerError {
     }
 }
 
-/// Follows a hub's address with the rank whose process it is in.
+/// The rank in whose process a hub runs, printed behind the hub's address.
 struct InProcessOf(Option<u32>);
 
 impl fmt::Display for InProcessOf {
@@ -285,18 +288,11 @@ impl fmt::Display for InProcessOf {
     }
 }
 
-/// Ends "the hub ended the job" with the rank at fault.
+/// The rank at fault, printed behind "the hub ended the job".
 struct FaultOf(Option<u32>);
 
 impl fmt::Display for FaultOf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |rank| write!(f, " because of rank {rank}"))
     }
-}
-
-/// What a panic said.
-pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> Arc<str> {
-    let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("it did not say why").into()
 }

@@ -1,4 +1,4 @@
-//! From which of this host's interfaces each stream leaves, and what befalls those interfaces.
+//! Chooses the interface of this host that each stream leaves by, and watches those interfaces.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -7,43 +7,45 @@ use std::time::Instant;
 
 use paramhub_core::wire::Failure;
 use paramhub_transport::interface::{
-    Interface, LOOK, Network, Selector, Sysfs, Usable, Watch, choose, interfaces, leaves_by,
+    Interface, InterfaceMonitor, LOOK, Selector, Subnet, Sysfs, UsableInterface, choose, interfaces,
+    leaves_by,
 };
 
+use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::inbox::Command;
 use crate::job::Shared;
-use crate::resume::{News, Teller};
+use crate::resume::{StreamEvent, StreamEventSender};
 
 /// The interfaces that streams may leave by.
 pub(crate) struct Interfaces {
     found: Vec<Interface>,
-    usable: Vec<Usable>,
+    usable: Vec<UsableInterface>,
     selector: Selector,
 }
 
 impl Interfaces {
-    /// Those of this host that `selector` means.
+    /// The interfaces of this host that `selector` selects.
     ///
     /// # Errors
-    /// For people: what was asked for and is not there.
+    /// A message for people that names what was asked for and does not exist.
     pub(crate) fn learn(selector: &Selector) -> Result<Self, String> {
         let found = match interfaces() {
             Ok(found) => found,
-            // Where nothing is asked for, the kernel can choose without our knowing.
+            // Without a selector the kernel can choose, and the worker need not know the interfaces.
             Err(_) if *selector == Selector::Auto => Vec::new(),
             Err(error) => return Err(format!("this host's interfaces cannot be listed: {error}")),
         };
         let usable = match choose(&found, selector, &Sysfs::default()) {
             Ok(choice) => choice.usable,
-            // A host without a network has hubs of its own.
+            // A host without a network has only hubs of its own.
             Err(_) if *selector == Selector::Auto => Vec::new(),
             Err(error) => return Err(error.to_string()),
         };
         Ok(Interfaces { found, usable, selector: selector.clone() })
     }
 
-    /// Those of this host that `selector` means and that work now; none where they cannot be listed.
+    /// The interfaces of this host that `selector` selects and that work now; none where they cannot be
+    /// listed.
     pub(crate) fn learn_running(selector: &Selector) -> Self {
         let mut found = interfaces().unwrap_or_default();
         found.retain(Interface::is_running);
@@ -51,7 +53,7 @@ impl Interfaces {
         Interfaces { found, usable, selector: selector.clone() }
     }
 
-    /// Every address from which a hub can be dialled; `None` where the kernel is to choose one.
+    /// Every address from which to dial a hub; `None` among them means that the kernel chooses.
     pub(crate) fn sources(&self, hub: SocketAddr) -> Vec<Option<IpAddr>> {
         if self.found.iter().any(|interface| interface.has(hub.ip())) {
             return vec![None];
@@ -65,21 +67,21 @@ impl Interfaces {
 
     /// All addresses that streams may leave from, each with its interface.
     pub(crate) fn usable(&self) -> impl Iterator<Item = (String, IpAddr)> + '_ {
-        let addresses = |usable: &Usable| {
+        let addresses = |usable: &UsableInterface| {
             let name = usable.name.clone();
             usable.networks.iter().map(|network| (name.clone(), network.address())).collect::<Vec<_>>()
         };
         self.usable.iter().flat_map(addresses)
     }
 
-    /// The address from which to dial the interface at `position` of a hub; `None` leaves it to the kernel, as where there is
-    /// nothing to choose.
+    /// The address from which to dial the interface at `position` of a hub; `None` leaves the choice to the
+    /// kernel, also where there is only one.
     ///
     /// # Errors
-    /// For people: none of the interfaces asked for leads there.
+    /// A message for people: none of the selected interfaces leads to the hub.
     pub(crate) fn source(&self, hub: SocketAddr, position: usize) -> Result<Option<IpAddr>, String> {
         if self.found.iter().any(|interface| interface.has(hub.ip())) {
-            // It is this host's own address: nothing leaves.
+            // The hub has an address of this host: the stream leaves through no interface.
             return Ok(None);
         }
         if self.selector == Selector::Auto && self.usable.len() < 2 {
@@ -105,19 +107,23 @@ impl Interfaces {
 }
 
 fn leads_to(hub: IpAddr) -> impl Fn(&IpAddr, &str) -> bool {
-    // A system that cannot be asked leaves the kernel to choose.
+    // Where the system cannot name the interface that a route leaves by, the kernel chooses.
     move |from, name| leaves_by(*from, hub).is_ok_and(|leaves_by| leaves_by.as_deref() == Some(name))
 }
 
-/// The addresses from which a hub can be dialled, one of each interface: of those in its own subnet if there are any, else of
-/// those whose route leads there. The route decides in the subnet, too: of two interfaces there the kernel uses one unless
-/// rules tell it otherwise, whatever the source.
-fn sources(usable: &[Usable], hub: IpAddr, leads_there: impl Fn(&IpAddr, &str) -> bool) -> Vec<IpAddr> {
-    let is_same_subnet = |network: &&Network| network.contains(hub);
-    let is_any = |network: &&Network| network.address().is_ipv4() == hub.is_ipv4();
-    let among = |fits: &dyn Fn(&&Network) -> bool| -> Vec<IpAddr> {
-        let first = |usable: &Usable| {
-            let mut fitting = usable.networks.iter().filter(|network| fits(network)).map(Network::address);
+/// The addresses from which to dial a hub, one of each interface: of the interfaces in the hub's own subnet
+/// if there are any, else of those whose route leads there. The route decides in the subnet, too: of two
+/// interfaces there the kernel uses only one, whatever the source, unless routing rules say otherwise.
+fn sources(
+    usable: &[UsableInterface],
+    hub: IpAddr,
+    leads_there: impl Fn(&IpAddr, &str) -> bool,
+) -> Vec<IpAddr> {
+    let is_same_subnet = |network: &&Subnet| network.contains(hub);
+    let is_any = |network: &&Subnet| network.address().is_ipv4() == hub.is_ipv4();
+    let among = |fits: &dyn Fn(&&Subnet) -> bool| -> Vec<IpAddr> {
+        let first = |usable: &UsableInterface| {
+            let mut fitting = usable.networks.iter().filter(|network| fits(network)).map(Subnet::address);
             fitting.find(|address| leads_there(address, &usable.name))
         };
         usable.iter().filter_map(first).collect()
@@ -126,47 +132,52 @@ fn sources(usable: &[Usable], hub: IpAddr, leads_there: impl Fn(&IpAddr, &str) -
     if near.is_empty() { among(&is_any) } else { near }
 }
 
-/// Watches the interfaces of these addresses until the job is over, on a thread of its own that there is only where streams
-/// leave this host. What goes down ends the job, or is told where the job goes on.
+/// Watches the interfaces of these addresses until the job is over, on a thread of its own, which starts only
+/// if streams leave this host. An interface that goes down ends the job or, in a job that goes on, becomes a
+/// stream event.
 pub(crate) fn watch(
     shared: Weak<Shared>,
     used: BTreeSet<(String, IpAddr)>,
-    teller: Option<Teller>,
+    event_sender: Option<StreamEventSender>,
 ) -> std::io::Result<()> {
     if used.is_empty() {
         return Ok(());
     }
     std::thread::Builder::new()
         .name("paramhub-watch".into())
-        .spawn(move || look_after(&shared, used, teller.as_ref()))
+        .spawn(move || watch_until_over(&shared, used, event_sender.as_ref()))
         .map(drop)
 }
 
-fn look_after(shared: &Weak<Shared>, used: BTreeSet<(String, IpAddr)>, teller: Option<&Teller>) {
+fn watch_until_over(
+    shared: &Weak<Shared>,
+    used: BTreeSet<(String, IpAddr)>,
+    event_sender: Option<&StreamEventSender>,
+) {
     let addresses: Vec<IpAddr> = used.iter().map(|&(_, address)| address).collect();
-    let mut watch = Watch::new(used);
+    let mut watch = InterfaceMonitor::new(used);
     loop {
         std::thread::sleep(LOOK);
-        // Held for a moment only, so that a job that is over takes its memory along.
+        // Held for a moment only, so that this thread does not keep the memory of a finished job alive.
         let Some(shared) = shared.upgrade() else { return };
         if shared.inbox.closed().is_some() {
             return;
         }
-        // A system that cannot be asked for a moment is asked again.
+        // The list may fail for a moment; the next round asks again.
         let Ok(found) = interfaces() else { continue };
         let changes = watch.look(&found, Instant::now());
-        if let Some(teller) = teller {
+        if let Some(event_sender) = event_sender {
             let down = changes.into_iter().filter_map(|change| Some((change.position, change.down?)));
             for (position, what) in down {
-                teller.tell(News::Down { address: addresses[position], what });
+                event_sender.send(StreamEvent::InterfaceDown { address: addresses[position], what });
             }
             continue;
         }
         if let Some(down) = changes.into_iter().find_map(|change| change.down) {
-            let told = Failure { rank: Some(shared.who.rank), message: format!("its {down}") };
+            let announced = Failure { rank: Some(shared.who.rank), message: format!("its {down}") };
             let error = WorkerError::InterfaceDown { who: shared.who.clone(), what: down.into() };
-            // Refused only by a job that is over.
-            let _ = shared.inbox.put(Command::GiveUp { error, told });
+            // The inbox refuses this only if the job is over.
+            let _ = shared.inbox.put(JobCommand::GiveUp { error, announced });
             return;
         }
     }
@@ -176,9 +187,9 @@ fn look_after(shared: &Weak<Shared>, used: BTreeSet<(String, IpAddr)>, teller: O
 mod tests {
     use super::*;
 
-    fn usable(name: &str, networks: &[(&str, u32)]) -> Usable {
-        let networks = networks.iter().map(|&(ip, bits)| Network::new(ip.parse().unwrap(), bits)).collect();
-        Usable { name: name.into(), networks }
+    fn usable(name: &str, networks: &[(&str, u32)]) -> UsableInterface {
+        let networks = networks.iter().map(|&(ip, bits)| Subnet::new(ip.parse().unwrap(), bits)).collect();
+        UsableInterface { name: name.into(), networks }
     }
 
     #[test]

@@ -18,39 +18,41 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! One I/O thread serves all streams of a job, one to each hub core that owns some of its chunks. Gradients leave from
-//! where they lie and parameters arrive where they are wanted; what a request needs is handed to the I/O thread and handed
-//! back, so the data path allocates nothing, locks nothing and logs nothing per chunk.
+//! One I/O thread serves all streams of a job; each stream leads to one hub core that owns some of the job's
+//! chunks. The I/O thread sends gradients straight from the caller's buffers and receives parameters straight
+//! into them. The caller hands the buffers over with a request and gets them back at its end, so the data
+//! path allocates nothing, locks nothing and logs nothing per chunk.
 //!
-//! To a hub on the same host tensors do not travel at all: they lie in an arena that the hub maps, and frames only say
-//! which chunk is ready. Any buffer is copied there and back; those of [`Job::gradient_tensor`] and
-//! [`Job::parameter_tensor`] lie there already. [`Options::transport`] chooses otherwise.
+//! Between a worker and a hub on the same host tensors do not travel at all: they lie in an arena that the
+//! hub maps, and a frame says only which chunk is ready. The client copies any buffer into the arena and
+//! back; those of [`Job::gradient_tensor`] and [`Job::parameter_tensor`] lie there already.
+//! [`Options::transport`] chooses otherwise.
 //!
-//! A request's way through these modules: [`Job`] checks it and claims its key, the inbox takes it to the I/O thread, a
-//! lane (one stream's sending side) sends its chunks by urgency, the inbound side lands the answers, and the [`Handle`]
-//! gives the buffers back.
+//! A request passes through these modules: [`Job`] checks it and claims its key, the inbox takes it to the
+//! I/O thread, a lane (one stream's sending side) sends its chunks by urgency, the inbound side writes the
+//! answers to their buffers, and the [`Handle`] gives the buffers back.
 #![forbid(unsafe_code)]
 
-mod admission;
 mod arena;
-mod attendance;
-mod desk;
+mod command;
 mod dial;
-mod engine;
-mod errand;
 mod error;
 mod handle;
 mod inbound;
-mod inbox;
 mod interfaces;
+mod io_loop;
 mod job;
+mod job_config;
 mod lane;
+mod lease;
 mod member;
 mod membership;
 mod norms;
 mod notices;
 mod options;
-mod quantised;
+mod quantisation;
+mod region_request;
+mod requests_in_flight;
 mod resume;
 mod retunes;
 mod scope;
@@ -58,17 +60,17 @@ mod staging;
 mod statistics;
 mod steps;
 
-pub use admission::Admission;
-pub use attendance::Attendance;
-pub use errand::Errand;
-pub use error::{Who, WorkerError};
+pub use error::{WorkerError, WorkerId};
 pub use handle::{Finished, Handle};
-pub use job::{FactorBuffers, FactorHandle, FactorRegions, Job, Resignation};
+pub use job::{AbortHandle, FactorBuffers, FactorHandle, FactorRegions, Job};
+pub use job_config::JobConfig;
+pub use lease::JobLease;
 pub use member::Member;
 pub use membership::Membership;
 pub use notices::HubNotice;
-pub use options::{Options, Sharing, Transport};
+pub use options::{Options, ParameterSharing, Transport};
 pub use paramhub_transport::interface::Selector;
 pub use paramhub_transport::shm::{SharedTensor, Tensor};
+pub use region_request::RegionRequest;
 pub use scope::Scope;
 pub use statistics::Statistics;

@@ -11,18 +11,18 @@ use paramhub_core::service::{ConnectService, InitService, LeaveService, ServiceC
 use paramhub_core::settings::Settings;
 use paramhub_transport::host_identity;
 
-use crate::admission::Admission;
-use crate::attendance::Attendance;
-use crate::error::{Who, WorkerError};
+use crate::error::{WorkerError, WorkerId};
 use crate::job::Job;
+use crate::job_config::JobConfig;
+use crate::lease::JobLease;
 use crate::membership::Membership;
 use crate::options::Options;
 
-/// Whoever has been in ConnectService before is answered at once.
-const SIGN_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a repeated ConnectService may take: the manager answers it at once.
+const RENEW_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A worker whose job is complete: every rank has connected. Dropped before [`Member::init`] is done, it gives up its rank,
-/// so that the others need not wait for it.
+/// A worker whose job is complete: every rank has connected. Dropped before [`Member::init`] is done, it
+/// gives up its rank, so that the others need not wait for it.
 #[derive(Debug)]
 pub struct Member {
     membership: Membership,
@@ -30,9 +30,9 @@ pub struct Member {
     manager: ManagerClient,
     incarnation: Incarnation,
     connected: ServiceConnected,
-    /// As the manager has it, to be repeated.
+    /// The call as the manager has it, for renewals.
     call: ConnectService,
-    /// What the others are told if this worker gives up; none once the hubs count on it.
+    /// The reason that the other ranks get if this worker gives up; `None` once the hubs know this worker.
     gives_up: Option<String>,
 }
 
@@ -47,11 +47,11 @@ impl Member {
 
     /// [`Member::connect`] with other waits and sizes.
     pub fn connect_with(membership: Membership, options: Options) -> Result<Member, WorkerError> {
-        let who = Who { job: membership.namespace.to_string().into(), rank: membership.rank };
+        let who = WorkerId { job: membership.namespace.to_string().into(), rank: membership.rank };
         let refused = |cause| manager_error(who.clone(), "ConnectService", cause);
         let manager = ManagerClient::new(&membership.url, None)
             .map_err(refused)?
-            .with_patience(options.manager_patience);
+            .with_retry_timeout(options.manager_retry_timeout);
         let mut incarnation = Incarnation([0; 16]);
         getrandom::fill(&mut incarnation.0).map_err(|error| WorkerError::System {
             who: who.clone(),
@@ -87,7 +87,7 @@ impl Member {
         self.connected.workers
     }
 
-    /// Where each rank listens for the others, in rank order: its [`Options::peer_address`].
+    /// The address at which each rank listens for the others, in rank order: its [`Options::peer_address`].
     pub fn peer_addresses(&self) -> &[Option<SocketAddr>] {
         &self.connected.peer_addresses
     }
@@ -97,65 +97,70 @@ impl Member {
         &self.connected.name
     }
 
-    /// Stays in the job without calling InitService, for ranks that exchange among themselves: the manager hears of this one until
-    /// it leaves, and `on_end` of the job's end, if that comes first. `on_end` must not drop the attendance, which waits for it.
+    /// Holds a lease in the job without calling InitService, for ranks that exchange among themselves. A
+    /// thread renews the lease until this rank leaves. It calls `on_end` if the job ends first; `on_end` must
+    /// not drop the lease, which waits for the thread.
     ///
     /// # Errors
-    /// If there is no thread for it.
-    pub fn stay(
+    /// If the thread cannot be started.
+    pub fn hold_lease(
         mut self,
         on_end: impl FnOnce(WorkerError) + Send + 'static,
-    ) -> Result<Attendance, WorkerError> {
+    ) -> Result<JobLease, WorkerError> {
         self.gives_up = Some("it ended without having left the job".to_owned());
-        Attendance::new(self, on_end)
+        JobLease::new(self, on_end)
     }
 
-    /// Says that this rank's work is done without a hub. The job has finished when every rank has said so.
+    /// Reports to the manager that this rank's work is done, without a hub. The job has finished when every
+    /// rank has reported this.
     ///
     /// # Errors
-    /// If the manager cannot be told.
+    /// If the manager cannot be reached.
     pub fn leave(mut self) -> Result<(), WorkerError> {
         self.has_left();
-        self.tell_leave(String::new(), true).map_err(|cause| manager_error(self.who(), "LeaveService", cause))
+        self.send_leave(String::new(), true).map_err(|cause| manager_error(self.who(), "LeaveService", cause))
     }
 
-    /// Hands in this rank's settings, waits until every rank has and the hubs have allocated, and opens the streams.
+    /// Sends this rank's settings, waits until every rank has sent its own and the hubs have allocated, and
+    /// opens the streams.
     ///
     /// # Errors
-    /// If the ranks disagree, which the manager explains, the hubs cannot hold the job, or a stream cannot be opened.
+    /// If the ranks disagree, which the manager explains, the hubs cannot hold the job, or a stream cannot be
+    /// opened.
     pub fn init(mut self, settings: Settings) -> Result<Job, WorkerError> {
         let result = self.try_init(settings);
         self.gives_up = result.as_ref().err().map(ToString::to_string);
         result
     }
 
-    /// For errors.
-    pub(crate) fn who(&self) -> Who {
-        Who { job: self.connected.name.as_str().into(), rank: self.membership.rank }
+    /// This worker's name in errors.
+    pub(crate) fn who(&self) -> WorkerId {
+        WorkerId { job: self.connected.name.as_str().into(), rank: self.membership.rank }
     }
 
-    /// How long the manager waits for a sign of anybody.
-    pub(crate) fn lease(&self) -> Duration {
+    /// How long the manager waits for a rank's renewal.
+    pub(crate) fn lease_duration(&self) -> Duration {
         Duration::try_from_secs_f64(self.connected.options.lease_s).unwrap_or(Duration::MAX)
     }
 
-    /// Tells the manager again that this rank is there, and hears whether the job still is.
-    pub(crate) fn call_again(&self) -> Result<(), ControlError> {
-        let manager = self.manager.clone().with_patience(Duration::ZERO);
-        manager.connect_service(self.membership.namespace, &self.call, SIGN_TIMEOUT).map(drop)
+    /// Calls ConnectService again, which renews the lease and fails if the job no longer runs.
+    pub(crate) fn renew(&self) -> Result<(), ControlError> {
+        let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
+        manager.connect_service(self.membership.namespace, &self.call, RENEW_TIMEOUT).map(drop)
     }
 
-    /// Tells the manager that this rank leaves the job without having reached a hub. No patience: the manager was there a moment
-    /// ago.
-    pub(crate) fn tell_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
+    /// Reports to the manager that this rank leaves the job without having reached a hub. Does not retry: the
+    /// manager answered a moment ago.
+    pub(crate) fn send_leave(&self, reason: String, finished: bool) -> Result<(), ControlError> {
         let Membership { namespace, nonce, rank, .. } = self.membership;
         let proof = nonce.prove_rank(Purpose::Leave, namespace, rank, self.incarnation);
         let request = LeaveService { rank, incarnation: self.incarnation, proof, reason, finished };
-        let manager = self.manager.clone().with_patience(Duration::ZERO);
+        let manager = self.manager.clone().with_retry_timeout(Duration::ZERO);
         manager.leave_service(namespace, &request)
     }
 
-    /// Its end is nobody's business any more: the manager has been told of it, or tells of it.
+    /// Keeps the drop of this member from reporting anything: the manager knows of its end, or has announced
+    /// it.
     pub(crate) fn has_left(&mut self) {
         self.gives_up = None;
     }
@@ -166,8 +171,9 @@ impl Member {
         settings
             .check()
             .map_err(|cause| WorkerError::Settings { who: who.clone(), cause: Arc::new(cause) })?;
-        // Before the hubs count on this rank.
-        self.options.check(&who, &settings, self.connected.options.stands_still(&settings))?;
+        // Check before the hubs allocate for this rank.
+        let ServiceConnected { options: job_options, hubs, .. } = &self.connected;
+        self.options.check(&who, &settings, job_options, hubs.len())?;
         let request = InitService {
             rank,
             incarnation: self.incarnation,
@@ -180,7 +186,7 @@ impl Member {
             .manager
             .init_service(namespace, &request, timeout)
             .map_err(|cause| manager_error(who, "InitService", cause))?;
-        let admission = Admission {
+        let job_config = JobConfig {
             name: self.connected.name.clone(),
             namespace,
             nonce,
@@ -194,18 +200,18 @@ impl Member {
             placement_hash: Some(initialised.placement_hash),
             roster: initialised.roster,
         };
-        admission.open(self.options.clone())
+        job_config.open(self.options.clone())
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
         let Some(reason) = self.gives_up.take() else { return };
-        // Best effort: without it the others learn of it when the rendezvous times out.
-        let _ = self.tell_leave(reason, false);
+        // Best effort: without it the other ranks learn of the failure when the rendezvous times out.
+        let _ = self.send_leave(reason, false);
     }
 }
 
-pub(crate) fn manager_error(who: Who, call: &'static str, cause: ControlError) -> WorkerError {
+pub(crate) fn manager_error(who: WorkerId, call: &'static str, cause: ControlError) -> WorkerError {
     WorkerError::Manager { who, call, cause: Arc::new(cause) }
 }

@@ -1,17 +1,17 @@
-//! Where and as whom to join.
+//! The manager, job and rank with which a worker joins.
 
 use paramhub_core::auth::{Namespace, Nonce};
 
 use crate::error::WorkerError;
 
-/// What a worker must know to join a job.
+/// The information that a worker needs to join a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
     /// The connection manager, as `http://host:port`, `host:port` or `host`.
     pub url: String,
-    /// The job, as CreateService answered.
+    /// The job's namespace, from the answer to CreateService.
     pub namespace: Namespace,
-    /// The job's secret, as CreateService answered.
+    /// The job's nonce, from the answer to CreateService.
     pub nonce: Nonce,
     /// This worker's rank, from 0.
     pub rank: u32,

@@ -1,41 +1,41 @@
-//! What user threads know of the gradient's norms.
+//! The gradient norms, as user threads see them.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use paramhub_core::norms::GradientNorm;
 
-/// The newest norms, who waits for more, and what was released.
+/// The newest norms, the waits for more, and the step that was released.
 #[derive(Debug, Default)]
-pub(crate) struct NormBook {
-    state: Mutex<State>,
+pub(crate) struct NormHistory {
+    state: Mutex<NormState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Oldest first.
+struct NormState {
+    /// The newest norms, oldest first.
     kept: VecDeque<GradientNorm>,
     waits: usize,
-    /// The last step released by hand.
+    /// The last step that the program released.
     released: Option<u32>,
-    /// The version that rank 0's parameters start from.
+    /// The version of rank 0's initial parameters.
     start: Option<u32>,
 }
 
-/// What there is to say about a step's norm.
+/// What is known of a step's norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Known {
-    Yes(f64),
-    /// It is still to come.
-    NotYet,
-    /// It was forgotten.
-    NoMore,
+pub(crate) enum NormStatus {
+    Known(f64),
+    /// The norm is still to come.
+    Pending,
+    /// The norm is no longer kept.
+    Forgotten,
 }
 
-impl NormBook {
-    /// Norms remembered.
+impl NormHistory {
+    /// The number of norms kept.
     pub(crate) const KEPT_MAX: usize = 16;
-    /// Waits at one time.
+    /// The maximum of waits at one time.
     pub(crate) const WAITS_MAX: usize = 1024;
 
     /// Keeps the norm of the newest step.
@@ -52,17 +52,17 @@ impl NormBook {
         self.state().kept.back().copied()
     }
 
-    /// What is known of a step's norm.
-    pub(crate) fn known(&self, step: u32) -> Known {
+    /// Looks up a step's norm.
+    pub(crate) fn known(&self, step: u32) -> NormStatus {
         let state = self.state();
         match (state.kept.iter().find(|kept| kept.step == step), state.kept.front()) {
-            (Some(kept), _) => Known::Yes(kept.norm),
-            (None, Some(oldest)) if step < oldest.step => Known::NoMore,
-            _ => Known::NotYet,
+            (Some(kept), _) => NormStatus::Known(kept.norm),
+            (None, Some(oldest)) if step < oldest.step => NormStatus::Forgotten,
+            _ => NormStatus::Pending,
         }
     }
 
-    /// One more waits; `false` if too many do.
+    /// Counts one more wait; `false` if there are too many.
     pub(crate) fn begin_wait(&self) -> bool {
         let mut state = self.state();
         let has_room = state.waits < Self::WAITS_MAX;
@@ -70,12 +70,13 @@ impl NormBook {
         has_room
     }
 
-    /// One waits no more.
+    /// Counts one wait less.
     pub(crate) fn end_wait(&self) {
         self.state().waits -= 1;
     }
 
-    /// Notes that a step is released by hand; `false` unless its norm is the newest and it was not before.
+    /// Notes that the program releases a step; `false` unless its norm is the newest and the step was not
+    /// released before.
     pub(crate) fn release(&self, step: u32) -> bool {
         let mut state = self.state();
         let is_due = state.kept.back().is_some_and(|kept| kept.step == step) && state.released != Some(step);
@@ -85,13 +86,14 @@ impl NormBook {
         is_due
     }
 
-    /// Notes that parameters start from `version`, or says which one others started from.
+    /// Notes that the initial parameters have `version`; fails with the version of an earlier call if it
+    /// differs.
     pub(crate) fn start(&self, version: u32) -> Result<(), u32> {
         let start = *self.state().start.get_or_insert(version);
         if start == version { Ok(()) } else { Err(start) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, NormState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -102,26 +104,29 @@ mod tests {
 
     #[test]
     fn the_newest_norms_are_kept_and_the_newest_step_is_released_once() {
-        let book = NormBook::default();
-        assert_eq!((book.last(), book.known(0), book.release(0)), (None, Known::NotYet, false));
+        let norms = NormHistory::default();
+        assert_eq!((norms.last(), norms.known(0), norms.release(0)), (None, NormStatus::Pending, false));
         for step in 5..40 {
-            book.keep(GradientNorm { step, norm: f64::from(step) });
-            assert!(!book.release(step - 1), "too late");
-            assert!(book.release(step));
-            assert!(!book.release(step), "twice");
+            norms.keep(GradientNorm { step, norm: f64::from(step) });
+            assert!(!norms.release(step - 1), "too late");
+            assert!(norms.release(step));
+            assert!(!norms.release(step), "twice");
         }
-        assert_eq!(book.last().unwrap().norm, 39.0);
-        let known = [23, 24, 39, 40].map(|step| book.known(step));
-        assert_eq!(known, [Known::NoMore, Known::Yes(24.0), Known::Yes(39.0), Known::NotYet]);
+        assert_eq!(norms.last().unwrap().norm, 39.0);
+        let known = [23, 24, 39, 40].map(|step| norms.known(step));
+        assert_eq!(
+            known,
+            [NormStatus::Forgotten, NormStatus::Known(24.0), NormStatus::Known(39.0), NormStatus::Pending]
+        );
     }
 
     #[test]
     fn waits_are_counted_and_the_first_version_holds() {
-        let book = NormBook::default();
-        assert!((0..NormBook::WAITS_MAX).all(|_| book.begin_wait()));
-        assert!(!book.begin_wait());
-        book.end_wait();
-        assert!(book.begin_wait());
-        assert_eq!([book.start(7), book.start(8), book.start(7)], [Ok(()), Err(7), Ok(())]);
+        let norms = NormHistory::default();
+        assert!((0..NormHistory::WAITS_MAX).all(|_| norms.begin_wait()));
+        assert!(!norms.begin_wait());
+        norms.end_wait();
+        assert!(norms.begin_wait());
+        assert_eq!([norms.start(7), norms.start(8), norms.start(7)], [Ok(()), Err(7), Ok(())]);
     }
 }

@@ -1,17 +1,18 @@
-//! What hubs want a person to know while the job goes on.
+//! Notices of the hubs for people, sent while the job goes on.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A hub's remark, such as a rank that has been silent, which rank 0 gets; whom all wait for; and that this worker's own streams go on another way.
+/// A notice of a hub: of a silent rank, which rank 0 receives, or of the rank for which all wait. Also this
+/// worker's own notice that it has opened its streams again by another path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubNotice {
     /// The hub's address.
     pub hub: Arc<str>,
-    /// The rank it is about, if it is about one.
+    /// The rank that the notice concerns, if it concerns one.
     pub rank: Option<u32>,
-    /// Who and what.
+    /// What happened, and to which rank or stream.
     pub message: String,
 }
 
@@ -21,25 +22,25 @@ impl fmt::Display for HubNotice {
     }
 }
 
-type Listener = Arc<dyn Fn(&HubNotice) + Send + Sync>;
+type NoticeListener = Arc<dyn Fn(&HubNotice) + Send + Sync>;
 
-/// The newest notices, and who wants to hear of new ones.
+/// The newest notices, and the listener for new ones.
 #[derive(Default)]
 pub(crate) struct Notices {
-    state: Mutex<State>,
+    state: Mutex<NoticesState>,
 }
 
 #[derive(Default)]
-struct State {
+struct NoticesState {
     kept: VecDeque<HubNotice>,
-    listener: Option<Listener>,
+    listener: Option<NoticeListener>,
 }
 
 impl Notices {
-    /// Older ones are forgotten.
+    /// The number of notices kept; older ones are dropped.
     const KEPT_MAX: usize = 64;
 
-    /// Keeps a notice and tells the listener. A panic of the listener is the caller's to catch.
+    /// Keeps a notice and calls the listener. The caller must catch a panic of the listener.
     pub(crate) fn add(&self, notice: HubNotice) {
         let listener = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -59,8 +60,8 @@ impl Notices {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).kept.iter().cloned().collect()
     }
 
-    /// Tells `listener` of every notice from now on, in place of the last one.
-    pub(crate) fn listen(&self, listener: Listener) {
+    /// Calls `listener` with every notice from now on, in place of the last one.
+    pub(crate) fn listen(&self, listener: NoticeListener) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).listener = Some(listener);
     }
 }

@@ -1,20 +1,22 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paramhub_core::combinations::{Feature, Features, conflict_of};
+use paramhub_core::liveness::HEARTBEAT;
+use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_transport::SCRATCH_BYTES_DEFAULT;
 use paramhub_transport::interface::Selector;
 
-use crate::error::{Who, WorkerError};
+use crate::error::{WorkerError, WorkerId};
 
 /// How tensors travel between a worker and its hubs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// Shared memory to hubs on this host, TCP to others. A hub is on this host if it can be reached over the Unix socket
-    /// whose random name it told the connection manager.
+    /// Shared memory to hubs on this host, TCP to others. A hub is on this host if it can be reached over the
+    /// Unix socket whose random name it gave to the connection manager.
     #[default]
     Auto,
     /// TCP, wherever the hub is.
@@ -46,54 +48,63 @@ impl FromStr for Transport {
     }
 }
 
-/// Whether a worker reads the one copy of the parameters that a hub on its host keeps for all its workers there.
+/// Whether a worker reads the one copy of the parameters that a hub on its host keeps for all its workers
+/// there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sharing {
-    /// It receives its own.
+pub enum ParameterSharing {
+    /// The worker receives its own copy.
     #[default]
     Never,
-    /// It does if that is possible: [`Job::shares_parameters`](crate::Job::shares_parameters) tells.
+    /// The worker reads the shared copy if that is possible:
+    /// [`Job::shares_parameters`](crate::Job::shares_parameters) says whether it does.
     WherePossible,
-    /// It does; where that is impossible joining fails.
+    /// The worker reads the shared copy; where that is impossible joining fails.
     Always,
 }
 
-/// How this worker waits and what it sets aside. Unlike the job's settings, every rank may choose its own.
+/// How long this worker waits, and how much memory it reserves. Unlike with the job's settings, every rank
+/// may choose its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How long a refused connection to the manager is dialled again, for a manager that is just starting.
-    pub manager_patience: Duration,
-    /// How long ConnectService may take. Longer than the job's own rendezvous timeout, whose error names the missing ranks.
+    /// How long the worker retries a refused connection to the manager, which may be just starting.
+    pub manager_retry_timeout: Duration,
+    /// How long ConnectService may take. Longer than the job's own rendezvous timeout, whose error names the
+    /// missing ranks.
     pub rendezvous_timeout: Duration,
-    /// How long the I/O thread looks for answers before it sleeps. Nothing by default: it would take a processor from the
-    /// computation.
+    /// How long the I/O thread polls for answers before it sleeps. Zero by default: polling would take a
+    /// processor from the computation.
     pub spin: Duration,
     /// How tensors travel.
     pub transport: Transport,
     /// The rack this worker is in, where hubs serve racks.
     pub rack: Option<String>,
-    /// What hubs that serve a single host know this one by; by default what tells it and its network namespace from all others.
+    /// The name by which hubs that serve a single host know this host; by default an identifier that is
+    /// unique to the host and its network namespace.
     pub host: Option<String>,
     /// The rank in whose process all hubs of the job run, if they do: errors about a lost hub name it.
     pub hub_rank: Option<u32>,
-    /// Where this worker listens for the job's other workers, if they are to reach it: the connection manager tells them.
+    /// The address at which this worker listens for the job's other workers, if they are to reach it: the
+    /// connection manager gives it to them.
     pub peer_address: Option<SocketAddr>,
-    /// From which of this host's interfaces streams over TCP leave. A stream to a hub's interface number i leaves from number i
-    /// modulo n of those n that lead there: of those in its subnet, else of those whose route does. By default the kernel chooses
-    /// where only one does.
+    /// The interfaces of this host that streams over TCP leave by. Of the n interfaces that lead to a hub, a
+    /// stream to the hub's interface number i leaves by number i modulo n; those are the ones in the hub's
+    /// subnet if there are any, else the ones whose route leads there. By default the kernel chooses where
+    /// only one does.
     pub interfaces: Selector,
-    /// Read parameters from the one copy that a hub on this host keeps for all its workers, instead of receiving one's own:
-    /// see [`Job::shared_parameters`](crate::Job::shared_parameters). It needs shared memory, a job in step, and a single hub.
-    pub shared_parameters: Sharing,
-    /// For dialling all streams and their handshakes together.
+    /// Whether to read parameters from the one copy that a hub on this host keeps for all its workers,
+    /// instead of receiving a private copy: see [`Job::shared_parameters`](crate::Job::shared_parameters). It
+    /// needs shared memory, a job in step, and a single hub.
+    pub shared_parameters: ParameterSharing,
+    /// The time for dialling all streams and for their handshakes together.
     pub dial_timeout: Duration,
-    /// A stream on which nothing was sent for this long sends a heartbeat; at most a quarter of the job's `dead_after_s`.
+    /// A stream on which nothing was sent for this long sends a heartbeat; at most a quarter of the job's
+    /// `dead_after_s`.
     pub heartbeat: Duration,
     /// How long [`Job::leave`](crate::Job::leave) waits for requests under way. Dropping a job waits at most
     /// [`Options::DROP_TIMEOUT`].
     pub leave_timeout: Duration,
-    /// Fixes the send buffer of every socket; by default the kernel tunes it. What it holds can no longer be overtaken
-    /// by a more urgent key.
+    /// Fixes the send buffer of every socket; by default the kernel tunes it. A more urgent key can no longer
+    /// overtake the data in that buffer.
     pub socket_send_bytes: Option<usize>,
     /// Fixes the receive buffer of every socket; by default the kernel tunes it.
     pub socket_receive_bytes: Option<usize>,
@@ -105,8 +116,9 @@ impl Options {
     /// How long dropping a job waits for requests under way.
     pub const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// The default with what the environment says, for whoever starts a worker and cannot change it: `PARAMHUB_TRANSPORT`
-    /// (`auto`, `tcp` or `shm`), `PARAMHUB_INTERFACES` (a [`Selector`]), `PARAMHUB_RACK` and `PARAMHUB_HOST`.
+    /// The default with the environment's values, for a program that its user cannot change:
+    /// `PARAMHUB_TRANSPORT` (`auto`, `tcp` or `shm`), `PARAMHUB_INTERFACES` (a [`Selector`]), `PARAMHUB_RACK`
+    /// and `PARAMHUB_HOST`.
     ///
     /// # Errors
     /// [`WorkerError::Environment`] if a variable cannot be read.
@@ -131,55 +143,50 @@ impl Options {
         })
     }
 
-    /// Whether to ask a hub on this host for its copy of the parameters, one of `hubs`.
-    pub(crate) fn wants_shared_parameters(&self, stands_still: bool, hubs: usize) -> bool {
+    /// Whether to ask a hub on this host for its copy of the parameters, in a job with these features.
+    pub(crate) fn wants_shared_parameters(&self, job: Features) -> bool {
         match self.shared_parameters {
-            Sharing::Never => false,
-            Sharing::WherePossible => stands_still && hubs == 1,
-            Sharing::Always => true,
+            ParameterSharing::Never => false,
+            ParameterSharing::WherePossible => conflict_of(Feature::SharedParameters, job).is_none(),
+            ParameterSharing::Always => true,
         }
     }
 
-    /// Refuses what contradicts itself or the job.
+    /// The features of the options.
+    fn features(&self) -> Features {
+        let fixes_buffers = self.socket_send_bytes.is_some() || self.socket_receive_bytes.is_some();
+        Features::of([
+            (Feature::Tcp, self.transport == Transport::Tcp),
+            (Feature::SharedMemory, self.transport == Transport::Shm),
+            (Feature::SharedParameters, self.shared_parameters == ParameterSharing::Always),
+            (Feature::SocketBuffers, fixes_buffers),
+        ])
+    }
+
+    /// Refuses options that do not combine with one another, or with the job and its `hubs`.
     pub(crate) fn check(
         &self,
-        who: &Who,
+        who: &WorkerId,
         settings: &Settings,
-        stands_still: bool,
+        job_options: &JobOptions,
+        hubs: usize,
     ) -> Result<(), WorkerError> {
-        let refused =
-            |reason: &str| Err(WorkerError::Misplaced { who: who.clone(), reason: Arc::from(reason) });
-        let needs_memory = self.transport == Transport::Shm || self.shared_parameters == Sharing::Always;
-        if needs_memory && settings.quantises() {
-            return refused(
-                "some keys are quantised, but the options ask for shared memory, which carries raw tensors: use the transport \
-                 auto or tcp, or let the keys travel as f32",
-            );
-        }
-        if self.shared_parameters != Sharing::Always {
-            return Ok(());
-        }
-        if self.transport == Transport::Tcp {
-            return refused(
-                "parameters can be shared only through shared memory, but the options ask for tcp: use auto or shm",
-            );
-        }
-        if !stands_still {
-            return refused(
-                "parameters can be shared only in a synchronous job that waits for all workers: elsewhere the hub writes them while workers read",
-            );
-        }
-        Ok(())
+        let hubs = Features::of([(Feature::SeveralHubs, hubs > 1)]);
+        let others = self.features().and(job_options.features()).and(hubs);
+        settings.check_with(others).map_err(|conflict| WorkerError::Misused {
+            who: who.clone(),
+            reason: conflict.to_string().into(),
+        })
     }
 }
 
-/// What says how tensors travel where the program does not.
+/// How tensors travel, where the program does not choose.
 const TRANSPORT_VARIABLE: &str = "PARAMHUB_TRANSPORT";
-/// Names a worker's rack.
+/// A worker's rack.
 pub(crate) const RACK_VARIABLE: &str = "PARAMHUB_RACK";
-/// Names a worker's host.
+/// A worker's host.
 pub(crate) const HOST_VARIABLE: &str = "PARAMHUB_HOST";
-/// And from which interfaces.
+/// The interfaces that streams leave by.
 const INTERFACES_VARIABLE: &str = "PARAMHUB_INTERFACES";
 
 fn parsed<T: FromStr<Err = String>>(
@@ -202,7 +209,7 @@ fn parsed<T: FromStr<Err = String>>(
 impl Default for Options {
     fn default() -> Self {
         Options {
-            manager_patience: Duration::from_secs(10),
+            manager_retry_timeout: Duration::from_secs(10),
             rendezvous_timeout: Duration::from_secs(600),
             spin: Duration::ZERO,
             transport: Transport::Auto,
@@ -211,9 +218,9 @@ impl Default for Options {
             hub_rank: None,
             peer_address: None,
             interfaces: Selector::Auto,
-            shared_parameters: Sharing::Never,
+            shared_parameters: ParameterSharing::Never,
             dial_timeout: Duration::from_secs(10),
-            heartbeat: Duration::from_secs(1),
+            heartbeat: HEARTBEAT,
             leave_timeout: Duration::from_secs(30),
             socket_send_bytes: None,
             socket_receive_bytes: None,
@@ -230,8 +237,11 @@ pub(crate) fn deadline(wait: Duration) -> Instant {
 
 #[cfg(test)]
 mod tests {
-
+    use paramhub_core::codec::Codec;
+    use paramhub_core::combinations::Caller;
+    use paramhub_core::consistency::Consistency;
     use paramhub_core::key::{Key, KeyTable};
+    use paramhub_core::stragglers::Stragglers;
 
     use super::*;
 
@@ -255,20 +265,44 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_shared_over_shared_memory_and_in_step_only() {
-        let who = Who { job: "digits".into(), rank: 2 };
-        let settings = Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap());
-        let check = |transport, stands_still| {
-            let options = Options { transport, shared_parameters: Sharing::Always, ..Options::default() };
-            options.check(&who, &settings, stands_still)
+    fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
+        let who = WorkerId { job: "digits".into(), rank: 2 };
+        let shared = |transport| Options {
+            transport,
+            shared_parameters: ParameterSharing::Always,
+            ..Options::default()
         };
-        for transport in [Transport::Auto, Transport::Shm] {
-            check(transport, true).unwrap();
-            let refused = check(transport, false).unwrap_err().to_string();
-            assert!(refused.starts_with("job `digits`, rank 2: parameters can be shared"), "{refused}");
+        let [auto, tcp, shm] = [Transport::Auto, Transport::Tcp, Transport::Shm].map(shared);
+        let buffers =
+            Options { transport: Transport::Shm, socket_send_bytes: Some(1 << 16), ..Options::default() };
+        let key = Key::new("w", [4]);
+        let plain = Settings::new(KeyTable::new(vec![key.clone()]).unwrap());
+        let quantised = Settings::new(KeyTable::new(vec![key.in_codec(Codec::OneBit)]).unwrap());
+        let stale = Settings { consistency: Consistency::BoundedStaleness(1), ..plain.clone() };
+        let late = JobOptions { stragglers: Stragglers::Backup(1), ..JobOptions::default() };
+        let usual = JobOptions::default();
+        for options in [&auto, &shm] {
+            options.check(&who, &plain, &usual, 1).unwrap();
         }
-        let refused = check(Transport::Tcp, true).unwrap_err().to_string();
-        assert!(refused.ends_with("but the options ask for tcp: use auto or shm"), "{refused}");
+        let refused: Vec<String> = [
+            (&tcp, &plain, &usual, 1),
+            (&shm, &quantised, &usual, 1),
+            (&auto, &stale, &usual, 1),
+            (&auto, &plain, &late, 1),
+            (&auto, &plain, &usual, 2),
+            (&buffers, &plain, &usual, 1),
+        ]
+        .map(|(options, settings, job_options, hubs)| {
+            options.check(&who, settings, job_options, hubs).unwrap_err().to_string()
+        })
+        .into();
+        for text in &refused {
+            assert!(text.starts_with("job `digits`, rank 2: "), "{text}");
+        }
+        for rule in Caller::Worker.rules() {
+            let is_shown = |text: &String| text.ends_with(&format!("{}; {}", rule.why, rule.remedy));
+            assert!(refused.iter().any(is_shown), "no example meets {rule:?}");
+        }
     }
 
     #[test]

@@ -1,75 +1,75 @@
 use std::sync::Arc;
 
 use bytemuck::Pod;
-use paramhub_transport::Lending;
+use paramhub_transport::LendScope;
 
-use crate::errand::Errand;
 use crate::error::WorkerError;
 use crate::handle::Handle;
 use crate::job::{FactorBuffers, FactorHandle, FactorRegions, Shared};
+use crate::region_request::RegionRequest;
 
-/// Requests over borrowed slices; see [`Job::scope`](crate::Job::scope). What is borrowed stays borrowed until the scope
-/// ends, even after a handle was waited for.
+/// Requests over borrowed slices; see [`Job::scope`](crate::Job::scope). A slice stays borrowed until the
+/// scope ends, even after its handle was waited for.
 #[derive(Clone)]
 pub struct Scope<'scope, 'env: 'scope> {
     shared: Arc<Shared>,
-    lending: &'scope Lending<'scope, 'env>,
+    lending: &'scope LendScope<'scope, 'env>,
 }
 
 impl<'scope, 'env> Scope<'scope, 'env> {
-    pub(crate) fn new(shared: Arc<Shared>, lending: &'scope Lending<'scope, 'env>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, lending: &'scope LendScope<'scope, 'env>) -> Self {
         Scope { shared, lending }
     }
 
-    /// As [`Job::initialise`](crate::Job::initialise).
+    /// See [`Job::initialise`](crate::Job::initialise).
     pub fn initialise<T: Pod>(
         &self,
         key: u32,
         parameters: &'env [T],
         version: u32,
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::Initialise(self.lending.send(parameters), version))
+        self.submit(key, RegionRequest::Initialise(self.lending.send(parameters), version))
     }
 
-    /// As [`Job::push`](crate::Job::push).
+    /// See [`Job::push`](crate::Job::push).
     pub fn push<T: Pod>(&self, key: u32, gradient: &'env [T]) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::Push(self.lending.send(gradient)))
+        self.submit(key, RegionRequest::Push(self.lending.send(gradient)))
     }
 
-    /// As [`Job::pull`](crate::Job::pull).
+    /// See [`Job::pull`](crate::Job::pull).
     pub fn pull<T: Pod>(&self, key: u32, out: &'env mut [T]) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::Pull(self.lending.receive(out)))
+        self.submit(key, RegionRequest::Pull(self.lending.receive(out)))
     }
 
-    /// As [`Job::push_pull`](crate::Job::push_pull).
+    /// See [`Job::push_pull`](crate::Job::push_pull).
     pub fn push_pull<T: Pod, U: Pod>(
         &self,
         key: u32,
         gradient: &'env [T],
         out: &'env mut [U],
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::PushPull(self.lending.send(gradient), self.lending.receive(out)))
+        self.submit(key, RegionRequest::PushPull(self.lending.send(gradient), self.lending.receive(out)))
     }
 
-    /// As [`Job::push_pull_in_place`](crate::Job::push_pull_in_place).
+    /// See [`Job::push_pull_in_place`](crate::Job::push_pull_in_place).
     pub fn push_pull_in_place<T: Pod>(
         &self,
         key: u32,
         buffer: &'env mut [T],
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::PushPullInPlace(self.lending.receive(buffer)))
+        self.submit(key, RegionRequest::PushPullInPlace(self.lending.receive(buffer)))
     }
 
-    /// As [`Job::push_pull_shared`](crate::Job::push_pull_shared).
+    /// See [`Job::push_pull_shared`](crate::Job::push_pull_shared).
     pub fn push_pull_shared<T: Pod>(
         &self,
         key: u32,
         gradient: &'env [T],
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::PushPullShared(self.lending.send(gradient)))
+        self.submit(key, RegionRequest::PushPullShared(self.lending.send(gradient)))
     }
 
-    /// As [`Job::push_pull_factors`](crate::Job::push_pull_factors).
+    /// See [`Job::push_pull_factors`](crate::Job::push_pull_factors).
     pub fn push_pull_factors<T: Pod, U: Pod>(
         &self,
         weight: u32,
@@ -84,17 +84,17 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.shared.submit_factors(weight, regions, false, |_| (((), ()), ()), |_| ((), ()))
     }
 
-    /// As [`Job::pull_state`](crate::Job::pull_state).
+    /// See [`Job::pull_state`](crate::Job::pull_state).
     pub fn pull_state(
         &self,
         key: u32,
         slot: u8,
         out: &'env mut [f32],
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::PullState(self.lending.receive(out), slot))
+        self.submit(key, RegionRequest::PullState(self.lending.receive(out), slot))
     }
 
-    /// As [`Job::initialise_state`](crate::Job::initialise_state).
+    /// See [`Job::initialise_state`](crate::Job::initialise_state).
     pub fn initialise_state(
         &self,
         key: u32,
@@ -102,11 +102,11 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         values: &'env [f32],
         updates: u64,
     ) -> Result<Handle<(), ()>, WorkerError> {
-        self.submit(key, Errand::InitialiseState(self.lending.send(values), slot, updates))
+        self.submit(key, RegionRequest::InitialiseState(self.lending.send(values), slot, updates))
     }
 
-    fn submit(&self, key: u32, errand: Errand) -> Result<Handle<(), ()>, WorkerError> {
-        self.shared.submit(key, errand, false, |_| ((), ()))
+    fn submit(&self, key: u32, request: RegionRequest) -> Result<Handle<(), ()>, WorkerError> {
+        self.shared.submit(key, request, false, |_| ((), ()))
     }
 }
 

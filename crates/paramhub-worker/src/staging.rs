@@ -1,14 +1,16 @@
-//! Room for what does not travel as it lies in memory: gradients in another encoding, pieces of factors, and optimizer state.
+//! Room for payloads that are converted before they are sent: gradients in another encoding, pieces of
+//! factors, and optimizer state.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::wire::State;
 use paramhub_kernels::convert;
 
-/// Chunks converted ahead of one write. Few: what a write does not begin is converted again.
+/// The number of chunks converted for one write. It is small, since a chunk that the write does not begin is
+/// converted again.
 pub(crate) const PLACES: usize = 8;
 
-/// One stream's converted chunks. Places are reused round-robin, starting behind the one whose frame has begun, so that a
-/// begun frame's bytes stay where they are until it has left.
+/// One stream's converted chunks. Places are reused round-robin, starting behind the one whose frame has
+/// begun, so that the bytes of a begun frame stay in place until it has left.
 #[derive(Debug, Default)]
 pub(crate) struct Staging {
     bytes: Vec<u8>,
@@ -16,17 +18,17 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Room for chunks of up to `place_bytes` bytes on the wire; none is taken for 0.
+    /// Allocates room for chunks of up to `place_bytes` bytes on the wire; none for 0.
     pub(crate) fn new(place_bytes: usize) -> Self {
         Staging { bytes: vec![0; place_bytes * PLACES], place_bytes }
     }
 
-    /// Whether it was made without room.
+    /// Whether it has no room.
     pub(crate) fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Converts `source`, elements of `from`, into a place, as elements of `to`. `exact` has room for as many f32.
+    /// Converts `source` from codec `from` to codec `to`, into a place. `exact` has room for as many f32.
     pub(crate) fn fill(&mut self, place: usize, source: &[u8], from: Codec, to: Codec, exact: &mut [f32]) {
         let elements = source.len() / from.bytes();
         let start = place * self.place_bytes;
@@ -41,7 +43,7 @@ impl Staging {
         }
     }
 
-    /// Puts a chunk of optimizer state, f32, into a place, behind what stands ahead of it on the wire.
+    /// Puts a chunk of optimizer state, f32, into a place, behind its head.
     pub(crate) fn fill_state(&mut self, place: usize, updates: u64, values: &[u8]) {
         let (head, start) = (State::head(updates), place * self.place_bytes);
         let target = &mut self.bytes[start..start + head.len() + values.len()];

@@ -7,26 +7,26 @@ use std::time::{Duration, Instant};
 /// What a job has exchanged since it was joined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Bytes that left this worker, headers included.
+    /// Bytes that this worker has sent, headers included.
     pub bytes_sent: u64,
-    /// Bytes that came back, headers included.
+    /// Bytes that this worker has received, headers included.
     pub bytes_received: u64,
     /// Requests that ended well.
     pub requests: u64,
     /// Time during which at least one request was under way.
     pub in_flight: Duration,
-    /// Streams that went on another way when an interface went down.
+    /// Streams that moved to another path when an interface went down.
     pub streams_moved: u64,
 }
 
-/// Written by the I/O thread, read by anyone.
+/// The counters, which the I/O thread writes and any thread reads.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     bytes_sent: AtomicU64,
     bytes_received: AtomicU64,
     requests: AtomicU64,
     streams_moved: AtomicU64,
-    /// Locked when the first request begins and when the last one ends.
+    /// Locked only when the first request begins and when the last one ends.
     in_flight: Mutex<InFlight>,
 }
 
@@ -53,7 +53,7 @@ impl Counters {
         self.streams_moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Requests are under way, or none is any more.
+    /// Notes whether any request is under way.
     pub(crate) fn set_in_flight(&self, any: bool) {
         let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
         match in_flight.since {

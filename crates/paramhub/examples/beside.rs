@@ -1,10 +1,11 @@
 //! How long a step of a small job takes while a large one opens and is freed on the same core of a hub.
 //!
 //! ```text
-//! cargo run --release --example beside -- --gib 5
+//! cargo run --release --package paramhub --example beside -- --gib 5
 //! ```
-//! Prints a small job's median step alone, its longest step while another job of so many GiB of parameters opens (its hub keeps
-//! twice as much) and while that one is freed, and whether they are within the larger of 50 ms and 20 medians; exit code 1 if not.
+//! Prints a small job's median step alone, its longest step while another job of so many GiB of parameters
+//! opens (its hub keeps twice as much), and its longest step while that job is freed. The exit code is 1
+//! unless both are within the larger of 50 ms and 20 medians.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -68,7 +69,7 @@ fn run(arguments: &Arguments) -> Result<bool, Error> {
     let begun = Instant::now();
     let (freed, steps, longest_freed) = while_stepping(&small, || {
         large.leave().map_err(|error| error.to_string())?;
-        // All of the small job's is left.
+        // Waits until only the small job's memory is left.
         while hub.memory_bytes() > 64 << 20 {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -84,7 +85,7 @@ fn run(arguments: &Arguments) -> Result<bool, Error> {
     Ok(is_within)
 }
 
-/// The only rank of a new job of one key.
+/// Joins as the only rank of a new job of one key.
 fn join(client: &ManagerClient, name: &str, elements: u64) -> Result<Job, Error> {
     let create = CreateService { name: name.into(), workers: 1, options: JobOptions::default() };
     let created = client.create_service(&create)?;
@@ -105,7 +106,7 @@ fn step(job: &Job) -> Result<Duration, Error> {
     Ok(begun.elapsed())
 }
 
-/// Steps, and the longest of them, while something is done on another thread.
+/// The number of steps, and the longest of them, while `work` runs on another thread.
 fn while_stepping<T: Send>(
     job: &Job,
     work: impl FnOnce() -> T + Send,

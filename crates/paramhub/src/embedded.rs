@@ -8,7 +8,7 @@ use paramhub_hub::{HubConfig, HubError, ListeningHub, RunningHub};
 use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager};
 use thiserror::Error;
 
-/// How both run.
+/// The configuration of both.
 #[derive(Clone, Debug)]
 pub struct EmbeddedConfig {
     /// The connection manager.
@@ -37,13 +37,13 @@ impl EmbeddedConfig {
     }
 }
 
-/// Why they cannot start.
+/// Why the manager or the hub cannot start.
 #[derive(Debug, Error)]
 pub enum EmbeddedError {
-    /// The connection manager cannot.
+    /// The connection manager cannot start.
     #[error(transparent)]
     Manager(#[from] ManagerError),
-    /// The hub cannot.
+    /// The hub cannot start.
     #[error(transparent)]
     Hub(#[from] HubError),
     /// The manager's own address is unusable.
@@ -53,7 +53,7 @@ pub enum EmbeddedError {
 
 /// A running connection manager and a hub that has joined it. Dropping it stops both.
 pub struct EmbeddedHub {
-    // The hub says farewell to its manager, so it goes first.
+    // The hub sends its last report to its manager, so it is dropped first.
     hub: RunningHub,
     manager: RunningManager,
     client: ManagerClient,
@@ -65,7 +65,7 @@ impl EmbeddedHub {
     /// # Errors
     /// A port in use, a state directory that cannot be written, no memory: whatever keeps either from starting.
     pub fn start(config: EmbeddedConfig) -> Result<EmbeddedHub, EmbeddedError> {
-        // First, so that a manager starts for a hub only that can run.
+        // The hub is opened first, so that no manager starts for a hub that cannot run.
         let hub = ListeningHub::open(config.hub)?;
         let admin_token = config.manager.admin_token.clone();
         let manager = Manager::start(config.manager)?;
@@ -89,12 +89,12 @@ impl EmbeddedHub {
         self.hub.addresses()
     }
 
-    /// What each hub core has done with its time.
+    /// The time counters of each hub core.
     pub fn cores(&self) -> Vec<CoreCounters> {
         self.hub.cores()
     }
 
-    /// Bytes of all jobs' buffers.
+    /// The bytes of all jobs' buffers.
     pub fn memory_bytes(&self) -> u64 {
         self.hub.memory_bytes()
     }
@@ -104,7 +104,7 @@ impl EmbeddedHub {
         self.hub.has_failed()
     }
 
-    /// Ends both within a second, unless a checkpoint is being written; workers are told.
+    /// Ends both within a second, unless a checkpoint is being written. The hub notifies its workers.
     pub fn stop(self) {
         self.hub.stop();
         self.manager.stop();

@@ -1,13 +1,15 @@
 //! A parameter hub for distributed deep-learning training.
 //!
-//! The workers of a job push their gradients; a hub sums each chunk of them as it arrives, runs the optimizer on it and
-//! sends the new parameters back. This crate is the public API of all its parts. The program that comes with it,
-//! `paramhub`, starts hubs (`paramhub hub`) and workers (`paramhub run`), and shows both at work (`paramhub train`).
+//! The workers of a job push their gradients. A hub sums each chunk of them as it arrives, runs the optimizer
+//! on it and sends the new parameters back. This crate is the public API of all its parts. The program that
+//! comes with it, `paramhub`, starts hubs (`paramhub hub`) and workers (`paramhub run`), and shows both at
+//! work (`paramhub train`).
 //!
 //! # A worker
 //!
-//! [`Membership::from_env`] reads what `paramhub run -n 4 -- ./worker` tells each worker, [`Member::connect`] waits for
-//! the others, and [`Member::init`] agrees with them on the tensors and on what the hub does with them:
+//! [`Membership::from_env`] reads the variables that `paramhub run -n 4 -- ./worker` sets for each worker,
+//! [`Member::connect`] waits for the other workers, and [`Member::init`] agrees with them on the tensors and on
+//! what the hub does with them:
 //!
 //! ```no_run
 //! use paramhub::settings::{OptimizerChoice, Settings};
@@ -46,19 +48,19 @@
 //!
 //! # Either with a hub or without
 //!
-//! A [key-value store](collective::kvstore) exchanges through a hub or by collectives, as a word says, beside operations of a
-//! [dependency engine](collective::engine) that make the gradients:
+//! A [key-value store](collective::kvstore) exchanges through a hub or by collectives, as one argument
+//! selects. Operations of a [dependency engine](collective::engine) compute the gradients:
 //!
 //! ```no_run
 //! use std::sync::Arc;
 //!
 //! use paramhub::Membership;
 //! use paramhub::collective::engine::{Engine, EngineConfig};
-//! use paramhub::collective::kvstore::{Array, HubSeat, StoreKind, StoreOptions, create};
+//! use paramhub::collective::kvstore::{Array, HubStoreConfig, StoreKind, StoreOptions, create};
 //!
 //! let engine = Arc::new(Engine::new(EngineConfig::default())?);
-//! let seat = HubSeat::new(Membership::from_env()?);
-//! let store = create(StoreKind::Hub, StoreOptions::at_hub(Arc::clone(&engine), seat))?;
+//! let config = HubStoreConfig::new(Membership::from_env()?);
+//! let store = create(StoreKind::Hub, StoreOptions::at_hub(Arc::clone(&engine), config))?;
 //! let weight = [Array::new(&engine, vec![0.0; 128 * 64])];
 //! store.init(&"layer1.weight".into(), &weight[0])?;
 //! store.pushpull(&"layer1.weight".into(), &weight, &weight, 0)?;
@@ -70,11 +72,7 @@
 //! Optimizers and aggregators of your own go into the hub's [`Registry`]; see [`Optimizer`] and [`Aggregator`].
 #![forbid(unsafe_code)]
 
-#[doc(hidden)]
-pub mod cli;
-mod config;
 pub mod embedded;
-mod launch;
 
 pub use paramhub_collective as collective;
 pub use paramhub_control::{ControlError, DEFAULT_URL, ManagerClient};
@@ -90,6 +88,17 @@ pub use paramhub_manager::{Manager, ManagerConfig, ManagerError, RunningManager}
 pub use paramhub_mesh as mesh;
 pub use paramhub_transport::host_identity;
 pub use paramhub_worker::{
-    FactorBuffers, FactorHandle, Handle, HubNotice, Job, Member, Membership, Options, SharedTensor, Sharing,
-    Statistics, Tensor, Transport, WorkerError,
+    FactorBuffers, FactorHandle, Handle, HubNotice, Job, Member, Membership, Options, ParameterSharing,
+    SharedTensor, Statistics, Tensor, Transport, WorkerError,
 };
+
+/// The examples in the documentation compile.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../../docs/getting-started.md")]
+    struct GettingStarted;
+    #[doc = include_str!("../../../docs/collectives.md")]
+    struct Collectives;
+    #[doc = include_str!("../../../docs/poseidon.md")]
+    struct Poseidon;
+}

@@ -1,5 +1,5 @@
-//! The data path allocates nothing per chunk: the number of allocations of a run does not grow with the number of its
-//! chunks, counted over every thread of workers, hub and manager.
+//! The data path allocates nothing per chunk: the number of allocations in a run does not grow with the
+//! number of its chunks, counted over every thread of workers, hub and manager.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use paramhub::service::{CreateService, JobOptions};
 use paramhub::settings::{OptimizerChoice, Settings};
 use paramhub::{
     CheckpointConfig, Codec, FactorBuffers, HubConfig, Hyperparameters, Key, KeyTable, Manager,
-    ManagerClient, ManagerConfig, Member, Membership, Options, RunningHub, Sharing, Transport,
+    ManagerClient, ManagerConfig, Member, Membership, Options, ParameterSharing, RunningHub, Transport,
 };
 
 #[global_allocator]
@@ -19,22 +19,22 @@ const ELEMENTS: usize = 1 << 20;
 const WORKERS: u32 = 2;
 const STEPS: u32 = 20;
 
-/// What two ranks exchange through, and how.
+/// The store through which two ranks exchange, and its options.
 #[derive(Clone, Copy)]
 struct Way {
     name: &'static str,
     transports: [Transport; WORKERS as usize],
-    shared_parameters: Sharing,
+    shared_parameters: ParameterSharing,
     in_place: bool,
     reproducible: bool,
     codec: Codec,
-    /// The key is the weight of a layer whose factors go to the hub.
+    /// Whether the key is the weight of a layer whose factors go to the hub.
     factors: bool,
-    /// A checkpoint is taken among the steps that are counted.
+    /// Whether a checkpoint is taken during the steps that are counted.
     kept: bool,
 }
 
-/// Of that layer.
+/// The samples of that layer.
 const SAMPLES: usize = 4;
 /// The step of that checkpoint.
 const KEPT: u32 = 15;
@@ -61,7 +61,7 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
         chunk_bytes,
         reproducible: way.reproducible,
         codec: Some(way.codec),
-        // A matrix, for which a job's quantised codec is.
+        // A matrix, as a job's quantised codec applies to matrices only.
         ..Settings::new(KeyTable::new(vec![Key::new("w", [ELEMENTS as u64 / 256, 256])]).unwrap())
     };
     let mut settings = settings;
@@ -99,7 +99,7 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
                             return;
                         }
                         let (given, into) = (std::mem::take(&mut gradient), std::mem::take(&mut out));
-                        if way.shared_parameters == Sharing::Always {
+                        if way.shared_parameters == ParameterSharing::Always {
                             (gradient, _) = job.push_pull_shared(0, given).unwrap().wait().unwrap();
                         } else if way.in_place {
                             ((), gradient) = job.push_pull_in_place(0, given).unwrap().wait().unwrap();
@@ -107,7 +107,7 @@ fn allocations(client: &ManagerClient, folder: &Path, chunk_bytes: u32, way: Way
                             (gradient, out) = job.push_pull(0, given, into).unwrap().wait().unwrap();
                         }
                     };
-                    // The first steps may grow what then stays.
+                    // The first steps may grow buffers that then stay.
                     (0..5).for_each(|_| step());
                     barrier.wait();
                     let before = dhat::HeapStats::get().total_blocks;
@@ -150,10 +150,10 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         kept: false,
     };
     let ways = [
-        way("tcp", [Transport::Tcp; 2], Sharing::Never),
-        way("shm", [Transport::Shm; 2], Sharing::Never),
-        way("mixed", [Transport::Tcp, Transport::Shm], Sharing::Never),
-        way("shared", [Transport::Shm; 2], Sharing::Always),
+        way("tcp", [Transport::Tcp; 2], ParameterSharing::Never),
+        way("shm", [Transport::Shm; 2], ParameterSharing::Never),
+        way("mixed", [Transport::Tcp, Transport::Shm], ParameterSharing::Never),
+        way("shared", [Transport::Shm; 2], ParameterSharing::Always),
     ];
     let mut cases: Vec<Way> = ways.iter().flat_map(|&way| [way, Way { reproducible: true, ..way }]).collect();
     cases.push(Way { codec: Codec::F16, ..ways[1] });
@@ -178,8 +178,10 @@ fn allocations_do_not_grow_with_the_number_of_chunks() {
         let few_chunks = allocations(&client, folder.path(), 1 << 20, way);
         let many_chunks = allocations(&client, folder.path(), 4 << 10, way);
         let Way { name, reproducible, codec, .. } = way;
-        // 4 chunks against 1,024, each pushed and answered by both ranks at every step: one allocation a chunk would make
-        // a difference of over 40,000, one for each that is copied for a checkpoint one of 1,020. What there is comes from requests, heartbeats and counters.
+        // 4 chunks against 1,024, each pushed and answered by both ranks at every step: one allocation a
+        // chunk would make a difference of over 40,000, and one for each chunk that is copied for a
+        // checkpoint a difference of 1,020. The allocations that there are come from requests, heartbeats and
+        // counters.
         let counted = format!("{few_chunks} with 4 chunks, {many_chunks} with 1,024");
         println!("{name}, {codec}, reproducible {reproducible}: allocations in {STEPS} steps: {counted}");
         assert!(many_chunks < few_chunks + 1_000, "{name}, {codec}, reproducible {reproducible}: {counted}");

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paramhub.torch import backend, trace
+from paramhub.torch._initialization import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch._reductions import Average, Compression, Max, Min, Product, Sum
-from paramhub.torch._world import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from paramhub.torch.ddp import HubState, hub_hook
 from paramhub.torch.distributed_optimizer import DistributedOptimizer
 from paramhub.torch.functions import (

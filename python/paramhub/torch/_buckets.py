@@ -1,9 +1,9 @@
 """DDP's buckets of gradients, exchanged by parameter.
 
-Keys are parameters by name, so that buckets may be cut otherwise at any time: DDP does so after the first pass. What
-depends on the cut is only where a gradient lies, and whether a bucket's parameters are neighbours in the job's table. If
-they are, and the hub is on this host, the bucket's mean is read in place from the one copy that all ranks of the host
-share. The job is therefore opened again, with its table in the order of the buckets, when these were cut otherwise.
+Keys are parameters by name, so DDP may change the buckets at any time; it does so after the first pass. The buckets determine
+only where a gradient lies, and whether a bucket's parameters are neighbours in the job's key table. If they are, and the hub is
+on this host, the bucket's mean is read in place from the one copy that all ranks of the host share. For this reason the job is
+opened again, with its key table in the order of the buckets, when DDP has changed these.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stag
 from paramhub.torch._world import World
 
 LAYOUTS_MAX = 4096
-"""Buckets whose layout is remembered: far more than a model has."""
+"""The most layouts of buckets that are kept: far more than a model has."""
 REORDERINGS_MAX = 2
-"""How often the job is opened again for the buckets' sake. DDP cuts them anew once."""
+"""How often the job is opened again for a new order of the buckets. DDP changes them once."""
 
 
 class UnknownParameter(MisuseError):
@@ -34,7 +34,7 @@ class UnknownParameter(MisuseError):
 
 
 class _Layout(NamedTuple):
-    """Where the gradients of a bucket lie, and where their means come to if not there."""
+    """The memory of a bucket's gradients, and of their means if that is separate."""
 
     address: int
     keys: list[int]
@@ -65,7 +65,7 @@ class Buckets:
             if id(parameter) in exchanged and parameter.numel() > 0
         }
         self.device = check_same_device(self._parameters.items())
-        # What comes back from a device's stage is written where it was.
+        # A device's stage writes results into the bucket itself.
         self._in_place = in_place or needs_stage(self.device)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
@@ -77,7 +77,8 @@ class Buckets:
         self.watch = trace.watch(ddp)
 
     def exchange(self, bucket: dist.GradBucket) -> tuple[_native.Handle | StagedHandle, torch.Tensor, str]:
-        """Hands in a bucket's gradients. Their mean is in the tensor, of the bucket's shape, when the handle has ended."""
+        """Submits a bucket's gradients. Returns the handle, the tensor that has their mean when the handle has ended, and the
+        bucket's name. The tensor has the bucket's shape."""
         if self._next_order is not None:
             self._reopen()
         buffer = bucket.buffer()
@@ -98,7 +99,7 @@ class Buckets:
     def _open(self, order: list[str]) -> _native.Job:
         here = self._here
         kind = "ddp" if self._ranks is None else f"ddp-{_digest(self._ranks)}"
-        job = here.open_job(
+        job = here.jobs.open(
             here.label(kind),
             {
                 "keys": [key(name, self._parameters[name]) for name in order],
@@ -120,9 +121,9 @@ class Buckets:
         return job
 
     def _note(self, bucket: dist.GradBucket, layout: _Layout) -> None:
-        """Remembers the order in which buckets come, and asks for a table in this order if they want one.
+        """Stores the order in which buckets arrive, and requests a key table in this order if a bucket's keys are not neighbours.
 
-        It looks at nothing that differs between ranks: all of them open the job again, or none.
+        It uses nothing that differs between ranks, so either all ranks open the job again, or none.
         """
         self._pass += [
             name for name in map(self._names.get, map(id, bucket.parameters())) if name is not None
@@ -135,16 +136,16 @@ class Buckets:
             self._pass, self._is_apart = [], False
 
     def _reopen(self) -> None:
-        """Between two passes: no request is under way."""
+        """Opens the job again, with its key table in the buckets' order. No request is under way between two passes."""
         order, self._next_order = self._next_order, None
         assert order is not None
         self._reorderings += 1
-        # The hub has no room for both, perhaps.
-        self._here.close_job(self._job)
+        # The hub may not have the memory for both jobs.
+        self._here.jobs.close(self._job)
         self._job = self._open(order)
 
     def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Layout:
-        """Buckets are known by their parameters: DDP numbers them anew when it cuts them anew."""
+        """The layout of a bucket. Its parameters identify the bucket, because DDP renumbers buckets when it changes them."""
         parameters = bucket.parameters()
         if buffer.is_sparse:
             name = self._names.get(id(parameters[0]))

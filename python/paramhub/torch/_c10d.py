@@ -1,4 +1,4 @@
-"""torch.distributed's collectives, in its names and argument forms, on a `Group`."""
+"""torch.distributed's collectives, with its names and arguments, on a `Group`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paramhub.errors import ConnectError, LateError, MisuseError
 from paramhub.torch._collectives import Group
 from paramhub.torch._host_memory import together
-from paramhub.torch._meeting import await_keys, ranks
+from paramhub.torch._rendezvous import format_ranks, wait_for_keys
 from paramhub.torch._work import Work
 
 _RedOpType = dist.ReduceOp.RedOpType
@@ -29,12 +29,12 @@ OPERATIONS = {
     _RedOpType.BXOR: "bxor",
 }
 
-made = threading.local()
-"""``work``: what the last collective on this thread gave out."""
+last_result = threading.local()
+"""``work``: the result of the last collective on this thread."""
 
 
 class C10dWork(dist.Work):
-    """torch's view of an operation under way."""
+    """An operation under way, in torch's form."""
 
     def __init__(
         self, group: Group, work: Work, outputs: list[torch.Tensor], is_collective: bool = True
@@ -47,7 +47,8 @@ class C10dWork(dist.Work):
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the end, or raises what it failed with. A timeout of zero is none: then the group's holds."""
+        """Waits for the end, and raises the error if the operation failed. With a timeout of zero, as without one, the group's
+        timeout applies."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds <= 0.0:
             self._work.wait()
@@ -58,7 +59,7 @@ class C10dWork(dist.Work):
             awaited = self._group.awaited_ranks(self._work)
             raise LateError(
                 f"group `{self._group.name}`, rank {self._group.rank}: what was waited for has not ended within {seconds:g} s"
-                + (f": it waits for {ranks(awaited)}" if awaited else "")
+                + (f": it waits for {format_ranks(awaited)}" if awaited else "")
             ) from None
         return True
 
@@ -86,16 +87,15 @@ class C10dWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Completed with the output tensors, on a thread of the library's; or failed with the message of what the operation
-        failed with.
+        """A future that one of this package's threads completes with the output tensors, or fails with the operation's message.
 
-        DDP asks for it in its backward pass, and waits for it at the end of the pass in C++, where no wait answers Ctrl-C and an
-        exception loses its type. A callback that comes before DDP's waits in its stead.
+        DDP takes the future in its backward pass, and waits for it at the end of the pass in C++. There Ctrl-C does not interrupt
+        a wait, and an exception loses its type. So a callback that runs before DDP's waits first.
         """
         if self._future is None:
             self._future = _Promise(self._work, self._outputs).future
             if self._is_collective:
-                with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
+                with contextlib.suppress(RuntimeError):  # Outside of a backward pass.
                     torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
                     self._group.spans.is_in_backward()
         return self._future
@@ -106,15 +106,15 @@ class C10dWork(dist.Work):
 
 
 class _Promise:
-    """A future of torch's that ends as a work does."""
+    """A future of torch that ends when a `Work` ends, with the same result."""
 
     def __init__(self, work: Work, outputs: list[torch.Tensor]) -> None:
         self._outputs = outputs
         self._failure: BaseException | None = None
         ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._ended = ended
-        # Not set_exception: it sets the exception as the result, which C++ takes for tensors and fails on, or crashes. What a
-        # callback raises is an error for C++, too.
+        # Not set_exception: it sets the exception as the result. C++ takes that for tensors and fails, or crashes. An exception
+        # that a callback raises is an error for C++, too.
         self.future = ended.then(self._outcome)
         work.add_done_callback(self._complete)
 
@@ -129,7 +129,7 @@ class _Promise:
 
 
 class Collectives:
-    """The methods c10d calls, under their old names and their new ones. Each returns a `C10dWork`."""
+    """The methods that c10d calls, under their old and their new names. Each returns a `C10dWork`."""
 
     _group: Group
     _store: dist.Store
@@ -211,7 +211,7 @@ class Collectives:
         return self._made(works, [each for parts in lists for each in parts])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> C10dWork:
-        # One list for each rank here, where allgather has one for each input.
+        # Here there is one list for each rank; allgather takes one for each input.
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
@@ -263,7 +263,7 @@ class Collectives:
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # From one to another
+    # Point to point
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> C10dWork:
         (tensor,) = _listed(tensors)
@@ -283,27 +283,29 @@ class Collectives:
         return self._made([self._group.barrier(timeout=_limit(opts))], [])
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that tells on every rank which ranks did not come. It is slow, and breaks nothing if it fails."""
+        """A barrier that raises an error with the missing ranks on every rank. It is slow, and the group survives its failure."""
         limit = _limit(opts)
         limit = self._group.timeout if limit is None else limit
         self._monitored += 1
         own, size = self._group.rank, self._group.size
         key = f"monitored/{self._monitored}/"
-        verdict = f"{key}missing"
+        missing_key = f"{key}missing"
         if own == 0:
             came = [f"{key}{rank}" for rank in range(1, size)]
-            missing = [came.index(each) + 1 for each in await_keys(self._store, came, limit)] if came else []
-            self._store.set(verdict, ",".join(map(str, missing)))
+            missing = (
+                [came.index(each) + 1 for each in wait_for_keys(self._store, came, limit)] if came else []
+            )
+            self._store.set(missing_key, ",".join(map(str, missing)))
         else:
             self._store.set(f"{key}{own}", "")
-            # Rank 0 may have come later than this one, and waits as long.
-            if await_keys(self._store, [verdict], 2 * limit):
+            # Rank 0 may arrive later than this rank, and then waits for the whole limit.
+            if wait_for_keys(self._store, [missing_key], 2 * limit):
                 missing = [0]
             else:
-                missing = [int(rank) for rank in self._store.get(verdict).decode().split(",") if rank]
+                missing = [int(rank) for rank in self._store.get(missing_key).decode().split(",") if rank]
         if missing:
             raise ConnectError(
-                f"group `{self._group.name}`, rank {own}: {ranks(missing)} did not come to the monitored barrier within "
+                f"group `{self._group.name}`, rank {own}: {format_ranks(missing)} did not come to the monitored barrier within "
                 f"{limit:g} s"
             )
 
@@ -331,19 +333,19 @@ class Collectives:
         return self._group.collectives()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Numbers start from 0 on every rank."""
+        """Does nothing: numbers start from 0 on every rank."""
 
     def _made(self, works: list[Work], outputs: list[torch.Tensor], is_collective: bool = True) -> C10dWork:
         work = works[0] if len(works) == 1 else _joined(works)
         if self._coalescing is not None:
             self._coalescing.append(work)
-        made.work = result = C10dWork(self._group, work, outputs, is_collective)
+        last_result.work = result = C10dWork(self._group, work, outputs, is_collective)
         return result
 
 
 def _joined(works: list[Work]) -> Work:
     handles = tuple(handle for work in works for handle in work.handles)
-    # Each finishes its own tensors before the whole is over.
+    # Each work copies its own results before the joined work ends.
     joined = Work(handles, together([work.conclude for work in works if work.has_to_conclude]))
     joined.name = ", ".join(work.name for work in works[:2]) + (", ..." if len(works) > 2 else "")
     return joined
@@ -360,7 +362,7 @@ def _limit(opts: Any) -> float | None:
 
 
 def _reduction(opts: Any) -> tuple[Any, Any]:
-    """The operation's name, and what inputs are multiplied by first, if they are."""
+    """The operation's name, and the factor by which inputs are multiplied first, if there is one."""
     given = getattr(opts, "reduceOp", opts)
     kind = getattr(given, "op", given)
     if kind is None:

@@ -1,13 +1,13 @@
 """The factors of a Linear's gradient, as forward and backward passes make them.
 
-The gradient of a weight is the sum over samples of outer products of what came out, as its gradient, and what went in. A hook
-after the module's forward pass keeps what went in; one before the backward pass of what came out sees its gradient. The hook
-on the weight, called once autograd has added to ``weight.grad``, says that those of this pass belong to it. Passes that do not
-get there (``torch.autograd.grad``, an evaluation that nobody differentiates) leave nothing behind.
+The gradient of a weight is a sum over samples of outer products: the gradient of the module's output with the module's input. A
+hook after the module's forward pass keeps the input. A hook before the backward pass of the output gets the output's gradient.
+The hook on the weight, which autograd calls once it has added to ``weight.grad``, marks the factors of this pass as a part of
+it. Passes that do not call it (``torch.autograd.grad``, an evaluation without a backward pass) leave no factors.
 
-What went in is kept by a node of autograd's own, so that it passes through hooks for saved tensors: activation checkpointing
-drops and recomputes it, offloading moves it. What came out is seen at the node that made it, before any in-place operation that
-follows and after the tensor hooks that a user may have put there.
+An autograd node of this module saves the input, so that it passes through hooks for saved tensors: activation checkpointing
+drops and recomputes it, offloading moves it. The output's gradient is taken at the node that made the output: before any
+in-place operation that follows it, and after the tensor hooks of user code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _turns = itertools.count()
 
 
 class Capture:
-    """Those of one Linear, whose weight and bias are exchanged by this process."""
+    """Captures the factors of one Linear, whose weight and bias this process exchanges."""
 
     def __init__(self, name: str, module: torch.nn.Linear, weight: Exchange, bias: Exchange | None) -> None:
         self.name = name
@@ -33,13 +33,13 @@ class Capture:
         self.bias = bias
         self.outputs, self.inputs = weight.parameter.shape
         self.dtype = weight.dtype
-        """In which its factors are handed in: no narrower than they are made."""
+        """The type in which the factors are sent: no narrower than the type in which they are computed."""
         self.turn: int | None = None
-        """When its weight first got a gradient, among those of all."""
+        """The position of the weight in the order in which weights got their first gradients."""
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        """Of passes under way: the pass, inputs, output gradients."""
+        """For each backward pass under way: the pass, the inputs and the output gradients."""
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What the weight's gradient is made of."""
+        """Inputs and output gradients that make up the weight's gradient."""
         self._gradient: torch.Tensor | None = None
         self._version = 0
         self._hook = module.register_forward_hook(_AfterForward(self), prepend=True, with_kwargs=True)
@@ -52,19 +52,19 @@ class Capture:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of what makes up the weight's gradient so far: under autocast narrower than the weight's."""
+        """Types of the factors that make up the weight's gradient so far. Under autocast they are narrower than the weight's."""
         return {part.dtype for pair in self._taken for part in pair}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the weight's gradient is what the last pass has left, or there is none."""
+        """Whether the weight's gradient is unchanged since the last pass, or there is none."""
         gradient = self.weight.parameter.grad
         if gradient is None or gradient is not self._gradient:
             return gradient is None
         return gradient._version == self._version
 
     def see(self, keeper: torch.Tensor, output_gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Before the backward pass of an output, with the result of the node that has what went in."""
+        """Called before the backward pass of an output, with the result of the node that saved the input."""
         gradient = output_gradients[0]
         if gradient is not None:
             (inputs,) = keeper.grad_fn.saved_tensors
@@ -72,10 +72,10 @@ class Capture:
             self._pending.append((torch._C._current_graph_task_id(), *rows))
 
     def commit(self) -> None:
-        """Autograd has added to the weight's gradient."""
+        """Called when autograd has added to the weight's gradient."""
         gradient = self.weight.parameter.grad
         if gradient is not self._gradient:
-            # The one before was cleared.
+            # The earlier gradient was cleared.
             self._taken.clear()
         this = torch._C._current_graph_task_id()
         self._taken += [(inputs, gradients) for task, inputs, gradients in self._pending if task == this]
@@ -86,7 +86,7 @@ class Capture:
 
     @torch.no_grad()
     def take(self) -> Factors:
-        """The factors of the weight's gradient, for once."""
+        """Returns the factors of the weight's gradient, and drops them here."""
         taken = self._taken if self.weight.parameter.grad is not None else []
         dtype, device = self.dtype, self.weight.parameter.device
         tolerance = max((_tolerance(gradients.dtype) for _, gradients in taken), default=0.0)
@@ -102,7 +102,7 @@ class Capture:
         return Factors(whole[0].contiguous(), whole[1].contiguous(), tolerance, tiny)
 
     def forget(self) -> None:
-        """What has been seen belongs to no gradient any more."""
+        """Drops the inputs and output gradients captured so far."""
         self._pending.clear()
         self._taken = []
         self._gradient = None
@@ -124,17 +124,17 @@ class Factors:
         self.inputs = inputs
         self.output_gradients = output_gradients
         self.tolerance = tolerance
-        """What rounding may make of an element, relative to the sum of its addends' sizes."""
+        """The largest rounding error of an element, relative to the sum of its addends' absolute values."""
         self.tiny = tiny
-        """And what it may make of one that is almost nothing."""
+        """The largest absolute rounding error of an element near zero."""
 
     @torch.no_grad()
     def make(
         self, gradient: torch.Tensor | None, bias: torch.Tensor | None, rows: slice | None = None
     ) -> bool:
-        """Whether these rows of the weight's gradient, by default all, and all of the bias's are what the factors make.
+        """Whether the factors make these rows of the weight's gradient, by default all, and all of the bias's.
 
-        What is not finite is taken for right: it goes wrong in the same way whichever way it takes.
+        Elements that are not finite count as right: they have the same effect with every scheme.
         """
         with torch.autocast(self.inputs.device.type, enabled=False):
             gradients, inputs = self.output_gradients.float(), self.inputs.float()
@@ -151,7 +151,8 @@ class Factors:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Sums in another order, and what autograd may round on its way: a product of halves, each pass's sum."""
+    """The relative error of a sum in another order, and of autograd's rounding of half-precision products and of each pass's
+    sum."""
     if dtype is torch.float32:
         return 1e-4 if _multiplies_in_f32() else 2.0**-6
     return 2.0**-5 if dtype is torch.bfloat16 else 2.0**-7
@@ -161,18 +162,18 @@ def _multiplies_in_f32() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
-        # It was said in torch's newer way, which this question does not know.
+        # The precision was set with torch's newer API, and then this call raises.
         return False
 
 
 def _tiny(gradients: torch.Tensor) -> float:
-    """What vanishes in a type's smallest numbers."""
+    """The absolute rounding error near a type's smallest numbers."""
     kind = torch.finfo(gradients.dtype)
     return (gradients.shape[0] + 1) * kind.eps * kind.smallest_normal
 
 
 class _Keep(torch.autograd.Function):
-    """A node that saves a tensor, as any operation's does. Nothing is computed, and nobody differentiates it."""
+    """An autograd node that saves a tensor, as an operation's node does. It computes nothing and has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _AfterForward:
-    """A Linear's forward hook. Copies of the module, and what is saved of it, have none."""
+    """A Linear's forward hook. Copies and saved states of the module do not have it."""
 
     __slots__ = ("anchor", "capture")
 
@@ -202,8 +203,8 @@ class _AfterForward:
         inputs = arguments[0] if arguments else named["input"]
         if inputs.layout is not torch.strided or inputs.is_nested:
             return
-        # Autocast has rounded what went in to the type of what came out.
-        # The node lives as long as its result, at least up to torch 2.7.
+        # Autocast has rounded the input to the type of the output.
+        # The prehook keeps the node's result alive, because at least up to torch 2.7 the node ends with it.
         keeper = _Keep.apply(self.anchor, inputs.detach().to(output.dtype))
         output.grad_fn.register_prehook(functools.partial(self.capture.see, keeper))
 
@@ -212,7 +213,7 @@ class _AfterForward:
 
 
 class _NothingToSee:
-    """Stands for a hook in a copy."""
+    """Replaces the hook in a copy of the module."""
 
     def __call__(self, *arguments: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""One clock for all ranks: how far each host's monotonic clock is from rank 0's."""
+"""One clock for all ranks: the offset of each host's monotonic clock from rank 0's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paramhub.errors import ConnectError
-from paramhub.torch._meeting import await_keys
+from paramhub.torch._rendezvous import wait_for_keys
 
 PINGS = 9
-"""Round trips a host is measured by."""
+"""The number of round trips that measure a clock's offset."""
 
 
 def clock_identity() -> str:
-    """Of the monotonic clock: processes with the same identity read the same time. A boot has one clock, a
-    time namespace shifts it."""
+    """The identity of the monotonic clock: processes with the same identity read the same time. A boot has one
+    clock, and a time namespace shifts it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     try:
@@ -36,8 +36,9 @@ def offset_to_rank_0(
 ) -> int:
     """Nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together.
 
-    Ranks that share rank 0's clock add nothing. The others ask rank 0 for its time through the store, and
-    take it for that of the middle of the shortest of several round trips: the error is at most half of it.
+    For ranks that share rank 0's clock the offset is 0. The others ask rank 0 for its time through the store,
+    and take it for the time in the middle of the round trip. The shortest of several round trips counts: the
+    error is at most half of it.
 
     Raises ConnectError if a rank does not arrive within ``timeout`` seconds.
     """
@@ -57,19 +58,20 @@ def offset_to_rank_0(
     for ping in range(PINGS):
         begin = now_ns()
         store.set(f"clock/{rank}/ping/{ping}", "")
-        told = int(_read(store, f"clock/{rank}/pong/{ping}", 0, timeout, at_once=True))
+        rank_0_ns = int(_read(store, f"clock/{rank}/pong/{ping}", 0, timeout, at_once=True))
         end = now_ns()
-        # The first one waits until rank 0 has done with the ranks before: it takes long, and does not win.
-        trips.append((end - begin, told - (begin + end) // 2))
+        # The first ping waits until rank 0 has answered all lower ranks. Its trip is then too long to count.
+        trips.append((end - begin, rank_0_ns - (begin + end) // 2))
     return min(trips)[1]
 
 
 def _read(store: dist.Store, key: str, rank: int, timeout: float, *, at_once: bool = False) -> str:
-    """``at_once`` is for what takes part in a measurement: it answers no Ctrl-C, and loses no time."""
+    """Reads a key that another rank sets. ``at_once`` is for measurements: it loses no time, but Ctrl-C does not
+    interrupt it."""
     try:
         if at_once:
             store.wait([key], timedelta(seconds=timeout))
-        elif await_keys(store, [key], timeout):
+        elif wait_for_keys(store, [key], timeout):
             raise TimeoutError
         return store.get(key).decode()
     except Exception as error:

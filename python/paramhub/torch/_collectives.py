@@ -1,8 +1,7 @@
-"""Collectives among some of the ranks: what does not change parameters, but is needed to train.
+"""Collectives among some of the ranks. They do not change parameters, but training needs them.
 
-Two ways lead from rank to rank. Sums and means of gradients, which are large, go through the hub, where each byte is summed once
-while it is in cache; everything else goes over a mesh of connections between the ranks, which has less to set up and to
-wait for.
+Sums and means of gradients, which are large, go through the hub, which sums each byte once while it is in cache. All other
+operations go over a mesh of connections between the ranks, which has less to set up and to wait for.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.torch._host_memory import overlap, staged, together
 from paramhub.torch._hub_sums import HubSums
-from paramhub.torch._leaving import HASTE
-from paramhub.torch._meeting import exchange_text
+from paramhub.torch._log import log
+from paramhub.torch._rendezvous import allgather_json
+from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE
 from paramhub.torch._spans import Spans
 from paramhub.torch._tensors import memory_range
-from paramhub.torch._watch import INTERVAL, Watch
+from paramhub.torch._watchdog import INTERVAL, Watchdog
 from paramhub.torch._work import Work
-from paramhub.torch._world import say
 
 if TYPE_CHECKING:
     from paramhub.torch._world import World
@@ -44,18 +43,18 @@ ELEMENTS = {
     torch.int64: "i64",
     torch.bool: "bool",
 }
-"""What a mesh computes with, by torch's names."""
+"""The types of elements that a mesh can reduce, by torch's types."""
 
 LEAVE_TIMEOUT = 10.0
-"""Seconds for which a rank that leaves waits for what is under way."""
+"""Seconds for which a rank that leaves waits for operations under way."""
 
 
 class Group:
     """Some of the world's ranks, numbered from 0, and the collectives among them.
 
     All of them make it together, under the same name, and then call the same collectives in the same order. Every operation
-    is asynchronous and works in place; tensors must be left alone until it has ended. Elements may be of any type where they
-    are only moved; those of `ELEMENTS` can be reduced. A tensor that is not contiguous is copied on the way.
+    is asynchronous and works in place; the caller must not use its tensors until it has ended. An operation that only moves
+    elements takes any type; a reduction takes those of `ELEMENTS`. A tensor that is not contiguous is copied.
 
     Operations that do not end within ``timeout`` seconds fail, and the group with them; the error names the ranks that did
     not call them.
@@ -70,8 +69,8 @@ class Group:
         members: Sequence[int] | None = None,
         timeout: float,
     ) -> None:
-        """``members`` are the world's ranks that take part, by their rank here; by default all. ``store`` is where they meet:
-        the keys in it are the group's alone."""
+        """``members`` are the world's ranks in the group, in the order of their ranks here; by default all. They meet in
+        ``store``, whose keys belong to this group alone."""
         self.name = name
         self.members = list(range(world.size)) if members is None else list(members)
         self.rank = self.members.index(world.rank)
@@ -82,7 +81,7 @@ class Group:
         self._sums = HubSums(name, world, self.members)
         self._failure: JobFailedError | None = None
         watched = dist.PrefixStore(f"watch/{name}", world.watch_store)
-        self._watch = Watch(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
+        self._watchdog = Watchdog(name, self.rank, self.size, watched, self._mesh.failure, self._give_up)
         self.spans = Spans(self.members)
         world.add_group(self)
 
@@ -91,12 +90,12 @@ class Group:
         own = {"address": listener.address}
         if self.rank == 0:
             own["secret"] = secrets.token_hex(32)
-        told = exchange_text(store, "mesh", own, self.rank, self.size, self.timeout)
+        peers = allgather_json(store, "mesh", own, self.rank, self.size, self.timeout)
         return listener.join(
             self.name,
             self.rank,
-            [each["address"] for each in told],
-            told[0]["secret"],
+            [each["address"] for each in peers],
+            peers[0]["secret"],
             timeout=self.timeout,
             dead_after=self._world.options.dead_after,
         )
@@ -107,8 +106,8 @@ class Group:
         """Reduces all ranks' tensors, at every rank."""
         host, finish = staged(_real(tensor, op))
         if self._sums.takes(host, op):
-            # The hub pairs pieces of tensors, and cannot see that ranks have cut different ones. The mesh compares them, and
-            # knows of ranks that are gone.
+            # The hub sums pieces of tensors, and cannot see whether the ranks' tensors differ. The mesh compares them, and
+            # notices ranks that have ended.
             self._connected().note_allreduce(host.nbytes, _element(host, "allreduce"), op)
             work = Work((self._sums.exchange(host, op),), finish, self._explained)
         else:
@@ -122,7 +121,7 @@ class Group:
         """Reduces all ranks' tensors into the root's."""
         host, finish = staged(_real(tensor, op), writes=self.rank == root)
         if self.rank != root and finish is None and host.data_ptr() == tensor.data_ptr():
-            # Partial sums pass through it, and nobody but the root expects a change.
+            # The exchange writes partial sums into its tensor, and only the root's tensor may change.
             host = host.detach().clone()
         handle = self._connected().reduce(memory_range(host), root, _element(host, "reduce"), op, host)
         return self._issued("reduce", host, Work((handle,), finish), timeout)
@@ -150,13 +149,13 @@ class Group:
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", *, timeout: float | None = None
     ) -> Work:
-        """`reduce_scatter` of equal parts of ``input``, which has them in a row."""
+        """`reduce_scatter` of equal parts of ``input``, one after the other."""
         return self.reduce_scatter(output, self._parts(input, "reduce_scatter"), op, timeout=timeout)
 
     # Moves
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float | None = None) -> Work:
-        """Gives the root's tensor to every rank."""
+        """Sends the root's tensor to every rank."""
         is_root = self.rank == root
         host, finish = staged(tensor, reads=is_root, writes=not is_root)
         handle = self._connected().broadcast(memory_range(host), root, host)
@@ -165,7 +164,7 @@ class Group:
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, timeout: float | None = None
     ) -> Work:
-        """Gives every rank's ``tensor`` to every rank, into ``outputs`` by rank. Lengths may differ from rank to rank."""
+        """Sends every rank's ``tensor`` to every rank, into ``outputs`` by rank. Lengths may differ from rank to rank."""
         source, _ = staged(tensor, writes=False)
         targets, finishes = _staged_all(outputs)
         send, receives = memory_range(source), [memory_range(each) for each in targets]
@@ -179,10 +178,10 @@ class Group:
     def allgather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, *, timeout: float | None = None
     ) -> Work:
-        """`allgather` into equal parts of ``output``, which has them in a row."""
+        """`allgather` into equal parts of ``output``, one after the other."""
         target, finish = staged(output, reads=False)
         work = self.allgather(self._parts(target, "allgather"), tensor, timeout=timeout)
-        # The parts are the contiguous tensor's, so that nothing else is left to do.
+        # The parts are views of a contiguous tensor, so they need no `Finish` of their own.
         return work if finish is None else Work(work.handles, finish)
 
     def gather(
@@ -193,7 +192,7 @@ class Group:
         *,
         timeout: float | None = None,
     ) -> Work:
-        """Gives every rank's ``tensor`` to the root, into ``outputs`` by rank; elsewhere those are None."""
+        """Sends every rank's ``tensor`` to the root, into ``outputs`` by rank. On the other ranks ``outputs`` is None."""
         source, _ = staged(tensor, writes=False)
         targets, finishes = _staged_all(outputs or ())
         send, receives = memory_range(source), [memory_range(each) for each in targets]
@@ -211,7 +210,7 @@ class Group:
         *,
         timeout: float | None = None,
     ) -> Work:
-        """Gives the root's ``inputs[i]`` to rank i; elsewhere ``inputs`` is None."""
+        """Sends the root's ``inputs[i]`` to rank i. On the other ranks ``inputs`` is None."""
         sources = [staged(each, writes=False)[0] for each in inputs or ()]
         target, finish = staged(output, reads=False)
         sends, receive = [memory_range(each) for each in sources], memory_range(target)
@@ -228,7 +227,7 @@ class Group:
         *,
         timeout: float | None = None,
     ) -> Work:
-        """Gives ``inputs[i]`` to rank i and gets ``outputs[i]`` from it. Any lengths, as long as both ends name the same."""
+        """Sends ``inputs[i]`` to rank i and receives ``outputs[i]`` from it. Any lengths will do if both ends use the same."""
         sources = [staged(each, writes=False)[0] for each in inputs]
         targets, finishes = _staged_all(outputs)
         sends, receives = [memory_range(each) for each in sources], [memory_range(each) for each in targets]
@@ -247,23 +246,23 @@ class Group:
         *,
         timeout: float | None = None,
     ) -> Work:
-        """`all_to_all` of parts in a row: of so many rows each, or equal ones."""
+        """`all_to_all` of consecutive parts, which have the given numbers of rows or are equal."""
         target, finish = staged(output, reads=False)
         source, _ = staged(input, writes=False)
         outputs = self._parts(target, "all_to_all", output_rows)
         inputs = self._parts(source, "all_to_all", input_rows)
         work = self.all_to_all(outputs, inputs, timeout=timeout)
-        # The parts are the contiguous tensor's, so that nothing else is left to do.
+        # The parts are views of a contiguous tensor, so they need no `Finish` of their own.
         return work if finish is None else Work(work.handles, finish)
 
     def barrier(self, *, timeout: float | None = None) -> Work:
         """Ends once every rank has called it."""
         return self._issued("barrier", None, Work((self._connected().barrier(),)), timeout)
 
-    # From one to another
+    # Point to point
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0, *, timeout: float | None = None) -> Work:
-        """Sends to a rank, which receives as many bytes with the same tag. Ends when the tensor may change."""
+        """Sends to a rank, which must receive as many bytes with the same tag. Ends when the caller may change the tensor."""
         host, _ = staged(tensor, writes=False)
         work = Work((self._connected().send(to, tag, memory_range(host), host),))
         return self._passed(f"send to rank {to} with tag {tag}", work, timeout)
@@ -271,7 +270,7 @@ class Group:
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int = 0, *, timeout: float | None = None
     ) -> Work:
-        """Receives from a rank, or with None from whichever sends first: ``source`` of the result tells which."""
+        """Receives from a rank, or with None from the first rank that sends. ``source`` of the result is that rank."""
         host, finish = staged(tensor, reads=False)
         work = Work((self._connected().receive(source, tag, memory_range(host), host),), finish)
         name = f"receive from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
@@ -280,54 +279,54 @@ class Group:
     # Ends
 
     def collectives(self) -> int:
-        """How many collectives were called here so far."""
-        return self._watch.number
+        """The number of collectives that this rank has called so far."""
+        return self._watchdog.number
 
     def awaited_ranks(self, work: Work) -> list[int]:
-        """Ranks that have not called what ``work`` stands for, as far as is known."""
-        return self._watch.culprits(self._watch.number, work.handles)
+        """Ranks that have not called the operation of ``work``, as far as this rank knows."""
+        return self._watchdog.culprits(self._watchdog.number, work.handles)
 
     def failure(self) -> BaseException | None:
-        """Why nothing can be done here any more, if so."""
+        """Why the group has failed, or None."""
         return self._failure or self._mesh.failure()
 
     def leave(self, *, abandon: bool = False) -> None:
-        """Ends what is under way and leaves. With ``abandon`` nothing is waited for, and the others' operations fail."""
-        haste = self._world.haste
-        timeout = HASTE if haste.is_needed() else LEAVE_TIMEOUT
+        """Waits for operations under way and leaves. With ``abandon`` it does not wait, and the other ranks' operations fail."""
+        failures = self._world.failures
+        timeout = EXIT_TIMEOUT_AFTER_FAILURE if failures.is_failing() else LEAVE_TIMEOUT
         deadline = time.monotonic() + timeout
         self._world.remove_group(self)
         failure = self.failure()
-        if not abandon and failure is None and not self._watch.wait(timeout):
-            # What is under way waits for a rank that hangs, or for one that has an exception to end with as this one has.
+        if not abandon and failure is None and not self._watchdog.wait(timeout):
+            # An operation waits for a rank that hangs, or for one that ends with an exception as this rank does.
             failure = self.failure()
-            abandon = failure is None and haste.is_needed()
+            abandon = failure is None and failures.is_failing()
         if abandon:
             self._mesh.abort(f"rank {self.rank} of group `{self.name}` has given up")
         elif failure is not None:
-            # The others are to hear why from the mesh, before the hub tells them only that this rank has left.
-            haste.wait(2 * INTERVAL)
-        self._watch.close()
+            # The mesh must report the reason to the others before the hub reports only that this rank has left.
+            failures.wait_since_first(2 * INTERVAL)
+        self._watchdog.close()
         self._sums.close(abandon=abandon or failure is not None)
         if abandon or failure is not None:
             return
         try:
             self._mesh.leave(max(1.0, deadline - time.monotonic()))
         except JobFailedError as error:
-            # All operations have ended, and those that failed have said so where they were waited for.
-            say(f"rank {self._world.rank}: {error}")
-            haste.has_failed()
+            # All operations have ended, and those that failed have raised where the caller waited for them.
+            log(f"rank {self._world.rank}: {error}")
+            failures.record()
 
     def _give_up(self, message: str, culprit: int | None) -> None:
-        """An operation has not ended in time: nothing that comes after it can be right."""
+        """Fails the group, because an operation has not ended in time and every later result would be wrong."""
         self._failure = JobFailedError(message)
         self._failure.culprit = culprit
-        self._watch.fail(message, culprit)
+        self._watchdog.fail(message, culprit)
         self._sums.fail(message, culprit)
         self._mesh.abort(message)
 
     def _explained(self, failure: JobFailedError, patience: float) -> JobFailedError:
-        """A hub in rank 0 ends with rank 0, whichever rank that has failed for: then the mesh knows it."""
+        """The failure with the rank that caused it. A hub in rank 0 ends with rank 0 and cannot name it, but the mesh can."""
         deadline = time.monotonic() + patience
         while failure.culprit is None:
             known = self.failure()
@@ -344,13 +343,13 @@ class Group:
         return self._mesh
 
     def _passed(self, name: str, work: Work, timeout: float | None) -> Work:
-        self._watch.add_message(name, work, self._limit(timeout))
+        self._watchdog.add_message(name, work, self._limit(timeout))
         self.spans.issued(name, work)
         return work
 
     def _issued(self, name: str, tensor: torch.Tensor | None, work: Work, timeout: float | None) -> Work:
         nbytes = None if tensor is None else tensor.numel() * tensor.element_size()
-        self._watch.add_collective(name, nbytes, work, self._limit(timeout))
+        self._watchdog.add_collective(name, nbytes, work, self._limit(timeout))
         self.spans.issued(name if nbytes is None else f"{name} of {nbytes} bytes", work)
         return work
 
@@ -376,7 +375,7 @@ class Group:
 
 
 def _real(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Complex numbers are added as their parts."""
+    """A view of complex numbers as their parts, which are added separately; other tensors unchanged."""
     if tensor.is_complex() and op in ("sum", "average"):
         return torch.view_as_real(tensor)
     return tensor
@@ -402,7 +401,7 @@ def _staged_all(tensors: Sequence[torch.Tensor]):
 
 
 def _apart(tensor: torch.Tensor, finish):
-    """Memory of its own for what is received while overlapping memory is still sent."""
+    """Separate memory for a result whose own memory overlaps memory that is being sent."""
     host = torch.empty_like(tensor)
 
     def copy() -> None:

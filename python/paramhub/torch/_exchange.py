@@ -1,4 +1,4 @@
-"""One parameter's part in training: its gradient leaves for the hub, and its new value comes back in place."""
+"""The exchange of one parameter: sends the gradient to the hub and receives the new value in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from paramhub import _native
 from paramhub.errors import MisuseError
-from paramhub.torch import _ddp_around, _memory, _tensors, trace
+from paramhub.torch import _ddp_conflict, _memory, _tensors, trace
 
 if TYPE_CHECKING:
     from paramhub.torch._capture import Capture
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 NO_BACKWARD = -1
-"""What autograd says outside of a backward pass."""
+"""Autograd's number of the current backward pass where there is none."""
 
 
-class StepUnderWay:
-    """What the parameters of one optimizer share about the step they are in."""
+class StepState:
+    """The state of the current step, which all parameters of one optimizer share."""
 
     __slots__ = (
         "backward",
         "begin",
         "has_begun",
-        "is_cut",
+        "is_interrupted",
         "is_paused",
         "is_staged",
         "is_traced",
@@ -46,57 +46,57 @@ class StepUnderWay:
     def __init__(self, passes: int) -> None:
         self.job: _native.Job
         self.stage: Stage | None = None
-        """What the tensors pass through if they are staged."""
+        """The stage of the tensors if they are staged."""
         self.is_staged = False
-        """Whether tensors are exchanged from host memory of their own, as those of a device must be."""
+        """Whether tensors are exchanged from separate host memory, as a device's tensors must be."""
         self.watch: trace.Watch | None = None
         self.is_traced = False
-        """Whether the trace knows that a backward pass is under way."""
+        """Whether the trace has begun a span for the backward pass under way."""
         self.passes = passes
-        """Backward passes whose gradients are added up before they leave."""
+        """The number of backward passes whose gradients are added up before they are sent."""
         self.is_paused = False
-        """Whether gradients are added up and do not leave at all."""
+        """Whether gradients are only added up, and none is sent."""
         self.has_begun = False
-        """Whether a gradient has left in this step."""
+        """Whether a gradient has been sent in this step."""
         self.begin: Callable[[], None] = lambda: None
-        """Called before the first gradient of a step leaves."""
+        """Called before the first gradient of a step is sent."""
         self.backward = NO_BACKWARD
-        """The backward pass that gradients are leaving from, by autograd's number, until it has ended well."""
-        self.is_cut = False
-        """Whether `step` has raised before all gradients had left."""
+        """Autograd's number of the backward pass that sends gradients. It stays set if an exception ends the pass."""
+        self.is_interrupted = False
+        """Whether `step` has raised before all gradients were sent."""
         self.left = 0
-        """Gradients that have left in this step."""
+        """The number of gradients that were sent in this step."""
         self.total = 0
-        """Parameters that are exchanged."""
+        """The number of parameters that are exchanged."""
         self.needs_all = False
-        """Whether no answer may come before all gradients have left, here and elsewhere."""
+        """Whether no new value may arrive before all ranks have sent all gradients."""
 
     @property
-    def was_cut_short(self) -> bool:
-        """Whether an exception has ended a backward pass, or `step`, when a part of the gradients had left."""
+    def was_interrupted(self) -> bool:
+        """Whether an exception has ended a backward pass, or `step`, after a part of the gradients was sent."""
         is_in_it = torch._C._current_graph_task_id() != NO_BACKWARD
-        return self.left > 0 and not is_in_it and (self.is_cut or self.backward != NO_BACKWARD)
+        return self.left > 0 and not is_in_it and (self.is_interrupted or self.backward != NO_BACKWARD)
 
     def enter_backward(self, number: int) -> None:
-        """A gradient leaves from another backward pass than the one before."""
+        """Registers the backward pass that sends gradients now."""
         self.backward = number
         torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(self._leave_backward, number)
         )
 
     def _leave_backward(self, number: int) -> None:
-        # Autograd does not call this after an exception.
+        # Autograd does not call this if an exception has ended the pass.
         if self.backward == number:
             self.backward = NO_BACKWARD
 
     def begin_next(self) -> None:
-        """Nothing of a step has left any more."""
+        """Resets the shared state for the next step."""
         self.left = 0
-        self.has_begun = self.is_cut = self.is_traced = False
+        self.has_begun = self.is_interrupted = self.is_traced = False
         self.backward = NO_BACKWARD
 
     def trace_backward(self) -> None:
-        """A backward pass has made its first gradient."""
+        """Starts the backward pass's span in the trace, at its first gradient."""
         if self.watch is None:
             return
         self.is_traced = True
@@ -110,12 +110,13 @@ class StepUnderWay:
 
 
 class Exchange:
-    """One parameter's.
+    """The exchange of one parameter.
 
-    A gradient leaves from the hook that autograd calls once the parameter's gradient is complete. That the new value may
-    then overwrite the old one, although backward goes on, follows from autograd's order: the hook's node comes after all
-    that lead to it, and what needs the old value for other gradients leads to it too. What does not (a detached use of the
-    parameter, a second backward through the same graph) finds the parameter's version counted up, and autograd refuses.
+    Autograd calls a hook once the parameter's gradient is complete, and the hook sends it. The new value may then overwrite
+    the old one although backward goes on. Autograd's order makes this right: the hook's node runs after all nodes that lead
+    to it, and a node that needs the old value for other gradients leads to it, too. There are uses that do not (a detached
+    use of the parameter, a second backward through the same graph). For these the parameter's version has changed, and
+    autograd raises.
     """
 
     __slots__ = (
@@ -141,7 +142,7 @@ class Exchange:
         "version",
     )
 
-    def __init__(self, number: int, name: str, parameter: torch.nn.Parameter, step: StepUnderWay) -> None:
+    def __init__(self, number: int, name: str, parameter: torch.nn.Parameter, step: StepState) -> None:
         self.number = number
         self.name = name
         self.parameter = parameter
@@ -150,22 +151,22 @@ class Exchange:
         self.dtype = parameter.dtype
         self.strides = parameter.stride()
         self.handle: _native.Handle | StagedHandle | None = None
-        """The newest request, until somebody has waited for it."""
+        """The newest request, until a caller has waited for it."""
         self.capture: Capture | None = None
-        """What notes the factors of its gradient, if it is the weight of a Linear that may go by them."""
+        """The capture of the gradient's factors, if the parameter is the weight of a Linear that may be exchanged as factors."""
         self.layer: FactorLayer | None = None
-        """What it is a part of, if it goes by factors."""
+        """The layer that the parameter belongs to, if it is exchanged as factors."""
         self.passes = 0
-        """Gradients added up in this step."""
+        """The number of gradients added up in this step."""
         self.has_left = False
-        """Whether the gradient of this step has left."""
+        """Whether the gradient of this step was sent."""
         self.gradient: torch.Tensor | None = None
         self.gradient_version = 0
         self.version = 0
         self.settle(parameter.data)
 
     def settle(self, memory: torch.Tensor) -> None:
-        """Takes note of where the parameter lies: ``memory`` keeps it, and has a version of its own."""
+        """Stores the address of the parameter's memory. ``memory`` keeps it alive, and has a version counter of its own."""
         self.memory = memory
         self.flat = _memory.flat_view(memory)
         self.place, self.nbytes = _tensors.memory_range(memory)
@@ -173,7 +174,7 @@ class Exchange:
         self.version = self.parameter._version
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Autograd's hook: a backward pass has added its gradient to the parameter's."""
+        """The hook that autograd calls when a backward pass has added its gradient to ``parameter.grad``."""
         step = self.step
         if trace.active and not step.is_traced:
             step.trace_backward()
@@ -202,7 +203,7 @@ class Exchange:
         self.leave(parameter.grad)
 
     def leave(self, gradient: torch.Tensor | None) -> None:
-        """Hands the step's gradient in. It is kept until it has been exchanged."""
+        """Sends the step's gradient, and keeps a reference to it until the exchange has ended."""
         assert gradient is not None
         step = self.step
         if not step.has_begun:
@@ -226,17 +227,17 @@ class Exchange:
         self._send(gradient)
 
     def leave_zeros(self) -> None:
-        """Zeros leave in the gradient's place, whatever has become of the parameter meanwhile."""
+        """Sends zeros instead of the gradient, even if the parameter was changed meanwhile."""
         self.renew_version()
         self._send(torch.zeros_like(self.parameter))
 
     def renew_version(self) -> None:
-        """Whatever autograd has kept of the parameter is out of date from here on, and it will say so."""
+        """Increments the parameter's version, so that autograd refuses to use tensors that it saved of the old value."""
         increment_version(self.parameter)
         self.version = self.parameter._version
 
     def count(self) -> None:
-        """The gradient has left."""
+        """Counts the gradient as sent."""
         self.has_left = True
         self.step.left += 1
 
@@ -256,7 +257,7 @@ class Exchange:
             trace.request(self.name, self.handle)
 
     def wait(self) -> None:
-        """Waits until the parameter has the value that follows from the newest gradient that left."""
+        """Waits until the parameter has the value that follows from the newest gradient that was sent."""
         handle = self.handle
         if handle is None:
             return
@@ -274,8 +275,8 @@ class Exchange:
         self.handle = None
 
     @property
-    def what_became_of_gradient(self) -> str | None:
-        """What somebody has done to the gradient after it had left, if it is not what the user sees any more."""
+    def gradient_change(self) -> str | None:
+        """How user code changed the gradient after it was sent: ``replaced``, ``modified``, or None."""
         gradient = self.gradient
         if self.parameter.grad is not gradient:
             return "replaced"
@@ -283,21 +284,21 @@ class Exchange:
             return "modified"
         return None
 
-    def forget_step(self) -> None:
-        """Gets ready for the next step."""
+    def reset_step(self) -> None:
+        """Resets this parameter's state for the next step."""
         self.passes = 0
         self.has_left = False
         self.gradient = None
 
     def changed(self) -> MisuseError:
-        """What to say of a parameter that is not as the last exchange left it."""
+        """The error for a parameter that was changed or moved since the last exchange."""
         if self.parameter.data_ptr() != self.place:
             return MisuseError(
                 f"{self.name!r} was moved to another memory after HubOptimizer was made: call model.to(), .half() and the "
                 "like before"
             )
-        if _ddp_around.is_around(self.parameter):
-            return _ddp_around.refusal(self.name)
+        if _ddp_conflict.is_around(self.parameter):
+            return _ddp_conflict.refusal(self.name)
         return MisuseError(
             f"{self.name!r} was modified by this process, but the parameters are the hub's: call "
             "optimizer.broadcast_parameters() on every rank after such changes (load_state_dict(), an initialisation), and "

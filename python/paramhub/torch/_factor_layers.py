@@ -1,4 +1,4 @@
-"""Layers whose parameters follow from the factors of all ranks."""
+"""Layers whose gradients ranks exchange as factors, and whose parameters each rank updates itself."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from paramhub.torch._staging import Stage, StagedHandle
 from paramhub.torch._tensors import memory_range
 
 
-class Line:
-    """The layers of one optimizer in the order in which they leave, which is the same at all ranks: that in which backward
-    met them in rank 0's first step. One whose turn it is not waits, as the buckets of DDP do."""
+class SendQueue:
+    """The layers of one optimizer in the order in which they are sent: the order in which backward completed them in rank
+    0's first step. It is the same at all ranks, so a layer waits for the layers before it, as DDP's buckets do."""
 
     def __init__(self) -> None:
         self.layers: list[FactorLayer] = []
         self._next = 0
 
     def advance(self) -> None:
-        """Lets those leave whose turn it is."""
+        """Sends the ready layers at the front of the queue."""
         while self._next < len(self.layers) and self.layers[self._next].is_ready:
             self._next += 1
             self.layers[self._next - 1].push()
 
     def flush(self) -> None:
-        """Every gradient of the step is there: what has none takes no part, at any rank."""
+        """Sends the rest of the step's layers, once all gradients are complete. A layer without a gradient is not exchanged,
+        at any rank."""
         while self._next < len(self.layers):
             self._next += 1
             if self.layers[self._next - 1].has_begun:
                 self.layers[self._next - 1].push()
 
     def complete(self, used: Sequence[bool]) -> None:
-        """A step was cut short: layers that have not been sent take part without samples, unless no rank has used them (``used``,
-        by parameter)."""
+        """Completes an interrupted step: sends the layers that were not sent, without samples. A layer that no rank has used is
+        left out; ``used`` is by parameter."""
         for layer in self.layers:
             if not layer.is_sent and any(used[exchange.number] for exchange in layer.parts):
                 layer.push_none()
@@ -50,16 +51,16 @@ class Line:
 
 
 class FactorLayer:
-    """One of them. Its factors leave when the gradients of its weight and its bias are complete."""
+    """One layer, which sends its factors when the gradients of its weight and its bias are complete."""
 
-    def __init__(self, number: int, samples: int, capture: Capture, line: Line) -> None:
+    def __init__(self, number: int, samples: int, capture: Capture, queue: SendQueue) -> None:
         self.number = number
         self.capture = capture
         self.is_ready = False
         self.is_sent = False
-        """Whether the other ranks get this step's factors from this one."""
+        """Whether this rank has sent the factors of this step."""
         self._samples = samples
-        self._line = line
+        self._queue = queue
         self.parts = [capture.weight, *([capture.bias] if capture.bias is not None else [])]
         self._left = 0
         self._steps = 0
@@ -69,20 +70,20 @@ class FactorLayer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part of it has left in this step."""
+        """Whether the gradient of its weight or its bias is complete in this step."""
         return self._left > 0
 
     def leave(self, exchange: Exchange) -> None:
-        """The gradient of its weight or its bias is complete."""
+        """Called when the gradient of the weight or of the bias is complete."""
         if exchange is self.capture.weight and not self.capture.is_whole:
             raise self._wrong()
         self._left += 1
         if self._left == len(self.parts):
             self.is_ready = True
-            self._line.advance()
+            self._queue.advance()
 
     def push(self) -> None:
-        """Sends its factors, and has its parameters received."""
+        """Sends the layer's factors, and begins to receive its parameters."""
         if self._left < len(self.parts):
             raise MisuseError(
                 f"of weight and bias of layer {self.capture.name!r} one has a gradient and one has none, but both go by their "
@@ -104,11 +105,11 @@ class FactorLayer:
             )
         of_weight, *of_bias = [exchange.parameter.grad for exchange in self.parts]
         row = self._row()
-        # A rank without a gradient has no factors either.
+        # A rank without a gradient has no factors, so there is nothing to compare.
         self._receive(self._send(factors, row, [of_weight[row], *of_bias] if of_weight is not None else []))
 
     def push_none(self) -> None:
-        """Takes part without samples, whatever gradients there are."""
+        """Sends factors without samples, even if there are gradients."""
         for exchange in self.parts:
             exchange.wait()
         self.capture.forget()
@@ -119,7 +120,7 @@ class FactorLayer:
                 exchange.count()
 
     def _receive(self, handle: _native.Handle | StagedHandle) -> None:
-        """The factors are on their way."""
+        """Stores the request for the new parameters as that of weight and bias."""
         self.is_sent = True
         self._steps += 1
         for exchange in self.parts:
@@ -135,7 +136,8 @@ class FactorLayer:
     def _send(
         self, factors: Factors, row: slice, compared: Sequence[torch.Tensor]
     ) -> _native.Handle | StagedHandle:
-        """``compared`` are what the factors are to make: this row of the weight's gradient, and all of the bias's."""
+        """Sends the factors, through host memory if they are on a device. ``compared`` is one row of the weight's gradient and
+        the whole gradient of the bias. They must equal the gradients that the factors make."""
         stage = self.capture.weight.step.stage
         if stage is None:
             return self._hand_in(factors, row, compared, [exchange.memory for exchange in self.parts])
@@ -154,7 +156,7 @@ class FactorLayer:
     def _hand_in(
         self, factors: Factors, row: slice, compared: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> _native.Handle:
-        """With everything on the host. ``compared`` are what the factors are to make, of the weight's gradient a row."""
+        """Checks ``compared`` and submits the request. All tensors are on the host."""
         if compared and not factors.make(compared[0], compared[1] if len(compared) > 1 else None, row):
             raise self._wrong()
         ranges = [memory_range(memory) for memory in received]
@@ -166,8 +168,8 @@ class FactorLayer:
         )
 
     def _row(self) -> slice:
-        """The row of the gradient that is compared in this step. One costs next to nothing, and what keeps a gradient from
-        being made of its factors changes nearly all of its rows."""
+        """The row of the weight's gradient that is compared in this step. To compare one row costs next to nothing, and is
+        enough: if the gradient is not the product of its factors, nearly all of its rows differ."""
         row = self._steps * 0x9E3779B1 % self.capture.outputs
         return slice(row, row + 1)
 
@@ -181,7 +183,7 @@ class FactorLayer:
 
 
 class _HostCopies:
-    """Where a device's factors, and what they are compared with, are copied to. They are free again once a step has ended."""
+    """Host memory for copies of a device's factors and of the gradients to compare them with. Each step uses it anew."""
 
     def __init__(self, stage: Stage, capture: Capture, samples: int) -> None:
         dtype = capture.weight.dtype
@@ -190,7 +192,7 @@ class _HostCopies:
         self._gradients = [stage.empty((1, capture.inputs), dtype), stage.empty((capture.outputs,), dtype)]
 
     def of(self, factors: Factors, compared: int) -> tuple[Factors, list[torch.Tensor]]:
-        """Room for as many samples, and for so many gradients."""
+        """Host memory for the samples of ``factors``, and for as many gradients as ``compared`` says."""
         count = factors.inputs.shape[0]
         rows = self._inputs[:count], self._output_gradients[:count]
         return Factors(*rows, factors.tolerance, factors.tiny), self._gradients[:compared]

@@ -1,4 +1,4 @@
-"""Gradients averaged in place as backward makes them."""
+"""Averages gradients in place while backward computes them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
+from paramhub.torch._initialization import world
 from paramhub.torch._staging import Stage, StagedHandle
 from paramhub.torch._tensors import check_same_device, is_dense, key, needs_stage
-from paramhub.torch._world import world
 
 NAMED_MAX = 5
-"""Parameters an error names."""
+"""The most parameters that an error names."""
 
 
 class GradientExchange:
-    """Sends each parameter's gradient when backward has made it, and receives the mean (or sum) of all ranks' into the
+    """Sends each parameter's gradient when backward has completed it, and receives the mean (or sum) over all ranks into the
     same memory.
 
     Making one is collective: all ranks make theirs in the same order, with the same parameters. ``parameters`` are in
-    forward order; the front ones are more urgent. ``passes`` is how many backward passes make one gradient.
+    forward order; earlier ones are more urgent. ``passes`` is the number of backward passes that make one gradient.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GradientExchange:
         if here.size == 1 or not trained:
             return
         device = check_same_device(trained)
-        self._job = here.open_job(
+        self._job = here.jobs.open(
             here.label("optimizer"),
             {
                 "keys": [key(name, parameter) for name, parameter in trained],
@@ -75,16 +75,16 @@ class GradientExchange:
             hook = functools.partial(_on_gradient, this, gradient)
             hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             _exchanged[id(parameter)] = self
-        # The parameters outlive their optimizer, and must not go on sending.
+        # The parameters may outlive this object, and their hooks must not send then.
         weakref.finalize(self, _remove, hooks)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients have left since the last `synchronize`."""
+        """Whether gradients were sent since the last `synchronize`."""
         return bool(self._sent)
 
     def on_gradient(self, gradient: _Gradient) -> None:
-        """Backward has added to a gradient."""
+        """Called when backward has added to a gradient."""
         if trace.active and not self._is_in_backward:
             self._is_in_backward = True
             self._backward_ns = _native.now_ns()
@@ -101,8 +101,8 @@ class GradientExchange:
         self._send([gradient])
 
     def synchronize(self) -> None:
-        """Waits until every gradient is there. What has not left yet leaves now, as zeros where there is none: the other
-        ranks may have one."""
+        """Waits until every gradient is averaged. Sends the gradients that were not sent before, and zeros for missing ones,
+        because other ranks may have them."""
         self._world.check_process_group()
         missing = [gradient for gradient in self._gradients if gradient.handle is None]
         if missing:
@@ -127,7 +127,7 @@ class GradientExchange:
             )
 
     def check_frozen(self) -> None:
-        """Refuses gradients that nobody averages."""
+        """Raises MisuseError for gradients that no exchange averages."""
         thawed = [name for name, parameter in self._frozen if parameter.grad is not None]
         if thawed:
             raise MisuseError(
@@ -136,7 +136,7 @@ class GradientExchange:
             )
 
     def set_passes(self, passes: int) -> None:
-        """From the next step on, ``passes`` backward passes make a gradient."""
+        """Makes ``passes`` backward passes one gradient from the next step on."""
         if self._sent:
             raise MisuseError(
                 "backward_passes_per_step changed while gradients are exchanged: change it after step()"
@@ -146,10 +146,10 @@ class GradientExchange:
             gradient.passes_left = passes
 
     def _send(self, gradients: Sequence[_Gradient]) -> None:
-        """Hands in one request for all of them."""
+        """Submits one request for all these gradients."""
         memories = [self._prepare(gradient) for gradient in gradients]
         keys = [gradient.key for gradient in gradients]
-        # The stage writes the result by an operation of torch's, which counts.
+        # The stage writes the result with a torch operation, which increments the version.
         versions = [memory._version + (self._stage is not None) for memory in memories]
         handle: _native.Handle | StagedHandle
         if self._stage is None:
@@ -171,14 +171,14 @@ class GradientExchange:
         self.is_synchronized = False
 
     def _prepare(self, gradient: _Gradient) -> torch.Tensor:
-        """The memory a gradient is exchanged in, laid out as on all ranks."""
+        """The memory in which a gradient is exchanged, with the same layout on all ranks."""
         parameter = gradient.parameter
         memory = parameter.grad
         if memory is None:
             memory = gradient.empty().zero_()
             if parameter.requires_grad:
                 parameter.grad = memory
-            # What was frozen meanwhile contributes zeros and gets no gradient, or the optimizer would go on with it.
+            # A parameter that was frozen meanwhile contributes zeros. It gets no gradient, or the optimizer would update it.
             return memory
         if memory.layout is not torch.strided:
             if not self._sparse_as_dense:
@@ -226,7 +226,7 @@ class _Gradient:
         self.dtype = parameter.dtype
         self.device = parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
-        # autograd lays a gradient out as its parameter, or row by row where that has gaps.
+        # Autograd gives a gradient its parameter's layout, or lays it out row by row if the parameter has gaps.
         laid_out = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
         self.strides = laid_out.stride()
         self.passes_left = passes
@@ -235,11 +235,11 @@ class _Gradient:
         self.version = 0
 
     def empty(self) -> torch.Tensor:
-        """Memory for it, laid out as on all ranks."""
+        """Memory for the gradient, with the same layout on all ranks."""
         return torch.empty_strided(self.parameter.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def takes_order_of(self, memory: torch.Tensor) -> bool:
-        """Whether elements lie in the agreed order all the same: a dimension of extent 1 may have any stride."""
+        """Whether elements lie in the agreed order although strides differ: a dimension of extent 1 may have any stride."""
         pairs = zip(memory.stride(), self.strides, memory.shape, strict=True)
         if any(mine != agreed and extent != 1 for mine, agreed, extent in pairs):
             return False
@@ -247,7 +247,7 @@ class _Gradient:
         return True
 
     def was_changed(self) -> bool:
-        """Whether somebody wrote, replaced or cleared it while it was exchanged."""
+        """Whether user code wrote, replaced or cleared the gradient during the exchange."""
         assert self.memory is not None
         held = self.parameter.grad
         is_held = held is self.memory or not self.parameter.requires_grad
@@ -259,7 +259,7 @@ class _Gradient:
 
 
 _exchanged: weakref.WeakValueDictionary[int, GradientExchange] = weakref.WeakValueDictionary()
-"""Who exchanges a parameter's gradient, by the identity of the parameter, which the exchange keeps alive."""
+"""The exchange of each parameter's gradient, by the parameter's id. The exchange keeps the parameter alive, and so the id."""
 
 
 def _on_gradient(

@@ -1,9 +1,10 @@
-"""Whoever reads a parameter through its module waits for its value first.
+"""Guards make code that reads a parameter through its module wait for the parameter's new value.
 
-Three ways lead to a parameter. A module's forward pass may hold it by itself, as recurrent layers do: a pre-hook waits for
-all of the module's own. Anybody may ask a module for it (``self.out_proj.weight`` in a parent's forward pass,
-``model.parameters()``, ``state_dict()``): the module's table of parameters waits. Code that torch.compile makes may have it
-among its inputs: who is traced is noted, and waited for before such code can run.
+There are three ways to read a parameter. A module's forward pass may use a reference of its own, as recurrent layers do: a
+pre-hook waits for all parameters of the module. Other code may read it from the module (``self.out_proj.weight`` in a
+parent's forward pass, ``model.parameters()``, ``state_dict()``): the module's table of parameters waits. Compiled code of
+torch.compile may have it among its inputs: the guards record parameters that are traced, and the optimizer waits for those
+before compiled code can run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
-from paramhub.torch import _ddp_around
+from paramhub.torch import _ddp_conflict
 from paramhub.torch._exchange import Exchange
 
 
@@ -30,7 +31,7 @@ class Guards:
         self.number = next(self._numbers)
         self.exchanges = exchanges
         self.compiled: set[int] = set()
-        """Parameters that compiled code reads, and for which nobody waits before it runs."""
+        """Parameters that compiled code reads without waiting for them."""
         self._bounded: set[int] = set()
         self._removable: list[Any] = []
         self._tables: list[tuple[torch.nn.Module, ParameterTable]] = []
@@ -55,7 +56,7 @@ class Guards:
         if not own:
             return
         if isinstance(module, torch.jit.ScriptModule):
-            # Its forward pass knows neither of these guards.
+            # Its forward pass uses neither the pre-hook nor the table.
             self.compiled.update(exchange.number for exchange in own.values())
             return
         hook = _BeforeForward(list(own.values()), self.number)
@@ -64,26 +65,26 @@ class Guards:
         if not isinstance(table, ParameterTable):
             table = ParameterTable(table)
             module.__dict__["_parameters"] = table
-        # Another optimizer may have others of the module's parameters.
+        # Another optimizer may exchange other parameters of the module, so the table may have guards already.
         table.exchanges.update(own)
-        table.books.update(dict.fromkeys(own, self.number))
+        table.guard_numbers.update(dict.fromkeys(own, self.number))
         self._tables.append((module, table))
 
     def note(self, exchange: int) -> None:
-        """A compiled region that is being traced reads a parameter."""
+        """Called when a compiled region that is being traced reads a parameter."""
         self.exchanges[exchange].wait()
         if exchange not in self._bounded:
             self.compiled.add(exchange)
 
     def remove(self) -> None:
-        """Takes the guards away."""
+        """Removes the guards."""
         _guards.pop(self.number, None)
         for handle in self._removable:
             handle.remove()
         for module, table in self._tables:
-            for name in [name for name, book in table.books.items() if book == self.number]:
-                del table.books[name], table.exchanges[name]
-            if not table.books and module._parameters is table:
+            for name in [name for name, number in table.guard_numbers.items() if number == self.number]:
+                del table.guard_numbers[name], table.exchanges[name]
+            if not table.guard_numbers and module._parameters is table:
                 module.__dict__["_parameters"] = dict(table)
 
 
@@ -91,13 +92,13 @@ _guards: weakref.WeakValueDictionary[int, Guards] = weakref.WeakValueDictionary(
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether it is what torch.compile has made of a module."""
+    """Whether this module is a result of torch.compile."""
     return "_orig_mod" in module._modules and "dynamo_ctx" in module.__dict__
 
 
 @torch.compiler.assume_constant_result
 def _note(guards: int, exchange: int) -> int:
-    # Called while dynamo traces, and not by the code it makes.
+    # Dynamo calls this while it traces; the compiled code does not.
     found = _guards.get(guards)
     if found is not None:
         found.note(exchange)
@@ -105,7 +106,7 @@ def _note(guards: int, exchange: int) -> int:
 
 
 class _BeforeForward:
-    """A module's forward pre-hook. Copies of the module, and what is saved of it, have none."""
+    """A module's forward pre-hook. Copies and saved states of the module do not have it."""
 
     __slots__ = ("exchanges", "guards", "numbers")
 
@@ -121,7 +122,7 @@ class _BeforeForward:
                     _note(self.guards, number)
             return
         if DistributedDataParallel._active_ddp_module is not None:
-            _ddp_around.refuse_in_forward(self.exchanges)
+            _ddp_conflict.refuse_in_forward(self.exchanges)
         for exchange in self.exchanges:
             if exchange.handle is not None:
                 exchange.wait()
@@ -131,7 +132,7 @@ class _BeforeForward:
 
 
 class _NothingToWaitFor:
-    """Stands for a pre-hook in a copy."""
+    """Replaces the pre-hook in a copy of the module."""
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         return None
@@ -142,19 +143,19 @@ def _nothing_to_wait_for() -> _NothingToWaitFor:
 
 
 class ParameterTable(dict[str, "torch.nn.Parameter | None"]):
-    """A module's parameters by name, each of which is waited for when it is looked up. Copies are plain."""
+    """A module's parameters by name. Looking up a parameter waits for it. Copies are plain dicts."""
 
-    __slots__ = ("books", "exchanges")
+    __slots__ = ("exchanges", "guard_numbers")
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter | None]) -> None:
         super().__init__(parameters)
         self.exchanges: dict[str, Exchange] = {}
-        self.books: dict[str, int] = {}
+        self.guard_numbers: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> torch.nn.Parameter | None:
         if is_compiling():
             if name in self.exchanges:
-                _note(self.books[name], self.exchanges[name].number)
+                _note(self.guard_numbers[name], self.exchanges[name].number)
             return dict.__getitem__(self, name)
         exchange = self.exchanges.get(name)
         if exchange is not None and exchange.handle is not None:
@@ -175,7 +176,7 @@ class ParameterTable(dict[str, "torch.nn.Parameter | None"]):
     def _wait(self) -> None:
         if is_compiling():
             for name, exchange in self.exchanges.items():
-                _note(self.books[name], exchange.number)
+                _note(self.guard_numbers[name], exchange.number)
             return
         for exchange in self.exchanges.values():
             if exchange.handle is not None:

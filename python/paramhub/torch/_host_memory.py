@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie in host memory while they are exchanged: the one place that knows about devices and strides."""
+"""Contiguous host memory for the tensors of collectives, whatever their strides. Refuses tensors of devices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from paramhub.errors import MisuseError
 
 Finish = Callable[[], None]
-"""What is left to do once an exchange has ended well."""
+"""Called once an exchange has ended without an error."""
 
 
 def staged(
     tensor: torch.Tensor, *, reads: bool = True, writes: bool = True
 ) -> tuple[torch.Tensor, Finish | None]:
-    """A contiguous host tensor to exchange in place of ``tensor``, which is itself where it can be.
+    """A contiguous host tensor that is exchanged instead of ``tensor``; ``tensor`` itself if possible.
 
-    ``reads`` says that the exchange starts from the elements, ``writes`` that it changes them. The second result is to be
-    called when it has ended well.
+    ``reads`` says that the exchange uses the elements, ``writes`` that it changes them. The caller must call the second result
+    once the exchange has ended without an error.
     """
     if tensor.layout is not torch.strided:
         raise MisuseError(
@@ -40,13 +40,13 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    # Perhaps on a thread of the library's, where gradients are recorded by default.
+    # This may run on one of this package's threads, where torch records gradients by default.
     with torch.no_grad():
         tensor.copy_(host)
 
 
 def together(finishes: list[Finish | None]) -> Finish | None:
-    """One for several."""
+    """One `Finish` that calls all of these; None if there is none."""
     given = [finish for finish in finishes if finish is not None]
     if len(given) < 2:
         return given[0] if given else None
@@ -59,5 +59,5 @@ def together(finishes: list[Finish | None]) -> Finish | None:
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges of memory (address, bytes) share any."""
+    """Whether two ranges of memory (address, bytes) share a byte."""
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1] and one[1] > 0 and other[1] > 0

@@ -11,39 +11,41 @@ import torch.distributed as dist
 
 from paramhub import _native
 from paramhub.errors import MisuseError
-from paramhub.torch._launched import Launched
-from paramhub.torch._meeting import address_of, exchange_text
+from paramhub.torch._rank_assignment import RankAssignment
+from paramhub.torch._rendezvous import allgather_json, store_address
 
 
-def located(place: Launched, store: dist.Store, timeout: float) -> tuple[Launched, list[int]]:
-    """The place with what it lacks about this rank's host, and by rank the first rank of each one's host.
+def locate_hosts(
+    assignment: RankAssignment, store: dist.Store, timeout: float
+) -> tuple[RankAssignment, list[int]]:
+    """Returns the assignment completed with local rank and size, and for each rank the first rank of its host.
 
-    Unless the launcher says that all ranks are on one host they tell one another where they are: not every launcher knows, and
-    of two that were started on one host each knows of its own ranks alone.
+    Unless the launcher says that all ranks are on one host, the ranks exchange the names of their hosts: not every launcher
+    knows the hosts, and two launchers on one host count only their own ranks.
     """
-    place = replace(place, master=place.master or address_of(store))
-    if place.is_on_one_host:
-        return place, [0] * place.size
-    hosts = exchange_text(
+    assignment = replace(assignment, master=assignment.master or store_address(store))
+    if assignment.is_on_one_host:
+        return assignment, [0] * assignment.size
+    hosts = allgather_json(
         store,
         "hosts",
         host_name(),
-        place.rank,
-        place.size,
+        assignment.rank,
+        assignment.size,
         timeout,
         "can they all reach where the ranks meet?",
     )
-    return place.among(hosts), [hosts.index(host) for host in hosts]
+    return assignment.among(hosts), [hosts.index(host) for host in hosts]
 
 
-def reachable_address(place: Launched) -> str:
-    """An address of this host that the other hosts reach: the one they meet at, or the one that leads there."""
-    if place.master is None:
+def reachable_address(assignment: RankAssignment) -> str:
+    """An address of this host that the other hosts reach: the one from which packets to the rendezvous leave."""
+    if assignment.master is None:
         raise MisuseError(
             "a hub for other hosts needs to know how these reach this one: set MASTER_ADDR and MASTER_PORT to an address and a "
             "port of rank 0's host, or PARAMHUB_URL to a running hub"
         )
-    host, port = place.master
+    host, port = assignment.master
     own = own_address_toward(host, port)
     if own is not None:
         return own
@@ -54,14 +56,14 @@ def reachable_address(place: Launched) -> str:
 
 
 def host_name() -> str:
-    """What tells this host from the others of the run, and whose processes share a loopback interface."""
+    """An identity of this host: processes with the same identity share a loopback interface."""
     named = os.environ.get("PARAMHUB_HOST", "").strip()
     return named or _native.host_identity() or socket.gethostname()
 
 
-def deployment_of(given: str | None, hosts: int) -> str:
-    """Which of so many hosts have hubs: as given, or as ``PARAMHUB_DEPLOYMENT`` says, or all of them, so that no link carries
-    more than the others."""
+def choose_deployment(given: str | None, hosts: int) -> str:
+    """The deployment: ``given``, else the value of ``PARAMHUB_DEPLOYMENT``, else ``cs`` for several hosts, so that no link
+    carries more than the others."""
     deployment = given or os.environ.get("PARAMHUB_DEPLOYMENT", "").strip() or ("cs" if hosts > 1 else "cc")
     if deployment not in ("cc", "cs"):
         raise MisuseError(
@@ -72,10 +74,10 @@ def deployment_of(given: str | None, hosts: int) -> str:
 
 
 def own_address_toward(host: str, port: int) -> str | None:
-    """The address of this host from which packets to another one leave; None for loopback."""
+    """The address of this host from which packets to another host leave; None if it is a loopback address."""
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-            # No packet leaves: the system only looks up the route.
+            # This sends no packet: the system only looks up the route.
             probe.connect(address)
             own = str(probe.getsockname()[0])
             if not own.startswith("127.") and own != "::1":
@@ -84,7 +86,7 @@ def own_address_toward(host: str, port: int) -> str | None:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether the host is this one: then packets to it leave from the address they go to."""
+    """Whether ``host`` is this host: then packets to it have the same source and destination address."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -95,5 +97,5 @@ def is_own_address(host: str) -> bool:
 
 
 def with_port(address: str, port: int) -> str:
-    """As hubs take addresses."""
+    """The address and port in the form that hubs accept."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,4 +1,4 @@
-"""A group's way through the hub: sums and means of tensors of any size."""
+"""Sums and means of a group's tensors of any size, through the hub."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from paramhub.torch._world import World
 
 HUB_BYTES_MIN = 64 << 10
-"""Tensors of fewer bytes go over the mesh: there a round trip costs less, and the hub's throughput does not matter yet."""
+"""Tensors of fewer bytes go over the mesh, whose round trips cost less. For these the hub's higher throughput does not matter."""
 LARGE_SLOTS = 16
 SLOT_BYTES_MAX = 1 << 20
 SLOT_BYTES_MIN = 16 << 10
 SMALL_SLOTS = 2
-"""A job's slots: so many of the largest, and of every smaller power of two. Together they bound what the hub keeps for it."""
+"""The number of slots of a job of the largest size is `LARGE_SLOTS`, of every smaller power of two `SMALL_SLOTS`. Together they
+bound the hub's memory for the job."""
 
 _OPTIMIZERS = {"sum": Sum, "average": Mean}
 
 
 class HubSums:
-    """A hub job for each type and operation, made when it is first used, on a thread of its own: a rank that comes first
-    goes on, and its tensors wait."""
+    """One hub job for each type and operation. A separate thread opens a job at its first use, so the first rank to call does
+    not wait for the others; only its tensors do."""
 
     def __init__(self, name: str, world: World, members: Sequence[int]) -> None:
         self._name = name
@@ -39,11 +40,11 @@ class HubSums:
         self._jobs: list[_native.Job] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        # A hub in rank 0's process has that host's network interface alone: across hosts a ring moves fewer bytes through it.
-        self._is_near = world.is_on_one_host or not world.hub.is_embedded
+        # A hub in rank 0's process uses only that host's network interface. Across hosts a ring moves fewer bytes through it.
+        self._is_near = world.hubs.is_on_one_host or not world.hubs.access.is_embedded
 
     def takes(self, tensor: torch.Tensor, op: str) -> bool:
-        """Whether this way is the better one: the same answer on all ranks."""
+        """Whether the hub, and not the mesh, sums this tensor. The result is the same on all ranks."""
         return (
             tensor.nbytes >= HUB_BYTES_MIN
             and tensor.dtype in DTYPES
@@ -58,21 +59,21 @@ class HubSums:
         return slots.exchange(memory_range(tensor), tensor)
 
     def fail(self, message: str, culprit: int | None) -> None:
-        """Nothing is exchanged any more."""
+        """Fails every exchange, and all later ones."""
         for slots in self._slots.values():
             slots.fail(message, culprit)
 
     def close(self, *, abandon: bool) -> None:
-        """Leaves the jobs. With ``abandon`` requests under way are not waited for."""
+        """Leaves the jobs. With ``abandon`` it does not wait for requests under way."""
         with self._lock:
             self._is_closed = True
             jobs, self._jobs = self._jobs, []
         self.fail(f"group `{self._name}` was left", None)
         for job in jobs:
             try:
-                self._world.close_job(job, abandon=abandon)
+                self._world.jobs.close(job, abandon=abandon)
             except JobFailedError:
-                # Whoever used it was told when it happened.
+                # The operations of this job have raised the error already.
                 continue
 
     def _begin(self, dtype: torch.dtype, op: str) -> _native.Slots:
@@ -100,7 +101,7 @@ class HubSums:
 
     def _open(self, slots: _native.Slots, label: str, settings: dict) -> None:
         try:
-            job = self._world.open_job(label, settings, self._members)
+            job = self._world.jobs.open(label, settings, self._members)
         except Exception as error:
             slots.fail(str(error), getattr(error, "culprit", None))
             return
@@ -109,7 +110,7 @@ class HubSums:
             if not is_late:
                 self._jobs.append(job)
         if is_late:
-            self._world.close_job(job, abandon=True)
+            self._world.jobs.close(job, abandon=True)
         else:
             slots.open(job)
 

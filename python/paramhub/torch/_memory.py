@@ -1,4 +1,4 @@
-"""Where parameters lie, and in what order of dimensions they are exchanged."""
+"""The memory of parameters, and the order of dimensions in which they are exchanged."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from paramhub.errors import MisuseError
 from paramhub.torch import _tensors
 
 ALIGNMENT = 16
-"""Bytes to a multiple of which tensors are padded in a flat copy: every type can be viewed there."""
+"""Tensors are padded to a multiple of so many bytes in a flat copy, so that it can be viewed as any type there."""
 
 
 def make_dense(parameter: torch.nn.Parameter) -> None:
-    """Gives a parameter with gaps or overlaps in its memory a memory of its own."""
+    """Moves a parameter with gaps or overlaps in its memory to new, contiguous memory."""
     if not _tensors.is_dense(parameter):
         parameter.data = parameter.data.contiguous()
 
 
 def memory_shape(tensor: torch.Tensor) -> list[int]:
-    """The extents of a dense tensor in the order its elements lie in memory, outermost first. Exchanges are elementwise, so
-    any order will do, but all ranks need the same."""
+    """The extents of a dense tensor's dimensions in memory order, outermost first. Exchanges are elementwise, so any order
+    will do, but all ranks need the same."""
     stride, extents = tensor.stride(), tensor.shape
     return [extents[dimension] for dimension in sorted(range(tensor.dim()), key=lambda at: -stride[at])]
 
 
 def move_into(parameter: torch.nn.Parameter, memory: _native.Tensor) -> torch.Tensor:
-    """Lets a dense parameter lie in ``memory``, with the values and strides it has. Returns the tensor that keeps it."""
+    """Moves a dense parameter into ``memory``, with its values and strides. Returns the tensor that keeps the memory alive."""
     flat = torch.from_dlpack(memory).reshape(-1)
     moved = flat.as_strided(parameter.size(), parameter.stride())
     moved.copy_(parameter.data)
@@ -38,12 +38,12 @@ def move_into(parameter: torch.nn.Parameter, memory: _native.Tensor) -> torch.Te
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements as they lie in memory."""
+    """A dense tensor's elements in memory order, in one dimension."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def in_memory_order_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with its elements in memory as the parameter's are: itself, or else a copy."""
+    """The gradient with the parameter's strides: itself, or else a copy."""
     pairs = zip(parameter.stride(), gradient.stride(), parameter.shape, strict=True)
     if all(mine == theirs or extent == 1 for mine, theirs, extent in pairs):
         return gradient
@@ -70,7 +70,7 @@ def flat_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of the bytes of host tensors of any types, one after the other, each from a multiple of `ALIGNMENT` on."""
+    """A copy of the bytes of host tensors of any types, one after the other. Each begins at a multiple of `ALIGNMENT`."""
     flat = torch.zeros(flat_bytes(tensors), dtype=torch.uint8)
     for piece, tensor in zip(_pieces(flat, tensors), tensors, strict=True):
         piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
@@ -78,7 +78,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copies what `flatten` has made of tensors of the same shapes and types back into these."""
+    """Copies the result of `flatten` of tensors of the same shapes and types back into these."""
     for piece, tensor in zip(_pieces(flat, tensors), tensors, strict=True):
         tensor.detach().copy_(piece.view(tensor.dtype).view(tensor.shape))
 

@@ -1,4 +1,4 @@
-"""The optimizer's state that the hub keeps, under torch.optim's names."""
+"""The optimizer state at the hub, with torch.optim's names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
-"""torch.optim's names of the hub's state, slot by slot."""
+"""torch.optim's names of the hub's state tensors, by number."""
 
 
 @dataclass
 class State:
-    """One parameter's: how many updates it has had, and by slot an f32 tensor that lies in memory as the parameter does."""
+    """One parameter's state: the number of its updates, and its f32 state tensors, with the parameter's strides."""
 
     updates: int
     slots: list[torch.Tensor]
@@ -45,7 +45,7 @@ def pull(job: _native.Job, exchanges: Sequence[Exchange]) -> list[State]:
 
 
 def restore(job: _native.Job, exchanges: Sequence[Exchange], states: Sequence[State]) -> None:
-    """Rank 0 gives the hub the state to start from, before the parameters."""
+    """Sends the initial state to the hub. Rank 0 calls it, before it sends the parameters."""
     numbers = [exchange.number for exchange in exchanges]
     updates = [state.updates for state in states]
     for slot in range(job.state_slots):
@@ -84,7 +84,7 @@ def from_torch(optimizer: str, entry: Mapping[str, Any], exchange: Exchange) -> 
                 f"{list(exchange.parameter.shape)}: the state is another model's, or its parameters are in another order"
             )
         slots.append(_empty(exchange).copy_(values[name]))
-    # SGD only asks whether there was an update, and torch does not count its.
+    # torch does not count SGD's updates, and SGD only needs to know whether there was one.
     return State(int(entry.get("step", 1)), slots)
 
 

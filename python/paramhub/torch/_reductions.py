@@ -1,4 +1,4 @@
-"""What becomes of the ranks' tensors, and how they travel, by Horovod's names."""
+"""Reductions and compression of tensors, with Horovod's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paramhub.errors import MisuseError
 
 
 class Reduction:
-    """How tensors of several ranks become one. Use `Average`, `Sum`, `Min`, `Max` or `Product`."""
+    """How the tensors of several ranks are reduced to one. Use `Average`, `Sum`, `Min`, `Max` or `Product`."""
 
     def __init__(self, name: str, collective: str) -> None:
         self.name = name
@@ -26,16 +26,16 @@ Average = Reduction("Average", "average")
 Sum = Reduction("Sum", "sum")
 """The sum."""
 Min = Reduction("Min", "min")
-"""The smallest of each element."""
+"""The smallest value of each element."""
 Max = Reduction("Max", "max")
-"""The largest of each element."""
+"""The largest value of each element."""
 Product = Reduction("Product", "product")
 """The product."""
 
 
 class Compressor:
-    """How f32 tensors travel: in ``dtype``, or as they are without one. Sums are made in f32 whatever travels. A ``codec``
-    without a ``dtype`` is for gradients alone."""
+    """The encoding of f32 tensors in frames: ``dtype``, or f32 without one. Sums are made in f32 in any case. A ``codec``
+    without a ``dtype`` is only for gradients."""
 
     def __init__(self, name: str, codec: str | None, dtype: torch.dtype | None) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Compressor:
         self.dtype = dtype
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """``tensor`` as it travels, and its own type for `decompress`."""
+        """``tensor`` in the type in which it is sent, and its own type for `decompress`."""
         if self.codec is not None and self.dtype is None:
             raise MisuseError(
                 f"{self!r} needs steps that follow one another, to make up for what each loses: use it with "
@@ -54,7 +54,7 @@ class Compressor:
         return tensor.to(self.dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What `compress` made ``tensor`` from, as far as it can be had back."""
+        """Converts ``tensor`` back to the type that it had before `compress`. Lost precision stays lost."""
         return tensor.to(dtype)
 
     def __repr__(self) -> str:
@@ -62,22 +62,22 @@ class Compressor:
 
 
 class Compression:
-    """The ways gradients may travel."""
+    """The encodings of gradients in frames."""
 
     none = Compressor("none", None, None)
-    """As they are."""
+    """No compression: gradients keep their type."""
     fp16 = Compressor("fp16", "f16", torch.float16)
-    """In half precision. Gradients beyond 65504 become infinite."""
+    """Half precision. Gradients beyond 65504 become infinite."""
     bf16 = Compressor("bf16", "bf16", torch.bfloat16)
-    """As bfloat16: f32's range with 8 bits of precision."""
+    """bfloat16: f32's range with 8 bits of precision."""
     one_bit = Compressor("one_bit", "one-bit", None)
-    """Matrices in one bit an element, both ways; what is lost goes with the next step's. Gradients must be finite."""
+    """One bit for each element of a matrix, in both directions, with error feedback. Gradients must be finite."""
     two_bit = Compressor("two_bit", "two-bit", None)
-    """As `one_bit`, in two bits, which lose less than half."""
+    """The same as `one_bit` with two bits, which lose less than half."""
 
 
 def codec_of(compression: Compressor) -> str | None:
-    """The hub's name for it."""
+    """The hub's name of the compression's codec."""
     if not isinstance(compression, Compressor):
         raise MisuseError(
             "compression is to be one of paramhub.torch.Compression's none, fp16, bf16, one_bit and two_bit, not "

@@ -1,36 +1,35 @@
-"""How the Linears of a model are exchanged: through the hub, or by their factors where that moves less.
+"""The schemes of a model's Linears: exchange through the hub, or as factors where that moves fewer bytes.
 
-What that takes is known once data has passed: how many samples a step has, and whether a layer's inputs and output gradients
-make all of its gradient. So the first step goes through the hub and is looked at; then the ranks agree, and another job is
-opened, whose plan says which layers go by factors.
+The choice needs data of a step: how many samples it has, and whether a layer's inputs and output gradients make all of its
+gradient. So the first step goes through the hub, and each rank observes it. Then the ranks agree and open another job, whose
+plan says which layers are exchanged as factors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch._capture import Capture
 from paramhub.torch._exchange import Exchange
-from paramhub.torch._factor_layers import FactorLayer, Line
-from paramhub.torch._world import World, say
-
-if TYPE_CHECKING:
-    from paramhub import _native
+from paramhub.torch._factor_layers import FactorLayer, SendQueue
+from paramhub.torch._log import log
+from paramhub.torch._world import World
 
 NAMED_MAX = 6
-"""Layers that a line names."""
+"""The most layers that a printed line names."""
 CHOICES = ("hub", "factors", "auto")
 HALVES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HALVES_BY_NAME = {name: dtype for dtype, name in HALVES.items()}
 
 
 class Schemes:
-    """Of one optimizer's layers."""
+    """The schemes of one optimizer's layers."""
 
     def __init__(
         self,
@@ -39,51 +38,53 @@ class Schemes:
         exchanges: Sequence[Exchange],
         asked: str,
         samples: int | Mapping[str, int] | None,
-        why_not: str | None,
+        why_not: tuple[str, str] | None,
     ) -> None:
-        """``why_not`` is what keeps all of its layers from going by factors, if something does."""
+        """``why_not`` says why none of its layers can be exchanged as factors, if so: a message, and the reason alone."""
         if asked not in CHOICES:
             raise MisuseError(
                 f"scheme is {', '.join(map(repr, CHOICES[:-1]))} or {CHOICES[-1]!r}, not {asked!r}"
             )
         if asked == "factors" and why_not is not None:
-            raise MisuseError(f"no layer can go by factors: {why_not}. Ask for scheme='hub' or 'auto'")
+            raise MisuseError(why_not[0])
         self._world = world
         self._exchanges = exchanges
         self._asked = asked
-        self._line = Line()
+        self._queue = SendQueue()
         self._captures: dict[str, Capture] = {}
         self._order: list[str] = []
         self.found: dict[str, tuple[str, str]] = {}
-        """By the names of Linears the scheme of each, and why."""
+        """The scheme of each Linear and the reason for it, by the Linear's name."""
         self.settings: dict[str, Any] = {}
-        """Of the job that the ranks have agreed on."""
+        """The layers and schemes in the settings of the job, on which the ranks have agreed."""
         self.is_observing = False
         if asked == "hub":
             return
         linears = Linears(model, exchanges)
         self._most = _most_samples(samples, linears)
-        self.found = {name: ("hub", why_not or why) for name, why in linears.refused.items()}
+        self.found = {name: ("hub", why_not[1] if why_not else why) for name, why in linears.refused.items()}
         if why_not is not None:
-            self.found |= dict.fromkeys(linears.taken, ("hub", why_not))
+            self.found |= dict.fromkeys(linears.taken, ("hub", why_not[1]))
             self._print()
             return
         if asked == "auto" and world.size == 1:
-            # Nothing travels.
+            # With one rank nothing is sent.
             return
         for name, (module, weight, bias) in linears.taken.items():
             self._captures[name] = Capture(name, module, weight, bias)
         self.is_observing = True
 
     def conclude(self) -> bool:
-        """After the first step: the ranks agree. Whether there are layers for which the job has to be another one."""
+        """Called after the first step: the ranks agree on the layers. Returns whether these need another job."""
         self.is_observing = False
         own = {name: _observed(capture) for name, capture in self._captures.items()}
         met = sorted(
             (turn, name) for name, capture in self._captures.items() if (turn := capture.turn) is not None
         )
-        told = json.dumps({"layers": own, "order": [name for _, name in met]})
-        reports = [json.loads(text) for text in self._world.exchange_text(self._world.label("schemes"), told)]
+        report = json.dumps({"layers": own, "order": [name for _, name in met]})
+        reports = [
+            json.loads(text) for text in self._world.allgather_text(self._world.label("schemes"), report)
+        ]
         layers = []
         for name in list(self._captures):
             seen = [
@@ -103,14 +104,15 @@ class Schemes:
         if not layers:
             self._print()
             return False
-        # Rank 0 may have left some out that others have used; these come last.
+        # Other ranks may have used layers that rank 0 has not. These come last.
         order = [name for name in reports[0]["order"] if name in self._captures]
         self._order = order + [name for name in self._captures if name not in order]
         self.settings = {"layers": layers, "scheme": self._asked}
         return True
 
     def _layer(self, name: str, samples: int, kinds: set[str | None]) -> dict[str, Any]:
-        """As the job's settings have it. Factors that are half as wide at all ranks travel so: nothing is lost."""
+        """A layer in the form of the job's settings. If its factors have one half-precision type at all ranks, they are sent in
+        that type, without a loss."""
         capture = self._captures[name]
         keys = [capture.weight.number, *([capture.bias.number] if capture.bias is not None else [])]
         size = {"outputs": capture.outputs, "inputs": capture.inputs, "samples": samples}
@@ -122,7 +124,7 @@ class Schemes:
         return layer
 
     def opened(self, job: _native.Job) -> None:
-        """The job is there, and with it the plan."""
+        """Called when the job is open. Makes the layers that the job's plan exchanges as factors."""
         if self.is_observing and job.has_checkpoints:
             self._stay()
         if not self.settings:
@@ -131,18 +133,18 @@ class Schemes:
         plan = {name: (scheme, why) for name, scheme, why in job.plan()}
         for exchange in self._exchanges:
             exchange.layer = None
-        self._line = Line()
+        self._queue = SendQueue()
         by_factors = {
             name: (number, samples) for number, (name, _, _, samples, _) in enumerate(job.factor_layers())
         }
         for name in [name for name in self._order if name in by_factors]:
             number, samples = by_factors[name]
-            self._line.layers.append(FactorLayer(number, samples, self._captures[name], self._line))
+            self._queue.layers.append(FactorLayer(number, samples, self._captures[name], self._queue))
         if is_planned:
             return
         self.found |= {name: plan[name] for name in self._captures}
         self._print()
-        # The choice holds for later jobs, too, which go on from saved states.
+        # Later jobs, which continue from saved states, keep this choice.
         for name in self._captures.keys() - by_factors.keys():
             self._captures.pop(name).remove()
         for layer in self.settings["layers"]:
@@ -151,10 +153,12 @@ class Schemes:
             self.settings = {}
 
     def _stay(self) -> None:
-        """Every layer is left to the hub: where it goes by its factors, its parameters are at the ranks alone."""
-        why = "its job is to have checkpoints, which hubs write"
+        """Gives every layer the scheme ``hub``, because the hubs write checkpoints."""
+        conflict = _native.conflict(["factors", "checkpoint-every"])
+        assert conflict is not None
+        message, why = conflict
         if self._asked == "factors":
-            raise MisuseError(f"no layer can go by factors: {why}. Ask for scheme='hub' or 'auto'")
+            raise MisuseError(message)
         self.is_observing = False
         self.found |= dict.fromkeys(self._captures, ("hub", why))
         for capture in self._captures.values():
@@ -163,23 +167,23 @@ class Schemes:
         self._print()
 
     def flush(self) -> None:
-        """All gradients of the step have left their hooks."""
-        self._line.flush()
+        """Called when the hooks of the step have sent all gradients. Sends the remaining layers."""
+        self._queue.flush()
 
     def complete(self, used: Sequence[bool]) -> None:
-        """A step was cut short; ``used`` says by parameter whether any rank has used it."""
-        self._line.complete(used)
+        """Completes an interrupted step; ``used`` says by parameter whether any rank has used it."""
+        self._queue.complete(used)
 
     def finish_step(self) -> None:
-        self._line.finish_step()
+        self._queue.finish_step()
 
     def forget(self) -> None:
-        """Gradients were zeroed in place."""
+        """Drops captured factors, because gradients were zeroed in place."""
         for capture in self._captures.values():
             capture.forget()
 
     def remove(self) -> None:
-        """The model is free again. Again it does nothing."""
+        """Removes the hooks from the model. A second call does nothing."""
         for capture in self._captures.values():
             capture.remove()
         for exchange in self._exchanges:
@@ -196,11 +200,12 @@ class Schemes:
             more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
             goes = "layer" if len(names) == 1 else "layers"
             go = "goes" if len(names) == 1 else "go"
-            say(f"{goes} {', '.join(names[:NAMED_MAX])}{more} {go} by {scheme}: {why}")
+            log(f"{goes} {', '.join(names[:NAMED_MAX])}{more} {go} by {scheme}: {why}")
 
 
 class Linears:
-    """Those of a model whose weights are exchanged: that may go by factors, and that may not, with the reason."""
+    """The Linears of a model whose weights are exchanged: those that may be exchanged as factors (``taken``), and those that may
+    not, with the reason (``refused``)."""
 
     def __init__(self, model: torch.nn.Module, exchanges: Sequence[Exchange]) -> None:
         self.taken: dict[str, tuple[torch.nn.Linear, Exchange, Exchange | None]] = {}
@@ -209,7 +214,7 @@ class Linears:
         users: dict[int, list[str]] = {}
         linears: dict[str, torch.nn.Linear] = {}
         for path, module in model.named_modules():
-            # The model itself may be one.
+            # The model itself may be a Linear, whose path is empty.
             name = ".".join(part for part in path.split(".") if part != "_orig_mod") or type(module).__name__
             for parameter in dict.values(module._parameters):
                 users.setdefault(id(parameter), []).append(name)
@@ -232,7 +237,7 @@ def _why_not(
     users: Mapping[int, Sequence[str]],
     name: str,
 ) -> str | None:
-    """What keeps a Linear from going by factors, as far as can be told before data has passed."""
+    """Why a Linear cannot be exchanged as factors, or None, as far as the model's definition shows it."""
     for exchange in (weight, bias):
         others = [user for user in users[id(exchange.parameter)] if user != name] if exchange else []
         if others:
@@ -247,7 +252,8 @@ def _why_not(
 
 
 def _observed(capture: Capture) -> tuple[int, str | None, str | None]:
-    """How many samples the first step had, in which half type if in one, and why the layer cannot go by factors, if it cannot."""
+    """The number of samples in the first step, their half-precision type if they have one, and the reason why the layer cannot
+    be exchanged as factors, if there is one."""
     weight, bias = (
         capture.weight.parameter.grad,
         capture.bias.parameter.grad if capture.bias is not None else None,
@@ -272,7 +278,7 @@ def _observed(capture: Capture) -> tuple[int, str | None, str | None]:
 
 
 def _most_samples(samples: int | Mapping[str, int] | None, linears: Linears) -> Mapping[str, int]:
-    """The most there may be, by layer, as far as the user says."""
+    """The most samples of a step by layer, for the layers for which the user gives it."""
     given = dict.fromkeys(linears.taken, samples) if isinstance(samples, int) else dict(samples or {})
     if unknown := given.keys() - linears.taken.keys() - linears.refused.keys():
         raise MisuseError(f"samples names {sorted(unknown)}, which are no Linear of the model")

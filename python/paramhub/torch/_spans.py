@@ -1,4 +1,4 @@
-"""What a process group's operations are in a timeline: each an exchange, the waits for them, and DDP's passes around them."""
+"""Records a process group's operations in the trace: each exchange, the waits for it, and the passes of DDP models."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from paramhub.torch import trace
-from paramhub.torch._instances import instances
+from paramhub.torch._ddp_instances import ddp_instances
 from paramhub.torch._work import Work
 
 LOOKS_MAX = 4
-"""How often a group looks for the models that use it: each time takes a fraction of a second."""
+"""How often a group searches for the models that use it. Each search takes a fraction of a second."""
 
 
 class Spans:
-    """A group's, while a trace is made; else each call does nothing."""
+    """The recorder of one group's operations. Without a trace each call does nothing."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self._members = list(members)
@@ -25,7 +25,7 @@ class Spans:
         self._looks = 0
 
     def issued(self, name: str, work: Work) -> None:
-        """An operation has begun. Operations of one name that are under way together get rows of their own."""
+        """Records an operation that has begun. Operations of one name that run at the same time get rows of their own."""
         work.name = name
         if not trace.active:
             return
@@ -38,19 +38,19 @@ class Spans:
             trace.request(work.name, handle)
 
     def is_in_backward(self) -> None:
-        """DDP has handed in a bucket: from its next forward pass on, its passes are recorded."""
+        """Called when DDP has submitted a bucket. Records DDP's passes from its next forward pass on."""
         if trace.active and not self._watches and self._looks < LOOKS_MAX:
             self._looks += 1
-            found = [trace.watch(ddp) for ddp in instances() if self._serves(ddp.process_group)]
+            found = [trace.watch(ddp) for ddp in ddp_instances() if self._serves(ddp.process_group)]
             self._watches = [watch for watch in found if watch is not None]
 
     def backward_ended(self) -> None:
-        """The pass has no more to compute."""
+        """Called when the backward pass has computed all gradients."""
         for watch in self._watches:
             watch.backward_ended()
 
     def _serves(self, group: dist.ProcessGroup) -> bool:
-        with contextlib.suppress(Exception):  # Of a group that torch.distributed does not know.
+        with contextlib.suppress(Exception):  # torch.distributed may not know the group.
             is_ours = "paramhub" in dist.get_backend_config(group)
             return is_ours and dist.get_process_group_ranks(group) == self._members
         return False

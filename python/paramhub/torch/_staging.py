@@ -1,16 +1,17 @@
-"""Tensors of a device on their way to the hub and back: one copy out, one copy in, on streams of their own.
+"""Copies a device's tensors to host memory for the exchange, and the results back, on device streams of their own.
 
-A gradient is copied into host memory that the exchange happens in: the arena that a hub on this host shares, or pinned
-memory that the network sends from. A thread waits for the copy, not the computation, and hands the request in. When the
-answer is here, it is copied back on a second stream, which whoever uses the result makes its own stream wait for.
+A gradient is copied into the host memory from which it is exchanged: the arena that a hub on this host shares, or pinned
+memory that the network sends from. A thread waits for the copy, so that the computation does not, and submits the request.
+When the request has ended, its result is copied back on a second device stream. The code that uses the result makes its own
+device stream wait for that copy.
 
     compute stream   gradient ----.                                        .---- wait() ---- next use
     out stream                     '--- copy to host                       |
     stage's thread                               '--- request              |
     back stream                                               '--- copy ---'
 
-The code asks torch for a device's streams and events by the device's name, so that it is the same for every accelerator. The
-processor is a device too, whose streams do nothing: the tests run this code on it. On a GPU it is untested so far.
+The code gets a device's streams and events from torch by the device's name, so it is the same for every accelerator. The CPU
+is such a device too; its streams do nothing, and the tests run this code on it. On a GPU the code is untested so far.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class StagedHandle:
-    """As `paramhub.Handle`, for an exchange of device tensors. `wait` returns when the exchange is over and whatever the
-    current stream does next comes after the results; the host does not wait for the copies back."""
+    """The counterpart of `paramhub.Handle` for an exchange of device tensors. `wait` returns when the exchange has ended and
+    the current device stream is ordered after the copies of the results. The host does not wait for these copies."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -44,7 +45,7 @@ class StagedHandle:
         self._callbacks: list[Callable[[StagedHandle], object]] = []
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `paramhub.Handle.wait`."""
+        """The counterpart of `paramhub.Handle.wait`."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the exchange has not ended within {timeout} s")
         if self._failure is not None:
@@ -58,7 +59,7 @@ class StagedHandle:
         return self._failure
 
     def add_done_callback(self, callback: Callable[[StagedHandle], object]) -> None:
-        """Calls ``callback(handle)`` at the end, within the stream on which the results arrive."""
+        """Calls ``callback(handle)`` at the end. The current device stream is then the one on which the results arrive."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -84,7 +85,7 @@ class StagedHandle:
 
 
 class Stage:
-    """What one job's tensors on one device pass through. Keys are numbered as in the job's table."""
+    """Exchanges one job's tensors on one device through host memory. Keys have their numbers in the job's key table."""
 
     def __init__(
         self, job: Job, device: torch.device, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]
@@ -110,13 +111,13 @@ class Stage:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Where parameters are received on the host, by key."""
+        """The host memory into which parameters are received, by key."""
         return self._parameters
 
     def push_pull(
         self, keys: list[int], gradients: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> StagedHandle:
-        """Exchanges ``gradients`` as they are at this point of the current stream, and receives into ``outs``."""
+        """Exchanges ``gradients`` with their values at this point of the current device stream, and receives into ``outs``."""
         sends, receives = [self._gradients[key] for key in keys], [self._parameters[key] for key in keys]
         places = [memory_range(tensor) for tensor in sends], [memory_range(tensor) for tensor in receives]
         copies, landings = zip(sends, gradients, strict=True), zip(outs, receives, strict=True)
@@ -128,8 +129,8 @@ class Stage:
         request: Callable[[], Handle],
         landings: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> StagedHandle:
-        """Makes copies of the device's tensors as they are at this point of the current stream, hands the request in when they
-        are on the host, and copies its results back. Both are pairs of tensors, to and from."""
+        """Copies the device's tensors with their values at this point of the current device stream. Submits the request when
+        they are on the host, and copies its results back. ``copies`` and ``landings`` are pairs of tensors: copy to, from."""
         handle = StagedHandle(self)
         ready = self._streams.Event()
         ready.record(self.current_stream())
@@ -138,7 +139,7 @@ class Stage:
             for to, tensor in copies:
                 to.copy_(tensor, non_blocking=True)
                 if self._device.type != "cpu":
-                    # The allocator must not give the tensor's memory away before the copy has read it.
+                    # The allocator must not reuse the tensor's memory before the copy has read it.
                     tensor.record_stream(self._out)
             copied = self._streams.Event()
             copied.record(self._out)
@@ -166,11 +167,11 @@ class Stage:
         return handle
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that the device reaches by itself."""
+        """Host memory that the device can access."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def current_stream(self) -> Any:
-        """The stream that the caller computes on."""
+        """The device stream on which the caller computes."""
         return (
             self._streams.current_stream()
             if self._device.type == "cpu"
@@ -178,11 +179,11 @@ class Stage:
         )
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it the results' stream is the current one."""
+        """A context in which the results' device stream is the current one."""
         return self._streams.stream(self._back)
 
     def close(self) -> None:
-        """Ends the stage's thread; requests handed in before are still answered."""
+        """Ends the stage's thread. Requests that were submitted before still end."""
         self._close()
 
     def _host(
@@ -193,7 +194,8 @@ class Stage:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def _pin(self) -> None:
-        """Lets the device reach the arena by itself. Where that is refused copies are slower, and right all the same."""
+        """Registers the arena with the device, so that the device can access it. If the device refuses, copies are slower but
+        correct."""
         if self._device.type != "cuda" or not self._job.shares_memory:
             return
         ranges = [memory_range(tensor) for tensor in (*self._gradients, *self._parameters)]

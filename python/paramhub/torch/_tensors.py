@@ -1,4 +1,4 @@
-"""torch's tensors in the hub's terms."""
+"""Keys, types and memory ranges of torch's tensors, for the hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from paramhub.errors import MisuseError
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-"""What hubs sum, by torch's names."""
+"""The types of elements that hubs sum, by torch's types."""
 
 
 def key(name: str, tensor: torch.Tensor, *, group: int = 0) -> dict[str, Any]:
@@ -26,12 +26,12 @@ def key(name: str, tensor: torch.Tensor, *, group: int = 0) -> dict[str, Any]:
 
 
 def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes of a dense tensor on the host. A request over it keeps the tensor by naming it as the owner."""
+    """Address and bytes of a dense host tensor. A request with this range must have the tensor as its owner, to keep it alive."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory without gaps or overlap, in whatever order of dimensions. Sums and updates are
+    """Whether the tensor's elements fill its memory without gaps or overlap, in any order of dimensions. Sums and updates are
     elementwise, so any order will do as long as all ranks have the same."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last) or _fills(tensor)
 
@@ -48,12 +48,12 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 
 def needs_stage(device: torch.device) -> bool:
-    """Whether its tensors are exchanged by way of host memory."""
+    """Whether the device's tensors are exchanged through a stage's host memory."""
     return device.type != "cpu"
 
 
 def check_same_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
-    """The one device all tensors are on."""
+    """The device of all tensors. Raises MisuseError if there are several."""
     found: torch.device | None = None
     for name, tensor in tensors:
         if found is None:

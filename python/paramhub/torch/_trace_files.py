@@ -1,4 +1,4 @@
-"""Trace files: one a rank, and one of all."""
+"""Trace files: one for each rank, and a merged one for all."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from paramhub.torch._staging import StagedHandle
 
 COMPUTATION, WAITS, EXCHANGE = "computation", "waits", "exchange"
-"""Tracks. Spans of the first two follow or enclose one another; exchanges overlap, and have a row for each
-tensor."""
+"""Tracks. Two spans of one of the first two tracks must not overlap partly. Exchanges may overlap, and have a row
+for each tensor."""
 
 
 class Event(NamedTuple):
-    """Something that lasted; times are nanoseconds of this host's monotonic clock."""
+    """A span or an exchange. Times are nanoseconds of this host's monotonic clock."""
 
     name: str
     track: str
     begin_ns: int
     end_ns: int
     handle: _native.Handle | StagedHandle | None = None
-    """Of an exchange, whose end it knows."""
+    """The handle of an exchange, which has the time of its end."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose events a file has, and how their times become those of the timeline."""
+    """The rank whose events a file has, and the conversion of their times to those of the timeline."""
 
     run: str
     """The same for all ranks of a run, and no other."""
@@ -44,15 +44,15 @@ class Origin:
     size: int
     host: str
     start_ns: int
-    """Where the timeline begins, on rank 0's clock."""
+    """The time at which the timeline begins, on rank 0's clock."""
     offset_ns: int
-    """What this host's clock lacks to rank 0's."""
+    """Nanoseconds to add to this host's clock to get rank 0's."""
 
 
 def write(directory: str, origin: Origin, events: Iterable[Event], dropped: int, now_ns: int) -> None:
     """Writes a rank's file, and the merged one if this is the last rank, or rank 0.
 
-    One rank at a time does so: of two that end together, one sees the other's file.
+    A lock lets in one rank at a time, so that of two ranks that end together one finds the other's file.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def write(directory: str, origin: Origin, events: Iterable[Event], dropped: int,
 
 
 def merge(directory: str) -> str:
-    """Merges the rank files in ``directory`` into its ``trace.json``, whose path it returns. Of several runs
-    the one that wrote last counts."""
+    """Merges the rank files in ``directory`` into its ``trace.json``, and returns the path of that. If the directory
+    has files of several runs, those of the run that wrote last are merged."""
     folder = Path(directory)
     files = sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime)
     if not files:
@@ -84,7 +84,7 @@ def _merge(folder: Path, run: str, files: list[Path]) -> Path:
 
 
 def _lines(origin: Origin, events: Iterable[Event], now_ns: int) -> Iterator[str]:
-    """Chrome's trace events, one a line: files are merged by line."""
+    """Chrome's trace events, one on each line, because files are merged by line."""
     shift = origin.offset_ns - origin.start_ns
     tracks = {COMPUTATION: 1, WAITS: 2, EXCHANGE: 3}
     common: dict[str, Any] = {"pid": origin.rank}
@@ -113,7 +113,7 @@ def _metadata(rank: int, track: int, kind: str, **arguments: object) -> str:
 
 
 def _replace(path: Path, about: dict[str, Any], lines: Iterable[str]) -> Path:
-    """Writes a file of our shape in one piece: a reader sees the old one or the new one."""
+    """Replaces a trace file at once: a reader sees the old one or the new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}", delete=False) as file:
         try:
             file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n')
@@ -151,7 +151,7 @@ def _events(path: Path) -> Iterator[str]:
 
 
 def _of_run(folder: Path, run: str) -> list[Path]:
-    """The rank files of one run, by rank; those of earlier runs are passed over."""
+    """The rank files of one run, by rank. Files of other runs are left out."""
     files: list[tuple[int, Path]] = []
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(MisuseError):

@@ -1,4 +1,4 @@
-"""Operations under way, as `paramhub.torch._collectives.Group` gives them out."""
+"""Operations under way, which the methods of `paramhub.torch._collectives.Group` return."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paramhub.torch import trace
 from paramhub.torch._host_memory import Finish
 
 REASON_TIMEOUT = 0.5
-"""Seconds for which a failed wait waits for the reason: that of the rank it began with may come after that of the hub."""
+"""Seconds for which a failed wait waits for a better reason: the rank at fault may become known after the hub's error."""
 
 
 class Work:
-    """An operation under way. It goes on whether or not anyone waits."""
+    """An operation under way. It goes on whether or not a caller waits."""
 
     __slots__ = ("_concluded", "_explain", "_finish", "_handles", "_lock", "_problem", "name")
 
@@ -26,7 +26,7 @@ class Work:
         finish: Finish | None = None,
         explain: Callable[[JobFailedError, float], JobFailedError] | None = None,
     ) -> None:
-        """``explain(failure, patience)`` gives the better-known reason of a failure, for which it may wait so many seconds."""
+        """``explain(failure, patience)`` returns a failure with the rank at fault, for which it may wait ``patience`` seconds."""
         self.name = "an operation"
         self._handles = handles
         self._finish = finish
@@ -35,11 +35,11 @@ class Work:
             self._lock = threading.Lock()
             self._concluded = False
             self._problem: Exception | None = None
-            # Tensors get what was exchanged in their place even if nobody asks.
+            # Copies results back into the tensors even if no thread waits.
             self._after_handles(self.conclude)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and what it failed with if it failed."""
+        """Waits for the end. Raises TimeoutError after ``timeout`` seconds, and the error if the operation failed."""
         try:
             if trace.active and not all(handle.done() for handle in self._handles):
                 with trace.wait(self.name):
@@ -65,7 +65,7 @@ class Work:
             handle.wait(max(0.0, deadline - time.monotonic()))
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the operation has ended, with or without an error."""
         if not all(handle.done() for handle in self._handles):
             return False
         if self._finish is not None:
@@ -73,7 +73,7 @@ class Work:
         return True
 
     def exception(self) -> BaseException | None:
-        """What it failed with; None if it ended well or has not ended."""
+        """The error of a failed operation; None if it has not failed or has not ended."""
         for handle in self._handles:
             failure = handle.exception()
             if failure is not None:
@@ -83,27 +83,27 @@ class Work:
         return self._problem if self._finish is not None and self.done() else None
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
-        """Calls ``callback(work)`` once it has ended: on a thread of the library's, or here if it has ended already."""
+        """Calls ``callback(work)`` once the operation has ended: on a thread of this package, or at once if it has ended."""
 
-        def tell() -> None:
+        def on_end() -> None:
             if self._finish is not None:
                 self.conclude()
             callback(self)
 
-        self._after_handles(tell)
+        self._after_handles(on_end)
 
     @property
     def handles(self) -> tuple[Handle, ...]:
-        """What it consists of."""
+        """The handles of the operation's requests."""
         return self._handles
 
     @property
     def source(self) -> int | None:
-        """The rank that a receive got its elements from, once it has."""
+        """The rank from which a receive got its elements; None before its end."""
         return self._handles[0].source if self._handles else None
 
     def awaited_ranks(self) -> list[int]:
-        """The ranks it is waiting for, as far as is known."""
+        """The ranks that the operation waits for, as far as this rank knows."""
         return sorted({rank for handle in self._handles for rank in handle.awaited_ranks()})
 
     def _after_handles(self, call: Callable[[], object]) -> None:
@@ -132,7 +132,7 @@ class Work:
         return self._finish is not None
 
     def conclude(self) -> None:
-        """Does what is left once the handles have ended, once; whoever comes second waits for the first."""
+        """Runs `Finish` once the handles have ended. Only the first call runs it; a second caller waits for the first."""
         with self._lock:
             if self._concluded:
                 return

@@ -1,7 +1,7 @@
 """``torch.distributed.init_process_group("paramhub")``.
 
-torch 2.14 and later find the backend by themselves, through the package's entry point; before, ``import paramhub.torch``
-registers it. The ranks of the default process group become those of `paramhub.torch.init`, if that was not called before.
+torch 2.14 and later find the backend through the package's entry point. For earlier versions ``import paramhub.torch``
+registers it. If `paramhub.torch.init` was not called before, the ranks of the default process group become its ranks.
 """
 
 from __future__ import annotations
@@ -17,48 +17,50 @@ import torch
 import torch.distributed as dist
 
 from paramhub.errors import MisuseError
-from paramhub.torch import _world
-from paramhub.torch._c10d import Collectives, made
+from paramhub.torch import _initialization
+from paramhub.torch._c10d import Collectives, last_result
 from paramhub.torch._collectives import Group
-from paramhub.torch._launched import of_member
+from paramhub.torch._options import Options
+from paramhub.torch._rank_assignment import group_member_assignment
+from paramhub.torch._world import World
 
 NAME = "paramhub"
 DEVICES = ["cpu", "cuda"]
 FIRST_WITH_BACKENDS = (2, 14)
-"""The first torch of which a Python class can be a `Backend`, and not only a process group."""
+"""The first version of torch in which a Python class can be a `Backend`, and not only a process group."""
 
 HAS_BACKENDS = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= FIRST_WITH_BACKENDS
 
 _lock = threading.Lock()
 _made: dict[str, int] = {}
-"""How many groups of a name this process has made: a name comes again when torch.distributed is initialised again."""
+"""How many groups of each name this process has made. Names repeat when torch.distributed is initialised again."""
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed. Again it does nothing."""
+    """Registers the backend with torch.distributed. A second call does nothing."""
     with _lock:
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
 
 
 def _create(options: Any, _backend_options: object) -> Any:
-    """What torch calls on every member of a new group, with ``torch.distributed``'s options."""
+    """Called by torch on every member of a new group, with ``torch.distributed``'s options."""
     is_default = not options.global_ranks_in_group
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     name = f"{_made_so_far(str(options.group_id))}"
     store = dist.PrefixStore(f"paramhub/{name}", options.store)
     members = None if is_default else list(options.global_ranks_in_group)
-    world = _world.current()
+    world = _initialization.current()
     owns_world = world is None and (is_default or not _default_is_ours())
     if owns_world:
-        place = of_member(rank, size)
-        opts = _world.Options(timeout=timeout)
+        assignment = group_member_assignment(rank, size)
+        opts = Options(timeout=timeout)
         if is_default:
-            world = _world.establish(place, store, None, opts)
+            world = _initialization.establish(assignment, store, None, opts)
         else:
             # The default group is another backend's, and not all of its ranks are here.
-            world, members = _world.World(place, dist.PrefixStore("world", store), None, opts), None
+            world, members = World(assignment, dist.PrefixStore("world", store), None, opts), None
     assert world is not None
     if is_default and (world.rank, world.size) != (rank, size):
         raise MisuseError(
@@ -71,19 +73,19 @@ def _create(options: Any, _backend_options: object) -> Any:
         if owns_world:
             _end_world(world, abandon=True)
         raise
-    leave = _Leaving(group, world if owns_world else None)
+    leave = _GroupShutdown(group, world if owns_world else None)
     if not HAS_BACKENDS:
         return ProcessGroup(rank, size, group, store, leave)
     backend = Backend(rank, size, group, store, leave)
     if _serves_all_devices(inspect.currentframe()):
-        return FrontedProcessGroup(options, backend)
+        return UnwrappedWorkProcessGroup(options, backend)
     return backend
 
 
-class _Leaving:
-    """What is to be left with a process group."""
+class _GroupShutdown:
+    """Leaves a process group's `Group`, and its world if the process group owns it."""
 
-    def __init__(self, group: Group, world: _world.World | None) -> None:
+    def __init__(self, group: Group, world: World | None) -> None:
         self._group = group
         self._world = world
 
@@ -94,17 +96,17 @@ class _Leaving:
             _end_world(world, abandon=abandon)
 
 
-def _end_world(world: _world.World, *, abandon: bool) -> None:
-    if world is _world.current():
-        _world.shutdown(abandon=abandon)
+def _end_world(world: World, *, abandon: bool) -> None:
+    if world is _initialization.current():
+        _initialization.shutdown(abandon=abandon)
     else:
         world.leave(abandon=abandon)
 
 
-class _Ends:
-    """How torch ends a group."""
+class _ShutdownMethods:
+    """The methods with which torch ends a process group."""
 
-    _leave: _Leaving
+    _leave: _GroupShutdown
 
     def shutdown(self) -> None:
         _alive.discard(self)
@@ -115,21 +117,23 @@ class _Ends:
         self._leave(abandon=True)
 
 
-_alive: set[_Ends] = set()
+_alive: set[_ShutdownMethods] = set()
 
 
 if HAS_BACKENDS:
     _Base = torch._C._distributed_c10d.Backend
 
-    class Backend(_Ends, Collectives, _Base):
-        """The backend of one device or of all."""
+    class Backend(_ShutdownMethods, Collectives, _Base):
+        """The backend of one device or of all devices."""
 
-        def __init__(self, rank: int, size: int, group: Group, store: dist.Store, leave: _Leaving) -> None:
+        def __init__(
+            self, rank: int, size: int, group: Group, store: dist.Store, leave: _GroupShutdown
+        ) -> None:
             _Base.__init__(self, rank, size)
             self._init_collectives(group, store)
             self._leave = leave
             self._options = _Base.Options(NAME, timedelta(seconds=group.timeout))
-            # torch's wrapper for detailed debugging keeps the C++ half of this only.
+            # torch's wrapper for detailed debugging keeps only the C++ half of this object alive.
             _alive.add(self)
 
         @property
@@ -138,14 +142,14 @@ if HAS_BACKENDS:
 
         @property
         def supports_coalescing(self) -> bool:
-            # Operations are issued one by one anyway, and each then has a result of its own.
+            # Operations are issued one by one anyway, and without coalescing each has a result of its own.
             return False
 
-    class FrontedProcessGroup(dist.ProcessGroup):
-        """torch's process group with our backend behind it for all devices.
+    class UnwrappedWorkProcessGroup(dist.ProcessGroup):
+        """torch's process group with this backend for all devices.
 
-        torch hands out a Python backend's results in a wrapper that says neither whether they are complete nor whom a
-        receive got its tensor from. Here the results themselves are handed out; everything else is torch's own.
+        torch wraps a Python backend's works. The wrapper reports neither whether a work is complete nor the rank from which a
+        receive got its tensor. This class returns the works themselves; everything else is torch's own.
         """
 
         def __init__(self, options: Any, backend: Backend) -> None:
@@ -158,21 +162,21 @@ if HAS_BACKENDS:
             if given.bound_device_id is not None:
                 self.bound_device_id = given.bound_device_id
 
-    def _fronted(name: str) -> Callable[..., Any]:
+    def _returning_unwrapped_work(name: str) -> Callable[..., Any]:
         of_torch = getattr(dist.ProcessGroup, name)
 
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            made.work = None
+            last_result.work = None
             wrapped = of_torch(self, *arguments, **named)
-            work, made.work = made.work, None
+            work, last_result.work = last_result.work, None
             return wrapped if work is None else work
 
-        # pybind11 tells a call of the overridden method by the caller's name.
+        # pybind11 recognises a call of the overridden method by the caller's name.
         method.__code__ = method.__code__.replace(co_name=name)
         method.__name__ = name
         return method
 
-    # The old names lead to these.
+    # torch's old names call these methods.
     for _name in (
         "allreduce",
         "allreduce_coalesced",
@@ -195,20 +199,22 @@ if HAS_BACKENDS:
         "barrier",
         "_end_coalescing",
     ):
-        setattr(FrontedProcessGroup, _name, _fronted(_name))
+        setattr(UnwrappedWorkProcessGroup, _name, _returning_unwrapped_work(_name))
 
 else:
 
-    class ProcessGroup(_Ends, Collectives, dist.ProcessGroup):
+    class ProcessGroup(_ShutdownMethods, Collectives, dist.ProcessGroup):
         """The process group, for all devices."""
 
-        def __init__(self, rank: int, size: int, group: Group, store: dist.Store, leave: _Leaving) -> None:
+        def __init__(
+            self, rank: int, size: int, group: Group, store: dist.Store, leave: _GroupShutdown
+        ) -> None:
             dist.ProcessGroup.__init__(self, rank, size)
             self._init_collectives(group, store)
             self._leave = leave
             self._name = self._description = ""
 
-        # torch keeps these in its own backends, of which there is none.
+        # torch keeps name and description in its own backends, and here there is none.
 
         def setGroupName(self, name: str) -> None:
             self._name = name
@@ -224,8 +230,9 @@ else:
 
 
 def _serves_all_devices(frame: Any) -> bool:
-    """Whether torch makes a group of this backend alone, and not one of ``"cpu:gloo,cuda:paramhub"``. It does not say, but its
-    caller knows; where that is another one day, the wrapper that a Backend brings is the only loss."""
+    """Whether torch makes a group of this backend alone, and not one of ``"cpu:gloo,cuda:paramhub"``. torch does not pass this,
+    so it is read from the caller's local variables. If a later torch has others, works come in torch's wrapper, and nothing else
+    is lost."""
     caller = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
     config = caller.get("backend_config")
     if not isinstance(config, dist.distributed_c10d.BackendConfig):

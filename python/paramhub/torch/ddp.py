@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel through a hub, by its communication hook."""
+"""Averages DistributedDataParallel's gradients through a hub, in its communication hook."""
 
 # DDP compares the hook's annotations with its own types: they must not be strings here.
 
@@ -14,29 +14,29 @@ from paramhub import _native
 from paramhub.errors import MisuseError
 from paramhub.torch import trace
 from paramhub.torch._buckets import Buckets, UnknownParameter
-from paramhub.torch._instances import instances
+from paramhub.torch._ddp_instances import ddp_instances
+from paramhub.torch._initialization import world
 from paramhub.torch._staging import StagedHandle
-from paramhub.torch._world import World, world
+from paramhub.torch._world import World
 
 
 class HubState:
-    """What `hub_hook` needs to know. One for each DistributedDataParallel::
+    """The state of `hub_hook`. Make one for each DistributedDataParallel::
 
         ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
 
     On the first backward pass it opens a job of all ranks of ``process_group`` (by default DDP's own) with every parameter
-    that requires a gradient, by name. Gradients come back as their mean, as from DDP itself. ``codec`` (``f16``, ``bf16``, or
-    ``one-bit`` and ``two-bit`` for matrices, which come back so, too) is how f32 gradients travel; they are summed in f32 all the
-    same. ``ddp`` tells the model this state is for; otherwise its first forward pass tells.
+    that requires a gradient, by name. Gradients become their mean, as with DDP itself. ``codec`` is the encoding of f32
+    gradients in frames: ``f16``, ``bf16``, or for matrices ``one-bit`` or ``two-bit``, which also encode the results. Sums are
+    made in f32 in any case. ``ddp`` is the model of this state; without it the model's first forward pass sets it.
 
-    Beside the hub the ranks of a host read one copy of the mean, which nobody can write. Where `hub_hook` is not registered
-    itself but called by a hook around it, which may change the result of its future, and with ``in_place=True``, the mean is
-    written into the bucket instead.
+    On the hub's host all ranks read one copy of the mean, which is read-only. The mean is written into the bucket instead if
+    ``in_place=True``, or if another hook is registered that calls `hub_hook` and may change the result of its future.
 
-    `paramhub.torch.init` is called by the first pass if it was not before. Where a model has several DDP instances,
-    all ranks must run their first backward passes in the same order, as DDP asks for anyway.
+    The first pass calls `paramhub.torch.init` if it was not called before. If a model has several DDP instances, all ranks must
+    run their first backward passes in the same order, as DDP itself requires.
 
-    It can be pickled; what comes back has its options, save the process group, and opens a job of its own.
+    It can be pickled. The unpickled state has its options without the process group, and opens a job of its own.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class HubState:
             _learn_in_forward(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the options, and by parameter name what a codec remembers, of which nothing is kept yet: what
-        ``one-bit`` has lost so far is not made up for by whoever goes on from here."""
+        """The state for a checkpoint: the options. ``parameters`` is for the error feedback of codecs, which is not saved yet:
+        training from this state does not make up for what ``one-bit`` has lost so far."""
         return {"codec": self.codec, "in_place": self.in_place, "parameters": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave. Before the first backward pass, unless it changes nothing."""
+        """Loads a result of `state_dict`. Call it before the first backward pass, unless it changes nothing."""
         if self._buckets is not None and (state["codec"], state["in_place"]) != (self.codec, self.in_place):
             raise MisuseError(
                 f"HubState: its job is open with codec {self.codec}, and cannot change to {state['codec']}: load the "
@@ -81,7 +81,7 @@ class HubState:
         self._ddp = weakref.ref(ddp)
         here = world()
         ranks = _ranks(here, self._group if self._group is not None else ddp.process_group)
-        # Whoever wraps the hook may change its result in place; DDP itself only reads it.
+        # A hook around this one may change its result in place; DDP itself only reads it.
         is_wrapped = not any(
             held is self and hook is hub_hook for hook, held in getattr(ddp, "_comm_hooks", ())
         )
@@ -90,17 +90,17 @@ class HubState:
 
 
 def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients through a hub, in place. For
+    """Averages a bucket's gradients through a hub, in place. Pass it to
     ``DistributedDataParallel.register_comm_hook``.
 
-    If the exchange fails, because a rank died for example, the backward pass raises JobFailedError with the
-    hub's message within seconds (RuntimeError with it where the first pass of a static graph exchanges).
+    If the exchange fails, for instance because a rank died, the backward pass raises JobFailedError with the
+    hub's message within seconds. The first pass of a static graph raises RuntimeError with that message.
     """
     buckets = state._buckets or state._open()
     try:
         handle, result, name = buckets.exchange(bucket)
     except UnknownParameter:
-        # A second instance with the same state explains it better.
+        # If a second instance has the same state, this raises a better explanation.
         _holder(state)
         raise
     return _Exchange(handle, result, name, buckets).future
@@ -109,9 +109,10 @@ def hub_hook(state: HubState, bucket: dist.GradBucket) -> torch.futures.Future[t
 class _Exchange:
     """One bucket under way, and the future that DDP waits for.
 
-    DDP's own wait, in C++, would neither answer Ctrl-C nor keep an exception's type. A callback at the end of
-    the backward pass, before DDP's, waits in its stead. Where DDP waits before that (a static graph's first
-    pass) or outside of a backward pass (its `join`), the future is completed from the library's thread.
+    Ctrl-C does not interrupt DDP's own wait in C++, and an exception loses its type there. So a callback at the
+    end of the backward pass, which runs before DDP's, waits first. If DDP waits before that (in a static
+    graph's first pass) or outside of a backward pass (in its `join`), a thread of this package completes the
+    future.
     """
 
     def __init__(
@@ -120,15 +121,15 @@ class _Exchange:
         self._handle = handle
         self._name = name
         self._watch = buckets.watch
-        # On a device it has to know the stream on which the result becomes right.
+        # With a device the future must know the device stream on which the result arrives.
         devices = [] if buckets.device.type == "cpu" else [buckets.device]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._uncompleted = [future]
-        # Not set_exception: the object it sets in the result's place is no tensor, and DDP would complain of
-        # that.
+        # Not set_exception: it sets the exception as the result, and DDP would report that the result is no
+        # tensor.
         self.future = future.then(self._outcome)
         self._result = result
-        with contextlib.suppress(RuntimeError):  # Where this is no backward pass.
+        with contextlib.suppress(RuntimeError):  # Outside of a backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         handle.add_done_callback(self._complete)
 
@@ -143,7 +144,7 @@ class _Exchange:
         try:
             future = self._uncompleted.pop()
         except IndexError:
-            return  # The other thread was first.
+            return  # The other thread has completed it.
         future.set_result(self._result)
 
     def _outcome(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -154,8 +155,8 @@ class _Exchange:
 
 
 def _learn_in_forward(state: HubState) -> None:
-    """Lets the DDP instance that ``state`` is going to be registered with tell it by its first forward pass. DDP tells its hook
-    neither itself nor its parameters' names, and looking for it among all objects takes up to seconds."""
+    """Registers a hook that finds the DDP instance of ``state`` in the instance's first forward pass. DDP passes its hook
+    neither itself nor its parameters' names, and a search among all objects takes up to seconds."""
     waiting = weakref.ref(state)
 
     def look(module: torch.nn.Module, _inputs: Any) -> None:
@@ -163,7 +164,7 @@ def _learn_in_forward(state: HubState) -> None:
         if state is None or state._ddp is not None:
             hook.remove()
             return
-        # A compiled model has it inside.
+        # A compiled model contains the DDP instance.
         module = module._modules.get("_orig_mod") or module
         if isinstance(module, DistributedDataParallel) and _has(module, state):
             state._ddp = weakref.ref(module)
@@ -173,8 +174,8 @@ def _learn_in_forward(state: HubState) -> None:
 
 
 def _holder(state: HubState) -> DistributedDataParallel:
-    """The DDP instance that ``state`` was registered with, where no forward pass has told."""
-    holders = [ddp for ddp in instances() if _has(ddp, state)]
+    """The DDP instance with which ``state`` was registered, found among all objects. For a state that no forward pass has set."""
+    holders = [ddp for ddp in ddp_instances() if _has(ddp, state)]
     if len(holders) == 1:
         return holders[0]
     if holders:
@@ -191,7 +192,7 @@ def _has(ddp: DistributedDataParallel, state: HubState) -> bool:
 
 
 def _ranks(here: World, group: dist.ProcessGroup) -> list[int] | None:
-    """A process group's ranks in the world's; None for all of them."""
+    """A process group's ranks as ranks of the world; None for all of them."""
     if (dist.get_rank(), dist.get_world_size()) != (here.rank, here.size):
         raise MisuseError(
             f"hub_hook: this is rank {dist.get_rank()} of {dist.get_world_size()} for torch.distributed, but rank "

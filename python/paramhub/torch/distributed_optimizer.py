@@ -26,16 +26,17 @@ def DistributedOptimizer(
     groups: Any = None,
     sparse_as_dense: bool = False,
 ) -> Any:
-    """Lets ``optimizer`` step with the mean (or, with ``op=Sum``, the sum) of all ranks' gradients. ::
+    """Makes ``optimizer`` step with the mean (or, with ``op=Sum``, the sum) of all ranks' gradients. ::
 
         optimizer = paramhub.torch.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    It returns ``optimizer`` itself, whose class is from now on a subclass of its own class: state, parameter groups,
-    schedulers and ``isinstance`` stay as they are. Gradients leave for the hub as backward makes them, and come back into
-    ``parameter.grad``; ``step()`` waits for them and then does what the optimizer does. It has these besides:
+    It returns ``optimizer`` itself, and makes its class a subclass of the former class: state, parameter groups,
+    schedulers and ``isinstance`` stay as they are. Gradients are sent to the hub while backward computes them, and the
+    results are received into ``parameter.grad``. ``step()`` waits for them and then makes the optimizer's own step. The
+    optimizer also has these methods:
 
-    - ``synchronize()`` waits for the gradients, for what is done between backward and step; ``skip_synchronize()`` is a
-      context in which ``step()`` does not wait again::
+    - ``synchronize()`` waits for the gradients, so that code between backward and step can use them.
+      ``skip_synchronize()`` is a context in which ``step()`` does not wait again::
 
           loss.backward()
           optimizer.synchronize()
@@ -43,28 +44,28 @@ def DistributedOptimizer(
           with optimizer.skip_synchronize():
               optimizer.step()
 
-      A GradScaler unscales there, too. Gradients changed before ``synchronize()`` are refused by it.
-    - ``set_backward_passes_per_step(passes)``.
+      A GradScaler unscales there, too. ``synchronize()`` raises if gradients were changed before it.
+    - ``set_backward_passes_per_step(passes)`` changes ``backward_passes_per_step`` from the next step on.
 
     Constructing it is collective: all ranks construct theirs, in the same order, with parameters of the same names,
-    shapes and types. `init` is called if it was not before. With one rank nothing is exchanged.
+    shapes and types. It calls `init` if that was not called before. With one rank nothing is exchanged.
 
-    ``named_parameters`` names all parameters of the optimizer, in forward order: the gradients of front layers come
-    back first. ``compression`` is how they travel (`Compression.fp16`, ``bf16``, or ``one_bit`` and ``two_bit`` for
-    matrices); they are summed in f32, and the result has the parameter's type. ``backward_passes_per_step`` is how
-    many backward passes add up to the gradient that is exchanged; their sum is not divided.
-    ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are accepted for Horovod's sake, and change
-    nothing: sums do not overflow, and tensors are not packed. ``sparse_as_dense`` makes sparse gradients dense;
-    without it they are refused.
+    ``named_parameters`` names all parameters of the optimizer, in forward order: the results for the first layers arrive
+    first. ``compression`` is the encoding of gradients in frames (`Compression.fp16`, ``bf16``, or ``one_bit`` and
+    ``two_bit`` for matrices). Sums are made in f32, and the result has the parameter's type.
+    ``backward_passes_per_step`` is the number of backward passes whose gradients are added up before the exchange; their
+    sum is not divided. ``gradient_predivide_factor``, ``num_groups`` and ``groups`` are accepted for compatibility with
+    Horovod, and have no effect: sums do not overflow, and tensors are not packed. ``sparse_as_dense`` makes sparse
+    gradients dense; without it they raise MisuseError.
 
-    A parameter without a gradient on this rank contributes zeros, and gets the mean as its gradient; without one on any
-    rank it gets zeros, as with Horovod, and not None as from an optimizer alone: weight decay and momentum do apply.
-    Parameters that do not require a gradient are left out, and must not get one later. A closure given to ``step()`` is
-    followed by an exchange each time it is called.
+    A parameter without a gradient on this rank contributes zeros, and its gradient becomes the mean. A parameter without
+    a gradient on any rank gets zeros, as with Horovod, and not None as with an optimizer alone, so weight decay and
+    momentum do apply. Parameters that do not require a gradient are not exchanged, and must not get one later. An
+    exchange follows each call of a closure that was passed to ``step()``.
 
     Raises MisuseError if parameters are unnamed, or named twice, if ranks disagree on any of them, and for optimizers
-    that decide by the loss, which differs between ranks (LBFGS). ``step()``, ``backward()`` and ``synchronize()`` raise
-    JobFailedError within seconds when another rank has died.
+    whose steps depend on the loss, which differs between ranks (LBFGS). ``step()``, ``backward()`` and ``synchronize()``
+    raise JobFailedError within seconds when another rank has died.
     """
     if isinstance(optimizer, _Distributed):
         raise MisuseError("the optimizer is a DistributedOptimizer already")
@@ -83,7 +84,7 @@ def DistributedOptimizer(
         sparse_as_dense,
     )
     kind = type(optimizer)
-    # A scheduler made before counts the steps through an attribute of the object, which would bypass ours.
+    # An earlier scheduler has set `step` on the object to count the calls. That attribute would hide the subclass's step.
     had_scheduler = optimizer.__dict__.pop("step", None) is not None
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
@@ -95,13 +96,13 @@ def DistributedOptimizer(
 
 
 class _Distributed:
-    """What stands before the class of the optimizer that is made distributed."""
+    """The base class that comes before the optimizer's own class."""
 
     _exchange: GradientExchange
     _skips_synchronize: bool
 
     def step(self, closure: Callable[[], Any] | None = None, *arguments: Any, **named: Any) -> Any:
-        """Waits for the gradients of all ranks, and steps."""
+        """Waits for the gradients of all ranks, and makes the optimizer's step."""
         exchange = self._exchange
         if closure is not None:
             closure = _synchronized(closure, exchange)
@@ -119,16 +120,16 @@ class _Distributed:
         finally:
             exchange.is_synchronized = False
 
-    # torch would patch it to call the step's hooks, which the inner class's step calls.
+    # So torch does not patch it to call the step's hooks: the optimizer's own step calls them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Waits until every parameter's gradient is that of all ranks."""
+        """Waits until every parameter's gradient is the mean (or sum) over all ranks."""
         self._exchange.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` takes the gradients as they are: for after `synchronize`."""
+        """A context in which ``step()`` uses the gradients as they are. Use it after `synchronize`."""
         self._skips_synchronize = True
         try:
             yield
@@ -136,7 +137,7 @@ class _Distributed:
             self._skips_synchronize = False
 
     def zero_grad(self, *arguments: Any, **named: Any) -> None:
-        """As the optimizer's own, but not while gradients are exchanged."""
+        """The optimizer's own ``zero_grad``. Raises MisuseError while gradients are exchanged."""
         if self._exchange.is_under_way:
             raise MisuseError(
                 "zero_grad() after backward() and before step() or synchronize(): gradients are being exchanged"
@@ -144,12 +145,12 @@ class _Distributed:
         super().zero_grad(*arguments, **named)  # type: ignore[misc]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, ``passes`` backward passes add up to the gradient that is exchanged."""
+        """Adds up the gradients of ``passes`` backward passes before the exchange, from the next step on."""
         _check_passes(passes)
         self._exchange.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the ranks have agreed on the parameters."""
+        """Raises MisuseError, because the ranks have agreed on the parameters."""
         raise MisuseError(
             "a DistributedOptimizer's parameters are agreed on when it is constructed: add groups before, or construct "
             "a new one"
@@ -167,7 +168,7 @@ def _synchronized(closure: Callable[[], Any], exchange: GradientExchange) -> Cal
 
 
 def _counted(optimizer: Any) -> Callable[..., Any]:
-    """A step that tells schedulers made before that it was called, as theirs did."""
+    """A step that counts its calls for earlier schedulers, as the step that they had wrapped did."""
     step = type(optimizer).step
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -206,7 +207,7 @@ def _named(
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise MisuseError(f"named_parameters has names more than once: {', '.join(map(repr, twice))}")
-    # A tied weight has several names; the first one stands for all.
+    # A tied weight has several names; the first one is used.
     by_identity: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in given:
         by_identity.setdefault(id(parameter), (name, parameter))

@@ -1,8 +1,9 @@
 """Horovod's operations on tensors.
 
-Ranks' calls belong together by their order, not by ``name``, which is there for Horovod's sake: all ranks make the same
-calls in the same order. Tensors are host tensors of any shape and layout; those under way must be left alone. Operations
-raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError when another rank has died.
+All ranks make the same calls in the same order, and the order pairs the calls of different ranks. ``name`` does not; it
+exists only for compatibility with Horovod. Tensors are host tensors of any shape and layout; do not use a tensor while its
+operation is under way. Operations raise ConnectError if ranks do not arrive within `init`'s timeout, and JobFailedError
+when another rank has died.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 
 from paramhub.errors import MisuseError
 from paramhub.torch._collectives import Group
+from paramhub.torch._initialization import world
 from paramhub.torch._reductions import Average, Compression, Compressor, Reduction, Sum
 from paramhub.torch._work import Work
-from paramhub.torch._world import world
 
 
 class Pending:
@@ -30,7 +31,7 @@ class Pending:
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the operation has ended, with or without an error."""
         return self._work.done()
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
@@ -58,10 +59,10 @@ def allreduce(
     compression: Compressor = Compression.none,
     op: Reduction | None = None,
 ) -> torch.Tensor:
-    """The mean of all ranks' tensors, or what ``op`` makes of them, as a new tensor.
+    """The mean of all ranks' tensors, or their reduction by ``op``, as a new tensor.
 
-    ``average`` is the old way to say ``op=Average`` or ``op=Sum``. Means of integers are rounded down. ``compression``
-    is how floats travel. Backward, the gradient is reduced in the same way; only Average and Sum have one.
+    ``average`` is the old argument for ``op=Average`` or ``op=Sum``. Means of integers are rounded down. ``compression``
+    is the type in which floats are sent. Backward reduces the gradient in the same way; only Average and Sum have one.
     """
     op = _reduction(average, op)
     compressed, dtype = compression.compress(tensor)
@@ -94,8 +95,8 @@ def allreduce_async_(
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Rank ``root_rank``'s tensor, as a new one; shape and type are the same on all ranks. Backward, the root gets the sum of
-    the gradients."""
+    """Rank ``root_rank``'s tensor, as a new one. ``tensor`` has the same shape and type on all ranks. In backward the root gets
+    the sum of the gradients."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return _Broadcast.apply(tensor, root_rank)
     return broadcast_async_(_copy(tensor), root_rank).wait()
@@ -117,15 +118,15 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """All ranks' tensors one after the other, along the first dimension. In it they may differ, in the others not.
-    Backward, each rank gets the sum of the gradients of its part."""
+    """All ranks' tensors one after the other, along the first dimension. Only the first dimension may differ between
+    ranks. In backward each rank gets the sum of the gradients of its part."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return _Allgather.apply(tensor)
     return allgather_async(tensor).wait()
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Pending:
-    """`allgather` without waiting for the tensors; it does wait until all ranks have told the sizes of theirs."""
+    """`allgather` without waiting for the tensors. It does wait until all ranks have sent the sizes of their tensors."""
     rows = tensor.detach()
     rows = (rows.unsqueeze(0) if rows.dim() == 0 else rows).contiguous()
     group = _group()
@@ -140,17 +141,17 @@ def barrier() -> None:
 
 
 def nccl_built() -> bool:
-    """False: nothing here goes over NCCL. For scripts that ask."""
+    """False, because paramhub does not use NCCL. It is here for scripts that call it."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False: nothing here goes over MPI. For scripts that ask."""
+    """False, because paramhub.torch does not use MPI. It is here for scripts that call it."""
     return False
 
 
 def check_root(root_rank: int) -> int:
-    """Refuses a root that is no rank."""
+    """Returns the root if it is a rank, else raises MisuseError."""
     size = world().size
     if not 0 <= root_rank < size:
         raise MisuseError(f"root_rank {root_rank} is none of {size} ranks: ranks count from 0")
@@ -203,7 +204,7 @@ def _group() -> Group:
 
 
 def _allreduce(tensor: torch.Tensor, op: Reduction) -> Pending:
-    """In place."""
+    """Reduces the tensor in place."""
     if op is not Average or tensor.is_floating_point() or tensor.is_complex():
         return Pending(_group().allreduce(tensor, op.collective), tensor, None)
     size = world().size
@@ -215,11 +216,11 @@ def _allreduce(tensor: torch.Tensor, op: Reduction) -> Pending:
 
 
 def _row_counts(group: Group, rows: torch.Tensor) -> list[int]:
-    """How many rows each rank has, all of one size."""
+    """The number of rows of each rank. Raises MisuseError unless all rows have one size."""
     own = torch.tensor([rows.shape[0], rows[:1].numel() if rows.shape[0] else -1])
-    told = torch.empty(group.size * 2, dtype=own.dtype)
-    group.allgather_single(told, own).wait()
-    pairs = told.view(-1, 2).tolist()
+    gathered = torch.empty(group.size * 2, dtype=own.dtype)
+    group.allgather_single(gathered, own).wait()
+    pairs = gathered.view(-1, 2).tolist()
     sizes: dict[int, int] = {}
     for rank, (_, size) in enumerate(pairs):
         if size >= 0:

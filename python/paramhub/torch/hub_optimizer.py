@@ -1,4 +1,4 @@
-"""The full path: gradients leave during backward, the hub runs the optimizer, parameters come back in place."""
+"""HubOptimizer: ranks send gradients during backward, the hub runs the optimizer, ranks receive parameters in place."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ from typing import Any
 
 import torch
 
+from paramhub import _native
 from paramhub.errors import JobFailedError, MisuseError
 from paramhub.optimizers import Optimizer
-from paramhub.torch import _ddp_around, _memory, _numbers, _optimizer_state, _startup, _tensors, trace
-from paramhub.torch._attachment import Attachment, check_free
-from paramhub.torch._exchange import Exchange, StepUnderWay
-from paramhub.torch._opening import open_job
+from paramhub.torch import (
+    _ddp_conflict,
+    _hyperparameters,
+    _memory,
+    _model_checks,
+    _optimizer_state,
+    _tensors,
+    trace,
+)
+from paramhub.torch._exchange import Exchange, StepState
+from paramhub.torch._initialization import world
+from paramhub.torch._log import log
+from paramhub.torch._optimizer_job import open_job
+from paramhub.torch._parameter_hooks import ParameterHooks, check_free
 from paramhub.torch._schemes import Schemes
-from paramhub.torch._unused import Agreement
-from paramhub.torch._world import World, say, world
+from paramhub.torch._unused_parameters import UsedParameters
+from paramhub.torch._world import World
 
 NAMED_MAX = 5
-"""Parameters an error names."""
+"""The most parameters that an error names."""
 AFTER_IT_LEFT = (
     "between backward and step(), when it had left. This step was made with it as it had left. Give HubOptimizer max_grad_norm "
     "instead of clipping (and max_grad_norm=0 to a trainer that clips by itself), scale the loss instead of gradients, use bf16, "
@@ -32,7 +43,7 @@ AFTER_IT_LEFT = (
 class HubOptimizer(torch.optim.Optimizer):
     """An optimizer that the hub runs for all ranks, and that exchanges while the model computes.
 
-    Every rank makes it, with equal arguments; rank 0's parameters become everybody's. From then on a training loop is as with
+    Every rank makes it, with equal arguments, and receives rank 0's parameters. From then on a training loop is as with
     any optimizer::
 
         optimizer = paramhub.torch.HubOptimizer(model, paramhub.Nesterov(lr=0.1, momentum=0.9))
@@ -41,43 +52,44 @@ class HubOptimizer(torch.optim.Optimizer):
             loss(model(inputs), targets).backward()
             optimizer.step()
 
-    Each gradient leaves as soon as backward has completed it. The hub takes the mean of all ranks' and updates the parameter,
-    whose new value arrives in place, perhaps while backward still goes on (see `Exchange` for why that is right). `step`
-    only checks that everything left; the next forward pass waits for one module's parameters at a time. So a parameter is
-    read through its module, which waits: ``model.fc.weight``, ``model.parameters()``, ``model.state_dict()``. Before anything
-    reads one that it holds by itself, call `synchronize`.
+    Each gradient is sent as soon as backward has completed it. The hub takes the mean over all ranks and updates the
+    parameter. Its new value arrives in place, perhaps while backward still goes on (see `Exchange` for why that is right).
+    `step` only checks that all gradients were sent. In the next forward pass each module waits for its own parameters. So read
+    a parameter through its module, which waits: ``model.fc.weight``, ``model.parameters()``, ``model.state_dict()``. Call
+    `synchronize` before code that reads a parameter to which it keeps a reference of its own.
 
-    ``optimizer`` is one of `paramhub.SGD`, `Nesterov`, `Adam`, `AdamW`, or one registered at the hub. ``params`` are the
-    parameters or groups of them, as for torch.optim, by default all of the model's. What ``param_groups`` say before backward
-    holds in that step, as rank 0 has them, so that learning-rate schedulers work as usual. Frozen parameters are left out.
+    ``optimizer`` is `paramhub.SGD`, `Nesterov`, `Adam`, `AdamW`, or one that is registered at the hub. ``params`` are the
+    parameters or groups of them, as for torch.optim, by default all of the model's. A step uses the values that rank 0's
+    ``param_groups`` have before backward, so learning-rate schedulers work as usual. Frozen parameters are not exchanged.
 
-    - ``codec`` (``bf16``, ``f16``) is how gradients travel, by default as they lie in memory. ``one-bit`` and ``two-bit`` are for
-      the matrices of a model, mostly its fully connected layers and embeddings: see `paramhub.Job.init`. Gradients must be
-      finite then. ``codecs`` names codecs of single parameters.
-    - ``backward_passes_per_step``: the gradients of so many passes are added up before they leave; see also `no_sync`.
-    - ``max_grad_norm``: gradients are clipped to this norm, of all parameters' mean gradient together, as
-      ``torch.nn.utils.clip_grad_norm_`` does it. No parameter is updated before the last gradient of all ranks has arrived.
-    - ``find_unused_parameters``: ranks agree in each step on which parameters nobody has a gradient for, and leave those as
-      they are; a rank without a gradient that others have contributes zeros. Without it all need a gradient in each step.
+    - ``codec`` (``bf16``, ``f16``) is the encoding of gradients in frames, by default that of the gradients. ``one-bit`` and
+      ``two-bit`` encode the matrices of a model, mostly its fully connected layers and embeddings: see `paramhub.Job.init`.
+      They need finite gradients. ``codecs`` gives single parameters a codec by name.
+    - ``backward_passes_per_step``: the number of passes whose gradients are added up before they are sent; see also `no_sync`.
+    - ``max_grad_norm``: gradients are clipped to this norm of the mean gradient of all parameters together, as
+      ``torch.nn.utils.clip_grad_norm_`` does it. The hub updates no parameter before it has the last gradient of all ranks.
+    - ``find_unused_parameters``: ranks agree in each step on the parameters for which no rank has a gradient, and leave these
+      unchanged. A rank without a gradient that others have contributes zeros. Without this option every parameter needs a
+      gradient in each step.
     - ``overlap_forward``: if False, `step` waits for all parameters.
-    - ``broadcast_buffers``: rank 0's buffers and frozen parameters become everybody's, once, now.
+    - ``broadcast_buffers``: every rank receives rank 0's buffers and frozen parameters, once, when the optimizer is made.
     - ``chunk_bytes``, ``reproducible`` and ``reject_non_finite`` are as for `paramhub.Job.init`.
-    - ``scheme``: with ``auto`` each Linear whose gradient would move more than its factors (its inputs and output gradients)
-      goes by these, from rank to rank, and each rank makes the update; with ``factors`` each that can. The first step goes
-      through the hub and is looked at; rank 0 then prints which layer goes which way, and why, and `schemes` has it.
-      ``samples`` is the most rows that a rank puts through a Linear in a step, for all of them or by name, where later steps
-      have more than the first.
+    - ``scheme``: with ``auto`` a Linear whose gradient has more bytes to move than its factors (its inputs and output
+      gradients) is exchanged as factors, from rank to rank, and each rank makes the update. With ``factors`` every Linear that
+      can be is. The first step goes through the hub, and the optimizer observes it. Rank 0 then prints the scheme of each layer
+      and the reason; `schemes` has them, too. ``samples`` is the most rows that a rank puts through a Linear in a step, for all
+      Linears or by name. Give it if later steps have more rows than the first.
 
-    Raises MisuseError for what cannot work, and if ranks disagree on any of it; ConnectError where a rank does not arrive.
+    Raises MisuseError for arguments that cannot work, and if ranks disagree on any; ConnectError if a rank does not arrive.
     """
 
     _stages_all = False
-    """For tests: the host's own tensors pass through a stage, too."""
+    """Set by tests: host tensors pass through a stage, too."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer = None,  # type: ignore[assignment]  # Who leaves it out is told what to give.
+        optimizer: Optimizer = None,  # type: ignore[assignment]  # check_arguments explains a missing optimizer.
         *,
         params: Iterable[Any] | None = None,
         codec: str | None = None,
@@ -93,14 +105,14 @@ class HubOptimizer(torch.optim.Optimizer):
         scheme: str = "hub",
         samples: int | Mapping[str, int] | None = None,
     ) -> None:
-        _startup.check_arguments(model, optimizer)
+        _model_checks.check_arguments(model, optimizer)
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise MisuseError(
                 f"backward_passes_per_step is to be a number from 1, not {backward_passes_per_step!r}"
             )
-        names = _startup.names(model)
+        names = _model_checks.names(model)
         self._kind = optimizer.name
-        self._names = _numbers.defaults(optimizer)
+        self._names = _hyperparameters.defaults(optimizer)
         self._is_complete = False
         super().__init__(model.parameters() if params is None else params, dict(self._names))
         self._is_complete = True
@@ -115,7 +127,7 @@ class HubOptimizer(torch.optim.Optimizer):
             if value is not None:
                 self._settings[name] = value
         self._world = world()
-        self._step = StepUnderWay(backward_passes_per_step)
+        self._step = StepState(backward_passes_per_step)
         self._step.needs_all = self._clips or find_unused_parameters
         self._exchanges = self._make_exchanges(names)
         self._codecs = dict(codecs or {})
@@ -125,32 +137,40 @@ class HubOptimizer(torch.optim.Optimizer):
             (names[id(parameter)], parameter) for parameter in self._all() if not parameter.requires_grad
         ]
         if broadcast_buffers:
-            _startup.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
+            _model_checks.broadcast_rest(self._world, model, {id(e.parameter) for e in self._exchanges})
         why_no_factors = _why_no_factors(self._kind, self._clips, reject_non_finite)
         self._schemes = Schemes(self._world, model, self._exchanges, scheme, samples, why_no_factors)
-        self._agreement = Agreement(self._world, self._exchanges) if find_unused_parameters else None
+        self._used_parameters = (
+            UsedParameters(self._world, self._exchanges) if find_unused_parameters else None
+        )
         self._open_job(None)
         self._resumed_step = self._step.job.resumed_step
-        self._attachment = Attachment(model, self._exchanges)
+        self._parameter_hooks = ParameterHooks(model, self._exchanges)
         self._step.watch = trace.watch(model)
         self._released = weakref.finalize(
-            self, _release, self._world, self._step, self._attachment, self._agreement, self._schemes
+            self,
+            _release,
+            self._world,
+            self._step,
+            self._parameter_hooks,
+            self._used_parameters,
+            self._schemes,
         )
-        # At the end of the process the world leaves all jobs in the right order.
+        # At the end of the process `World` leaves all jobs in the right order.
         self._released.atexit = False
 
     def _make_exchanges(self, names: dict[int, str]) -> list[Exchange]:
         given = {id(parameter): parameter for parameter in self._all()}
-        strangers = [index for index, at in enumerate(given) if at not in names]
-        if strangers:
+        unknown = [index for index, at in enumerate(given) if at not in names]
+        if unknown:
             raise MisuseError(
-                f"parameter {strangers[0]} of those given is none of the model's: all must be, so that whoever reads them "
+                f"parameter {unknown[0]} of those given is none of the model's: all must be, so that whoever reads them "
                 "through the model waits"
             )
-        # Forward order, as far as the model's definition tells: what is needed first is most urgent.
+        # The order of the model's definition, which is mostly forward order: parameters that are needed first are most urgent.
         named = [(name, given[at]) for at, name in names.items() if at in given and given[at].requires_grad]
         for name, parameter in named:
-            _startup.check(name, parameter)
+            _model_checks.check(name, parameter)
         named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
         self._step.is_staged = _tensors.check_same_device(named).type != "cpu" or self._stages_all
         check_free(named)
@@ -161,11 +181,12 @@ class HubOptimizer(torch.optim.Optimizer):
         return [Exchange(number, *pair, self._step) for number, pair in enumerate(named)]
 
     def _open_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
-        """All ranks agree on parameters and numbers, and start from what rank 0 has."""
+        """Opens a job with these parameters and hyperparameters, which starts from rank 0's values."""
         group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(exchange.parameter)] for exchange in self._exchanges]
         first, *others = [
-            _numbers.settings_of(_numbers.of_group(group, self._names)) for group in self.param_groups
+            _hyperparameters.settings_of(_hyperparameters.group_hyperparameters(group, self._names))
+            for group in self.param_groups
         ]
         chosen = {"name": self._kind, "hyperparameters": first, "groups": others}
         settings = {**self._settings, **self._schemes.settings, "optimizer": chosen}
@@ -174,22 +195,22 @@ class HubOptimizer(torch.optim.Optimizer):
         members: list[list[Exchange]] = [[] for _ in self.param_groups]
         for exchange, group in zip(self._exchanges, groups, strict=True):
             members[group].append(exchange)
-        self._tuning = _numbers.Tuning(
-            self._step.job, self.param_groups, self._names, members, may_lag=self._agreement is not None
+        self._hyperparameter_sync = _hyperparameters.HyperparameterSync(
+            self._step.job, self.param_groups, self._names, members, may_lag=self._used_parameters is not None
         )
-        self._step.begin = self._tuning.begin_step
-        # It is at the hub. torch.distributed.checkpoint makes a step of zeros with an optimizer that has none at all.
+        self._step.begin = self._hyperparameter_sync.begin_step
+        # The hub has the state. With an empty `state` torch.distributed.checkpoint would make a step with zero gradients.
         self.state.update({exchange.parameter: {} for exchange in self._exchanges})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Ends a step: checks that every gradient has left, and lets those leave that no hook has.
+        """Ends a step: sends the gradients that no hook has sent, and checks all of them.
 
-        It does not wait for the new values (unless ``overlap_forward`` is off); whoever reads them does. ``closure`` is called
-        first, and its result returned.
+        It does not wait for the new values (unless ``overlap_forward`` is off); code that reads a parameter waits for it.
+        ``closure`` is called first, and its result returned.
 
-        Raises MisuseError where a parameter has no gradient, or where gradients or numbers of ``param_groups`` were changed
-        after they had left, and JobFailedError if the job has failed. Where all gradients had left, the step is made all the
-        same, with what had left; else the next `zero_grad` ends it.
+        Raises MisuseError if a parameter has no gradient, or if gradients or values of ``param_groups`` were changed after
+        gradients were sent, and JobFailedError if the job has failed. If all gradients were sent before the error, the step is
+        made nevertheless, with the gradients as they were sent. Otherwise the next `zero_grad` ends the step.
         """
         self._world.check_process_group()
         loss = None
@@ -198,16 +219,16 @@ class HubOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with trace.span("step"):
             try:
-                self._let_the_rest_leave()
+                self._send_remaining_gradients()
                 self._schemes.flush()
             except BaseException:
-                self._step.is_cut = self._step.left > 0
+                self._step.is_interrupted = self._step.left > 0
                 raise
             refusal = None
             try:
                 self._check_unchanged()
             except MisuseError as error:
-                # Everything has left, and the other ranks count on this one in the steps to come.
+                # All gradients were sent, so the step counts. The other ranks need this rank in the next steps.
                 refusal = error
             self._end_step()
             if refusal is not None:
@@ -215,32 +236,32 @@ class HubOptimizer(torch.optim.Optimizer):
         return loss
 
     def _end_step(self) -> None:
-        """All gradients have left."""
+        """Ends a step in which all gradients were sent."""
         for exchange in self._exchanges:
-            exchange.forget_step()
+            exchange.reset_step()
         self._schemes.finish_step()
-        if self._agreement is not None:
-            self._agreement.finish_step()
+        if self._used_parameters is not None:
+            self._used_parameters.finish_step()
         self._step.begin_next()
         if self._overlaps_forward:
-            for number in self._attachment.guards.compiled:
+            for number in self._parameter_hooks.guards.compiled:
                 self._exchanges[number].wait()
         else:
             self.synchronize()
         if self._schemes.is_observing:
-            # Then every rank is about here: only so long do they wait for one another.
+            # After this every rank has about reached this point, so the ranks do not wait long for one another.
             self.synchronize()
             if self._schemes.conclude():
                 self._reopen_job(self._pull_states())
 
-    def _end_cut_step(self) -> None:
-        """An exception has cut a step short. What had left of it counts, and zeros stand for the rest: the other ranks, which may
-        have heard of nothing, do not wait for this one, and all have made as many steps."""
+    def _end_interrupted_step(self) -> None:
+        """Ends a step that an exception has interrupted. Gradients that were sent count, and zeros are sent for the rest. So
+        other ranks, which may have no exception, do not wait for this rank, and all ranks make the same number of steps."""
         used = [True] * self._step.total
-        if self._agreement is not None:
-            used = self._agreement.used_somewhere([exchange.has_left for exchange in self._exchanges])
+        if self._used_parameters is not None:
+            used = self._used_parameters.used_somewhere([exchange.has_left for exchange in self._exchanges])
         for exchange in self._exchanges:
-            # Clipped gradients are awaited whether or not any rank has one.
+            # With clipping the hub waits for every gradient, even for one that no rank has.
             is_awaited = used[exchange.number] or self._clips
             if is_awaited and exchange.layer is None and not exchange.has_left:
                 exchange.wait()
@@ -248,11 +269,12 @@ class HubOptimizer(torch.optim.Optimizer):
         self._schemes.complete(used)
         self._end_step()
 
-    def _let_the_rest_leave(self) -> None:
-        """Gradients of passes without exchange, or put there by the user; and what no rank has one for is left out."""
+    def _send_remaining_gradients(self) -> None:
+        """Sends gradients of passes without exchange, and gradients that user code set. Leaves out parameters for which no rank
+        has a gradient."""
         used = None
-        if self._agreement is not None:
-            used = self._agreement.used_somewhere(
+        if self._used_parameters is not None:
+            used = self._used_parameters.used_somewhere(
                 [exchange.parameter.grad is not None for exchange in self._exchanges]
             )
             unused = [e.name for e, is_used in zip(self._exchanges, used, strict=True) if not is_used]
@@ -276,18 +298,18 @@ class HubOptimizer(torch.optim.Optimizer):
             if gradient is not None:
                 exchange.wait()
                 exchange.leave(gradient)
-            elif self._agreement is not None and used is not None and used[exchange.number]:
+            elif self._used_parameters is not None and used is not None and used[exchange.number]:
                 exchange.wait()
-                exchange.leave(self._agreement.zeros_for(exchange))
+                exchange.leave(self._used_parameters.zeros_for(exchange))
                 exchange.gradient = None
 
     def _check_unchanged(self) -> None:
         for exchange in self._exchanges:
-            if (what := exchange.what_became_of_gradient) is not None:
-                if _ddp_around.is_around(exchange.parameter):
-                    raise _ddp_around.refusal(exchange.name)
+            if (what := exchange.gradient_change) is not None:
+                if _ddp_conflict.is_around(exchange.parameter):
+                    raise _ddp_conflict.refusal(exchange.name)
                 raise MisuseError(f"the gradient of {exchange.name!r} was {what} {AFTER_IT_LEFT}")
-        changed = self._tuning.changed() if self._step.has_begun else None
+        changed = self._hyperparameter_sync.changed() if self._step.has_begun else None
         if changed:
             raise MisuseError(
                 f"param_groups' {', '.join(changed)} changed between backward and step(), when gradients had left: change "
@@ -301,22 +323,22 @@ class HubOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim's. Gradients that are to be zeroed in place are exchanged first.
+        """Does the same as torch.optim's. With ``set_to_none=False`` it first waits for the exchange of the gradients.
 
-        After an exception in a backward pass or in `step` this ends the step, where gradients of it have left: they count, and
-        zeros stand for the rest. So the other ranks do not wait for this one, and training goes on with the next batch.
+        After an exception in a backward pass or in `step` this ends the step if any of its gradients were sent: those count,
+        and zeros are sent for the rest. So other ranks do not wait for this rank, and training goes on with the next batch.
         """
-        if self._step.was_cut_short:
-            self._end_cut_step()
+        if self._step.was_interrupted:
+            self._end_interrupted_step()
         elif self._step.left > 0:
             raise MisuseError(
                 "zero_grad() came between backward and step(), when gradients had left: call it after step(). A backward pass "
                 "whose gradients are not meant for this optimizer runs in `with optimizer.no_sync():`"
             )
         else:
-            # A pass of several may have been cut short, and passes are counted anew.
+            # An exception may have ended one of several passes, so passes are counted from 0 again.
             for exchange in self._exchanges:
-                exchange.forget_step()
+                exchange.reset_step()
             self._step.begin_next()
         if not set_to_none:
             self.synchronize()
@@ -325,8 +347,8 @@ class HubOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context add their gradients up, and none leaves. The first pass outside, or `step`, lets
-        the sum leave."""
+        """Backward passes in this context add up their gradients and send none. The first pass outside, or `step`, sends the
+        sum."""
         before, self._step.is_paused = self._step.is_paused, True
         try:
             yield
@@ -336,26 +358,26 @@ class HubOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until all parameters have their newest values.
 
-        Needed only before code that reads a parameter it holds by itself, not through its module.
+        Call it before code that reads a parameter by a reference of its own and not through the parameter's module.
         """
         for exchange in self._exchanges:
             exchange.wait()
 
     @property
     def schemes(self) -> dict[str, tuple[str, str]]:
-        """By the names of the model's Linears the scheme of each, and why. Empty with ``scheme="hub"``, and before the end of the
-        first step there are only those whose scheme was known before."""
+        """The scheme of each Linear and the reason for it, by the Linear's name in the model. Empty with ``scheme="hub"``. Before
+        the end of the first step it has only Linears whose scheme needs no observation."""
         return dict(self._schemes.found)
 
     @property
     def resumed_step(self) -> int | None:
-        """The step that training goes on from, where parameters and the optimizer's state are those of a checkpoint that hubs
-        wrote; None where they are rank 0's. ``param_groups`` are as the script made them, and so is the place in the data."""
+        """The step from which training resumes, if parameters and the optimizer's state come from a checkpoint of the hubs;
+        None if they are rank 0's. The checkpoint sets neither ``param_groups`` nor the position in the data."""
         return self._resumed_step
 
     @property
     def last_grad_norm(self) -> float | None:
-        """With ``max_grad_norm``, the norm that the mean gradient had in the last step, before it was clipped."""
+        """With ``max_grad_norm``, the norm of the last step's mean gradient before it was clipped."""
         if not self._clips:
             return None
         self.synchronize()
@@ -363,8 +385,8 @@ class HubOptimizer(torch.optim.Optimizer):
         return last[1] if last is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim's optimizer of this kind, which can load it: the hub's state, after this rank's last step, under
-        torch's names. Any rank may ask, between steps."""
+        """The hub's state after this rank's last step, in the form of torch.optim's optimizer of this kind, which can load it.
+        Any rank may call it, between steps."""
         self._refuse_within_step("state_dict()")
         states = _optimizer_state.pull(self._step.job, self._exchanges)
         state_of = {id(e.parameter): state for e, state in zip(self._exchanges, states, strict=True)}
@@ -378,8 +400,8 @@ class HubOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved state, of a HubOptimizer or of torch.optim's optimizer of this kind, and from the parameters
-        that the model has now: load the model's first. Collective; what rank 0 loads holds for all."""
+        """Continues from a saved state of a HubOptimizer, or of torch.optim's optimizer of this kind, and from the model's
+        present parameters: load the model first. Collective; all ranks continue from rank 0's state and parameters."""
         self._refuse_within_step("load_state_dict()")
         for group, saved in zip_longest(
             self.param_groups, state_dict["param_groups"], fillvalue={"params": ()}
@@ -389,7 +411,7 @@ class HubOptimizer(torch.optim.Optimizer):
                     f"a saved group has {len(saved['params'])} parameters, and its counterpart here {len(group['params'])}: the "
                     "state is another model's, or was grouped otherwise"
                 )
-            _numbers.of_group(saved, self._names)
+            _hyperparameters.group_hyperparameters(saved, self._names)
         of = {id(exchange.parameter): exchange for exchange in self._exchanges}
         states = [_optimizer_state.State(0, []) for _ in self._exchanges]
         ids = [at for group in state_dict["param_groups"] for at in group["params"]]
@@ -401,32 +423,32 @@ class HubOptimizer(torch.optim.Optimizer):
         self._reopen_job(states)
 
     def broadcast_parameters(self) -> None:
-        """Rank 0's parameters become everybody's again, and the hub's; the optimizer's state stays. Collective. For after
-        they were changed here: by ``model.load_state_dict()``, a new initialisation, and the like."""
+        """Gives rank 0's parameters to the hub and to every rank; the optimizer's state stays. Collective. Call it after code
+        has changed parameters: ``model.load_state_dict()``, a new initialisation, and the like."""
         self._refuse_within_step("broadcast_parameters()")
         self._reopen_job(self._pull_states())
 
     def _pull_states(self) -> Sequence[_optimizer_state.State] | None:
-        """What rank 0 needs to open another job that goes on from here."""
+        """The optimizer's state, from which rank 0 opens the next job; None on other ranks."""
         if self._world.rank != 0:
             return None
         return _optimizer_state.pull(self._step.job, self._exchanges)
 
     def _reopen_job(self, states: Sequence[_optimizer_state.State] | None) -> None:
-        """What training starts from is given to a job at its beginning, so this is another job."""
+        """Closes the job and opens another one, because only a new job accepts initial parameters and state."""
         self.synchronize()
         stage = self._step.stage
         if self._step.job.has_checkpoints and self._world.rank == 0:
-            say(
+            log(
                 "the hubs write no more checkpoints: what was loaded or changed is given to another job, which has none"
             )
-        self._world.close_job(self._step.job)
+        self._world.jobs.close(self._step.job)
         if stage is not None:
             stage.close()
         self._open_job(states)
 
     def _refuse_within_step(self, what: str) -> None:
-        if self._step.was_cut_short:
+        if self._step.was_interrupted:
             raise MisuseError(
                 f"{what} came after an exception that has cut a step short, when gradients had left: call zero_grad() first, "
                 "which ends the step, or close()"
@@ -437,35 +459,35 @@ class HubOptimizer(torch.optim.Optimizer):
             )
 
     def close(self) -> None:
-        """Waits for all parameters and leaves the job, as every rank does. The model is free again, also where this raises
-        JobFailedError because the job has failed. A step that an exception has cut short is ended as by `zero_grad`. Called
-        again it does nothing."""
+        """Waits for all parameters, leaves the job, and removes all hooks from the model, even if it raises JobFailedError
+        because the job has failed. Every rank calls it. It ends a step that an exception has interrupted as `zero_grad` does.
+        A second call does nothing."""
         if not self._released.alive:
             return
         try:
-            if self._step.was_cut_short:
-                self._end_cut_step()
+            if self._step.was_interrupted:
+                self._end_interrupted_step()
             self._refuse_within_step("close()")
             self.synchronize()
         except JobFailedError:
             with contextlib.suppress(JobFailedError):
-                self._let_go()
+                self._release_model()
             raise
-        self._let_go()
+        self._release_model()
 
-    def _let_go(self) -> None:
+    def _release_model(self) -> None:
         self._released.detach()
-        self._attachment.remove()
+        self._parameter_hooks.remove()
         self._schemes.remove()
         if self._step.watch is not None:
             self._step.watch.remove()
         if self._step.stage is not None:
             self._step.stage.close()
         try:
-            self._world.close_job(self._step.job)
+            self._world.jobs.close(self._step.job)
         finally:
-            if self._agreement is not None:
-                self._agreement.close()
+            if self._used_parameters is not None:
+                self._used_parameters.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_complete:
@@ -476,7 +498,7 @@ class HubOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks this before it unscales, which leaves no trace in the gradients' versions.
+        # GradScaler reads this before it unscales. Unscaling does not change the gradients' versions, so no check would see it.
         raise MisuseError(
             "GradScaler cannot be used with HubOptimizer: scaled gradients have left when it unscales them, and it leaves steps "
             "out. bf16 needs none"
@@ -486,7 +508,7 @@ class HubOptimizer(torch.optim.Optimizer):
         return (parameter for _, parameter in self._with_groups())
 
     def _with_groups(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
-        """All parameters, frozen ones too, in the order in which torch.optim counts them."""
+        """All parameters with their groups, frozen ones too, in the order of torch.optim's numbers."""
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -494,26 +516,32 @@ class HubOptimizer(torch.optim.Optimizer):
 
 
 def _release(
-    world: World, step: StepUnderWay, attachment: Attachment, agreement: Agreement | None, schemes: Schemes
+    world: World,
+    step: StepState,
+    hooks: ParameterHooks,
+    used_parameters: UsedParameters | None,
+    schemes: Schemes,
 ) -> None:
-    """Nobody has the optimizer any more. Its jobs end when nobody has those either."""
-    attachment.remove()
+    """Releases the optimizer's hooks and jobs once nothing refers to it. A job ends when nothing else refers to the job."""
+    hooks.remove()
     schemes.remove()
     if step.watch is not None:
         step.watch.remove()
-    world.forget_job(step.job)
-    if agreement is not None:
-        world.forget_job(agreement.job)
+    world.jobs.forget(step.job)
+    if used_parameters is not None:
+        world.jobs.forget(used_parameters.job)
 
 
-def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> str | None:
-    if clips:
-        return "max_grad_norm takes the norm of the whole gradient, which hubs then need all of"
-    if rejects_non_finite:
-        return "reject_non_finite has hubs look at every gradient"
-    if optimizer not in _optimizer_state.NAMES:
-        return f"the optimizer {optimizer!r} is the hubs' own, and ranks make these updates"
-    return None
+def _why_no_factors(optimizer: str, clips: bool, rejects_non_finite: bool) -> tuple[str, str] | None:
+    """Why no layer can be exchanged as factors, as a message and as the reason alone."""
+    asked = {
+        "factors": True,
+        "factors-in-pytorch": True,
+        "two-phase": clips,
+        "reject-non-finite": rejects_non_finite,
+        "registered-optimizer": optimizer not in _optimizer_state.NAMES,
+    }
+    return _native.conflict([feature for feature, is_asked in asked.items() if is_asked])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
-"""``python -m paramhub.torch.merge_traces DIR`` merges the rank-N.json of several hosts, copied together,
-into trace.json."""
+"""``python -m paramhub.torch.merge_traces DIR`` merges the rank-N.json of several hosts, which were copied into
+DIR, into trace.json."""
 
 from __future__ import annotations
 

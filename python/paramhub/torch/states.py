@@ -1,4 +1,4 @@
-"""Horovod's broadcasts: one rank's parameters, optimizer state and objects become everybody's."""
+"""Horovod's broadcasts: one rank sends its parameters, optimizer state or objects to every rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from paramhub.errors import MisuseError
 from paramhub.torch import functions
-from paramhub.torch._world import world
+from paramhub.torch._initialization import world
 
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
     root_rank: int = 0,
 ) -> None:
-    """Writes rank ``root_rank``'s tensors into every other rank's: ``model.state_dict()``, ``model.named_parameters()`` or
-    ``model.parameters()``.
+    """Copies rank ``root_rank``'s tensors into every other rank's. ``params`` is ``model.state_dict()``,
+    ``model.named_parameters()`` or ``model.parameters()``.
 
     Raises MisuseError, on every rank, if ranks do not have tensors of the same names, shapes and types.
     """
@@ -39,11 +39,11 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None
 ) -> None:
-    """Gives rank ``root_rank``'s optimizer state and hyperparameters to every other rank's optimizer, which may have no
+    """Copies rank ``root_rank``'s optimizer state and hyperparameters into every other rank's optimizer, which may have no
     state yet.
 
-    Parameter groups stay the objects they are, so that schedulers go on with them. Tensors of the state come to the device
-    and type that ``load_state_dict`` gives them. ``model`` is accepted for Horovod's sake.
+    Parameter groups stay the same objects, so that schedulers can go on using them. ``load_state_dict`` chooses the device
+    and type of the state's tensors. ``model`` is accepted for compatibility with Horovod.
     """
     functions.check_root(root_rank)
     is_root = world().rank == root_rank
@@ -51,7 +51,7 @@ def broadcast_optimizer_state(
     skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
     skeleton = broadcast_object(skeleton, root_rank)
     if not is_root:
-        # Every tensor's place tells what comes there.
+        # Each placeholder has the shape and type of the tensor to receive.
         state = _with_tensors(skeleton, tensors)
     for handle in [functions.broadcast_async_(tensor, root_rank) for tensor in tensors]:
         handle.wait()
@@ -85,7 +85,7 @@ def _bytes_of(obj: Any) -> torch.Tensor:
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
     if isinstance(params, Mapping):
-        # In the order of names: that in which they were put in may differ.
+        # In the order of names, because the mapping's own order may differ between ranks.
         present = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
         return sorted(present, key=lambda pair: pair[0])
     if isinstance(params, torch.Tensor):
@@ -99,7 +99,7 @@ def _pairs(params: Any) -> list[tuple[str, Any]]:
 
 
 def _agree(described: list[str], root_rank: int) -> None:
-    """Refuses tensors that are not the root's: what comes would not fit, or fit the wrong one."""
+    """Raises MisuseError if a rank's tensors do not match the root's. They would receive the wrong values, or fail to receive."""
     digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
     digests = functions.allgather(own).tolist()
@@ -119,7 +119,7 @@ def _agree(described: list[str], root_rank: int) -> None:
 
 
 class _Place:
-    """Stands for a tensor in a state that is pickled."""
+    """The placeholder of a tensor in a pickled state."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -141,7 +141,7 @@ def _with_tensors(state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _mapped(state: Any, change: Any) -> Any:
-    """The same containers with other leaves. In a fixed order: both ends take the tensors in it."""
+    """The same containers with other leaves, in a fixed order, because both ends number the tensors by it."""
     if isinstance(state, dict):
         return {key: change(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -153,7 +153,7 @@ def _mapped(state: Any, change: Any) -> Any:
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state into the groups and the mapping that are there, which others may hold."""
+    """Loads a state into the present groups and mapping, to which other objects may have references."""
     groups, held = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):

@@ -1,15 +1,15 @@
-"""What every rank did when, as a timeline for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""A timeline of the events on every rank, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-With ``PARAMHUB_TRACE=dir`` in rank 0's environment every rank writes ``dir/rank-N.json`` when it leaves, and
-the rank that finds all of them there (or rank 0, when it leaves) merges them into ``dir/trace.json``, on rank
-0's clock. Hosts that share no directory leave their files to be copied together and merged by
+With ``PARAMHUB_TRACE=dir`` in rank 0's environment every rank writes ``dir/rank-N.json`` when it leaves. The
+rank that finds all files there (or rank 0, when it leaves) merges them into ``dir/trace.json``, on rank 0's
+clock. If hosts share no directory, copy their files into one and merge them with
 ``python -m paramhub.torch.merge_traces dir``.
 
-A process of the timeline is a rank. Its tracks are ``computation`` (forward, backward, step), ``waits`` (for
-which tensor it waits), and a row for each tensor's exchanges, from the request to its end. A rank keeps the
-newest ``EVENTS_MAX`` events; how many older ones were dropped stands in its file.
+A process of the timeline is a rank. Its tracks are ``computation`` (forward, backward, step), ``waits`` (one
+span for each tensor that the rank waits for), and a row for each tensor's exchanges, from the request to its
+end. A rank keeps the newest ``EVENTS_MAX`` events; its file has the number of older events that were dropped.
 
-`span` is for the user's own code too::
+User code may call `span`, too::
 
     with paramhub.torch.trace.span("load data"):
         ...
@@ -34,18 +34,17 @@ if TYPE_CHECKING:
 __all__ = ["COMPUTATION", "EVENTS_MAX", "WAITS", "merge", "record", "request", "span", "wait", "watch"]
 
 EVENTS_MAX = 1 << 17
-"""Events a rank keeps: about 30 MB of memory, and as much in its file."""
+"""The most events that a rank keeps: about 30 MB of memory, and as much in its file."""
 
 active = False
-"""Whether anything is recorded: what costs more than a call to `span` looks here first."""
+"""Whether events are recorded. Code whose recording costs more than a call to `span` tests this first."""
 
 _recorder: _Recorder | None = None
 _nothing = contextlib.nullcontext()
 
 
 def span(name: str, track: str = COMPUTATION) -> contextlib.AbstractContextManager[Any]:
-    """A context whose duration is recorded under ``name``. Spans of one track follow or enclose one
-    another."""
+    """A context whose duration is recorded under ``name``. Two spans of one track must not overlap partly."""
     return _Span(_recorder, name, track) if _recorder is not None else _nothing
 
 
@@ -55,15 +54,15 @@ def wait(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def record(name: str, track: str, begin_ns: int, end_ns: int) -> None:
-    """A span that is over, between two times of `paramhub._native.now_ns`."""
+    """Records a span that has ended. Its times are those of `paramhub._native.now_ns`."""
     if _recorder is not None:
         _recorder.add(Event(name, track, begin_ns, end_ns))
 
 
 def request(name: str, handle: _native.Handle | StagedHandle) -> None:
-    """An exchange of tensor ``name``, which lasts as long as ``handle`` is under way."""
+    """Records an exchange of tensor ``name``, which lasts until ``handle`` has ended."""
     if _recorder is not None:
-        # What is staged is submitted later, when it has come from its device.
+        # A staged tensor is submitted later, after the copy from its device.
         _recorder.add(Event(name, EXCHANGE, handle.submitted_ns or _native.now_ns(), 0, handle))
 
 
@@ -92,11 +91,11 @@ class Watch:
         self._backward_ns = self._backward_ns or _native.now_ns()
 
     def backward_began(self) -> None:
-        """A gradient is there, if none was before."""
+        """Called at a gradient of a backward pass; the first one begins the pass's span."""
         self._backward_ns = self._backward_ns or _native.now_ns()
 
     def backward_ended(self) -> None:
-        """The pass that began last has no more to compute."""
+        """Called when the backward pass has computed all gradients; records its span."""
         begun, self._backward_ns = self._backward_ns, 0
         if begun:
             record("backward", COMPUTATION, begun, _native.now_ns())
@@ -107,12 +106,12 @@ class Watch:
 
 
 def watch(module: torch.nn.Module) -> Watch | None:
-    """A `Watch` over a module if anything is recorded. Whoever knows when backward has ended tells it."""
+    """A `Watch` over a module if events are recorded. The caller must call its `backward_ended`."""
     return Watch(module) if active else None
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    """What a module has returned, as far as it lies in tuples, lists and dicts."""
+    """The tensors in a module's result, which may be nested in tuples, lists and dicts."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     if isinstance(outputs, dict):
@@ -153,14 +152,14 @@ class _Span:
 
 
 def _start(directory: str, origin: Origin) -> None:
-    """Records from now on, until `_finish`."""
+    """Records events until `_finish`."""
     global active, _recorder
     _recorder = _Recorder(origin, directory)
     active = True
 
 
 def _finish() -> None:
-    """Writes what was recorded. A directory that cannot be written costs the trace, not the training."""
+    """Writes the recorded events. If the directory cannot be written, the trace is lost and training goes on."""
     global active, _recorder
     recorder, _recorder, active = _recorder, None, False
     if recorder is None:

@@ -15,7 +15,7 @@ pytestmark = recipes.needs("accelerate")
 
 
 class Indices(recipes.Points):
-    """With each point's index, so that it is known who has seen it."""
+    """Points with their indices, so that the test knows which rank has used them."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         return self.inputs[index], self.labels[index], index

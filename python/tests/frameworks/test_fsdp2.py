@@ -1,4 +1,4 @@
-"""FSDP2's recipe of docs/pytorch.md, which needs nothing but torch."""
+"""FSDP2's recipe of docs/pytorch.md, which needs only torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from team import Rank, Team
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
-import paramhub.torch  # noqa: F401 - before torch 2.14 it makes the backend known
+import paramhub.torch  # noqa: F401 - before torch 2.14 this registers the backend
 
 
 def train(rank: Rank) -> None:

@@ -18,7 +18,7 @@ pytestmark = recipes.needs("lightning")
 
 
 class Indices(recipes.Points):
-    """With each point's index, so that it is known who has seen it."""
+    """Points with their indices, so that the test knows which rank has used them."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         return self.inputs[index], self.labels[index], index
@@ -40,7 +40,7 @@ def train(rank: Rank, way: str) -> None:
             return recipes.loss_of(self.network(inputs), labels)
 
         def on_train_end(self) -> None:
-            # The Trainer takes DDP away and leaves the group.
+            # The Trainer removes DDP after this and keeps the process group.
             self.backend = dist.get_backend()
             self.hooks = getattr(self.trainer.strategy.model, "_comm_hooks", [])
 

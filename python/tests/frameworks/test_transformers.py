@@ -1,4 +1,4 @@
-"""The recipe of docs/pytorch.md for Hugging Face's Trainer, and what it says of HubOptimizer in it."""
+"""The recipe of docs/pytorch.md for Hugging Face's Trainer, and the error of HubOptimizer in a Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Points(recipes.Points):
 
 
 class Model(nn.Module):
-    """As the Trainer asks for one."""
+    """A model in the form that the Trainer requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def train(rank: Rank) -> None:
     from transformers import Trainer, TrainingArguments
 
     def arguments(folder: str, **given: Any) -> TrainingArguments:
-        # The reference's numbers.
+        # The hyperparameters of the reference.
         return TrainingArguments(
             folder, **given, learning_rate=recipes.LR, optim="sgd", optim_args="momentum=0.9", max_grad_norm=0.0,
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True,
@@ -64,7 +64,7 @@ def train(rank: Rank) -> None:
     assert dist.get_backend() == "paramhub"
     recipes.check_trained(model.network, model.seen, rank.rank, rank.folder)
 
-    # HubOptimizer in it is named as what it is, before a gradient has left.
+    # With HubOptimizer in a Trainer the error names the conflict, before any gradient is sent.
     model = Model()
     optimizer = HubOptimizer(model, paramhub.SGD(lr=0.1))
     trainer = Trainer(

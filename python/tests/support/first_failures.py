@@ -1,6 +1,6 @@
-"""A program in which one forked process after the other fails its first request, and none may come to a standstill.
+"""A program in which one forked process after the other fails its first request, and none may hang.
 
-What fails first in a process does more than what fails later: classes are looked up, and other threads get the GIL meanwhile.
+The first failure in a process does more than later ones: it looks up classes, and other threads get the GIL meanwhile.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ from paramhub import _native
 
 CHILDREN = 200
 PATIENCE = 20.0
-"""Seconds until a process that takes milliseconds is taken to stand still."""
+"""Seconds after which a process that takes milliseconds counts as hanging."""
 
 
 def fail_first() -> None:
-    """A request that several threads wait for, and that has a callback, fails."""
+    """Fails a request that has a callback and for which several threads wait."""
     sys.setswitchinterval(1e-6)
     memory = bytearray(64)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""Training with HubOptimizer beside its reference: torch.optim on the mean of all ranks' gradients, in one process."""
+"""Training with HubOptimizer and its reference: torch.optim on the mean of all ranks' gradients, in one process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import paramhub.torch as hub_torch
 BATCH = 8
 STEPS = 20
 ROUNDING = STEPS * 2.0**-23
-"""How far parameters of the same training may be apart, relative to the largest: each step rounds once more, and how it rounds
-depends on the processor's kernels."""
+"""The largest difference between parameters of the same training, relative to the largest parameter. Each step rounds once more,
+and how it rounds depends on the processor's kernels."""
 
 
 class Net(torch.nn.Module):
@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank trains on in a step."""
+    """A rank's inputs and targets in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(BATCH, 3, 4, 4, generator=generator), torch.randint(
         0, 7, (BATCH,), generator=generator
@@ -51,7 +51,7 @@ def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Reference:
-    """A copy of the model that one process trains with torch.optim on what all ranks have."""
+    """A copy of the model that one process trains with torch.optim on the batches of all ranks."""
 
     def __init__(
         self, model: torch.nn.Module, ranks: int, make: Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -61,7 +61,7 @@ class Reference:
         self.optimizer = make(self.model)
 
     def backward(self, *batches: int, loss: Callable[..., torch.Tensor] = loss_of) -> None:
-        """The mean of all ranks' gradients of these batches, summed in the order in which hub and ranks sum."""
+        """Sets gradients to the mean over all ranks for these batches, summed in the order in which hub and ranks sum."""
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         for rank in range(self.ranks):
             self.optimizer.zero_grad()
@@ -85,7 +85,7 @@ class Reference:
 
 
 def largest_difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
-    """Between two models' parameters, relative to each tensor's largest value."""
+    """The largest difference between two models' parameters, relative to each tensor's largest value."""
     with torch.no_grad():
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         return max(
@@ -107,7 +107,7 @@ def compare(
     steps: int = STEPS,
     tolerance: float = ROUNDING,
 ) -> Reference:
-    """Trains; rank 0 compares every step with the reference's."""
+    """Trains the model. Rank 0 compares every step with the reference's."""
     reference = Reference(model, rank.size, make)
     theirs = make_scheduler(reference.optimizer) if make_scheduler else None
     for step in range(steps):
@@ -125,10 +125,10 @@ def compare(
 
 
 def begin(rank: Rank, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Module:
-    """A model that is another one on each rank.
+    """A model with different parameters on each rank.
 
-    Gradients are summed in rank order, as the reference does: Adam divides by the gradient's own size, and makes much of the
-    last bit of one that is almost nothing.
+    Gradients are summed in rank order, as in the reference, because Adam divides by the gradient's own size: the last bit of
+    a tiny gradient makes a large difference.
     """
     hub_torch.init(reproducible=True)
     torch.manual_seed(rank.rank)
@@ -136,5 +136,5 @@ def begin(rank: Rank, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Mod
 
 
 def all_parameters(model: torch.nn.Module) -> Iterator[Any]:
-    """Numbers of a model as they can be compared across processes."""
+    """A model's parameters as bytes, which can be compared across processes."""
     return (parameter.detach().numpy().tobytes() for parameter in model.parameters())

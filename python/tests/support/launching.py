@@ -56,7 +56,7 @@ class Program:
         return self._output.read_text(errors="replace")
 
     def await_output(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
-        """Waits until it has printed something that matches."""
+        """Waits until it has printed text that matches."""
         deadline = time.monotonic() + timeout
         while True:
             code = self._process.poll()
@@ -74,11 +74,11 @@ class Program:
             time.sleep(0.01)
 
     def await_sleep(self, timeout: float = 60.0) -> None:
-        """Waits until its main thread has slept for a while: it is in a wait, and no longer on the way to it."""
+        """Waits until its main thread has slept for a while, so that it has certainly reached the wait."""
         deadline, since, last = time.monotonic() + timeout, time.monotonic(), ""
         while time.monotonic() < since + 0.5:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            # Its state, and the time it has computed, in ticks of ten milliseconds.
+            # Its state, and its processor time in ticks of ten milliseconds.
             state = f"{fields[0]} {fields[11]}"
             if state != last or not state.startswith("S"):
                 since, last = time.monotonic(), state
@@ -96,7 +96,7 @@ class Program:
             os.killpg(self.pid, number)
 
     def wait(self, timeout: float = 120.0) -> Ended:
-        """Waits for its end. One that takes longer is killed, and where it was is shown if it is Python."""
+        """Waits for its end. A program that takes longer is killed, after it has printed its stacks if it is Python."""
         try:
             return Ended(self._process.wait(timeout), self.output())
         except subprocess.TimeoutExpired:
@@ -107,9 +107,9 @@ class Program:
             raise AssertionError(f"{self} had not ended after {timeout:g} s:\n{self.output()}") from None
 
     def end(self) -> None:
-        """Kills it and what it has started."""
+        """Kills it and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
-            # Its id names the group until it is reaped, and if it was, as long as a member lives.
+            # Its id is the group's id until it is reaped, and after that as long as a member of the group lives.
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -125,8 +125,10 @@ class Launcher:
         self._programs: list[Program] = []
 
     def start(self, *command: str | Path, env: dict[str, str] | None = None) -> Program:
-        # faulthandler: SIGABRT shows where a Python program is.
-        environment = clean_environment(PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", **(env or {}))
+        # With faulthandler a Python program prints its stacks at SIGABRT. Its output stays buffered: unbuffered, `print`
+        # writes a line and the end of the line apart, and the lines of several processes mix.
+        environment = clean_environment(PYTHONFAULTHANDLER="1", **(env or {}))
+        environment.pop("PYTHONUNBUFFERED", None)
         output = self._folder / f"output-{len(self._programs)}"
         program = Program([str(word) for word in command], environment, self._folder, output)
         self._programs.append(program)

@@ -1,4 +1,4 @@
-"""The recipes of docs/pytorch.md, which tests run as they stand there."""
+"""The recipes of docs/pytorch.md, which tests run unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skips a file's tests where the package is missing, with a line that says so."""
+    """Skips a file's tests if the package is missing, and prints why."""
     is_missing = importlib.util.find_spec(package) is None
     return pytest.mark.skipif(
         is_missing, reason=f"{package} is not installed, with which recipes of docs/pytorch.md are tested"
@@ -30,26 +30,26 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def recipe(name: str, number: int = 0) -> str:
-    """The code of the section that begins with the name in bold letters: of its blocks the one with this number, from 0."""
+    """The code block with this number, from 0, in the part of the section that begins with the name in bold letters."""
     section = DOCS.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0]
     part = section.split(f"**{name}**")[1].split("\n**")[0]
     return textwrap.dedent(re.findall(r"```python\n(.*?)```", part, re.DOTALL)[number])
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
-    """Runs a recipe with what a script has by then, and returns that and what the recipe has made."""
+    """Runs a recipe with these global names, and returns them with the names that the recipe has defined."""
     exec(compile(code, str(DOCS), "exec"), names)
     return names
 
 
 def network() -> nn.Sequential:
-    """Of gradients that go through the hub: the backend sends what is smaller than 64 KiB between ranks."""
+    """A network whose gradients go through the hub: the backend sends tensors of less than 64 KiB over the mesh."""
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(20, 1024), nn.Tanh(), nn.Linear(1024, 3))
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """As many as two ranks take in all steps together."""
+    """As many points as two ranks use in all steps together."""
 
     def __init__(self) -> None:
         source = torch.Generator().manual_seed(9)
@@ -72,7 +72,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_trained(model: nn.Module, seen: list[torch.Tensor], rank: int, folder: Path) -> None:
-    """The model has what one process makes of all ranks' batches: ``seen`` are this rank's indices into `Points`, by step."""
+    """Checks that the model equals one that a single process trains on all ranks' batches. ``seen`` are this rank's indices
+    into `Points`, by step."""
     torch.save(seen, folder / f"seen-{rank}-part")
     (folder / f"seen-{rank}-part").rename(folder / f"seen-{rank}")
     await_file(folder / f"seen-{1 - rank}", 60)

@@ -1,4 +1,4 @@
-"""Key-value stores of a team's ranks."""
+"""Opens key-value stores on a team's ranks."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from orders import Ended, Order, Signal
+from rank_tasks import Ended, RankTask, Signal
 
 GRACE = 10.0
-"""Seconds that the other ranks have to say what they lost, once one has failed."""
+"""Seconds that the other ranks have to end once one has failed."""
 LAUNCHERS = ("PARAMHUB_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "HOROVOD_")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -27,24 +27,24 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank's function is told: its place, and a folder that all ranks of the team share."""
+    """The argument of a rank's function: its rank, and a folder that all ranks of the team share."""
 
     rank: int
     size: int
     folder: Path
 
     def mark(self, name: str) -> None:
-        """Tells the others, and the test, that something has happened."""
+        """Sets a mark that the other ranks and the test can wait for."""
         (self.folder / f"mark-{name}").touch()
 
     def await_mark(self, name: str, timeout: float = 60.0) -> None:
-        """Waits until some rank, or the test, has marked it."""
+        """Waits until a rank or the test has set the mark."""
         await_file(self.folder / f"mark-{name}", timeout)
 
 
 @dataclass(frozen=True)
 class Died:
-    """Stands for the result of a rank that was expected to die: its exit code, negative for a signal."""
+    """The result of a rank that was expected to die: its exit code, negative for a signal."""
 
     code: int
 
@@ -54,7 +54,7 @@ class TeamError(AssertionError):
 
 
 def await_file(path: Path, timeout: float) -> None:
-    """Waits until a file is there."""
+    """Waits until a file exists."""
     deadline = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ def await_file(path: Path, timeout: float) -> None:
 
 
 def clean_environment(**added: str) -> dict[str, str]:
-    """The caller's environment without what launchers put there, and with one thread for each rank's libraries."""
+    """The caller's environment without the variables of launchers, and with one thread for each rank's libraries."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -73,8 +73,8 @@ def clean_environment(**added: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on. It lies below those the system gives to connections and to whoever asks for
-    any, so that nobody is given it before it is used."""
+    """A loopback port on which no process listens. It lies below the ports that the system chooses for connections and
+    listeners, so that no other process gets it before it is used."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     for _ in range(1000):
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 
 class Zygote:
-    """The process that forks ranks. One for all tests, started with the first team."""
+    """The process that forks ranks. There is one for all tests, started with the first team."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -104,13 +104,13 @@ class Zygote:
             )
         self.socket = Connection(ours.detach())
         self.teams = 0
-        # No team's time passes while torch is imported.
+        # No team's timeout includes the import of torch.
         if not self.socket.poll(300):
             raise TimeoutError("the zygote takes more than 300 s to import torch")
         self.socket.recv()
 
     def close(self) -> None:
-        """Ends it, and with it whatever is left of its ranks."""
+        """Ends the zygote, and with it all remaining ranks."""
         self.socket.close()
         try:
             self._process.wait(10)
@@ -138,7 +138,7 @@ class _Run:
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
     def listen(self, seconds: float) -> bool:
-        """Takes in one message, if one comes in time."""
+        """Handles one message, if one arrives in time. Returns whether it did."""
         if not self.zygote.socket.poll(max(0.0, seconds)):
             return False
         try:
@@ -156,7 +156,7 @@ class _Run:
         self.zygote.socket.send(Signal(self.number, number, whole_group=whole_group))
 
     def end(self) -> None:
-        """Kills what is left, and returns when it has gone."""
+        """Kills the remaining ranks, and returns when they have ended."""
         if self.is_over():
             return
         self.signal(signal.SIGKILL, whole_group=True)
@@ -166,7 +166,7 @@ class _Run:
 
 
 class Team:
-    """Runs functions in fresh processes; called as the fixture's documentation says."""
+    """Runs functions in fresh processes. The fixture `team` documents how to call it."""
 
     def __init__(self, start_zygote: Callable[[], Zygote], folder: Path) -> None:
         self._start_zygote = start_zygote
@@ -197,7 +197,7 @@ class Team:
             for rank in range(ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **(env or {})}
                 zygote.socket.send(
-                    Order(
+                    RankTask(
                         team=run.number,
                         rank=rank,
                         environment=clean_environment(**own),
@@ -218,7 +218,7 @@ class Team:
 
 
 def _await_end(run: _Run, dies: frozenset[int], timeout: float) -> str | None:
-    """Why ranks that still run must be ended, if they must."""
+    """Waits for the ranks' end. Returns why the running ranks must be killed, or None if all have ended."""
     deadline, reason = time.monotonic() + timeout, f"had not ended after {timeout:g} s"
     failed = False
     while not run.is_over() and time.monotonic() < deadline:
@@ -232,7 +232,7 @@ def _await_end(run: _Run, dies: frozenset[int], timeout: float) -> str | None:
                 )
     if run.is_over():
         return None
-    # Every thread's stack, into the output.
+    # At this signal ranks print the stacks of their threads.
     run.signal(signal.SIGUSR1)
     stacks_until = time.monotonic() + 1.0
     while not run.is_over() and time.monotonic() < stacks_until:

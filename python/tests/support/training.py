@@ -1,4 +1,4 @@
-"""A small model, its data, and training loops that tests compare with one another."""
+"""A small model and its data, with which tests compare trainings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 20
 
 
 class Net(nn.Module):
-    """A convolution, a tied pair of layers, a scalar, and two heads of which a pass uses one."""
+    """A convolution, a tied pair of layers, a scalar, and two heads, of which each pass uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class OneHead(Net):
-    """`Net` with nothing that a pass leaves out."""
+    """A `Net` in which each pass uses every parameter."""
 
     def __init__(self) -> None:
         super().__init__()

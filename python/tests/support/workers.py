@@ -1,4 +1,4 @@
-"""Workers of a job as threads of the tests' process: requests release the GIL, so that they are as good as processes."""
+"""Workers of a job as threads of the tests' process. Requests release the GIL, so threads do as well as processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import paramhub
 
 T = TypeVar("T")
 TIMEOUT = 30.0
-"""Seconds after which a wait that should end has hung."""
+"""Seconds after which a wait that should end counts as hanging."""
 
 _jobs = 0
 
@@ -30,7 +30,7 @@ def in_threads(
     transport: str | None = None,
     peers: bool = False,
 ) -> list[T]:
-    """What each rank's ``work(job)`` returns, by rank. The jobs are connected and have no tensors yet."""
+    """The results of each rank's ``work(job)``, by rank. The jobs are connected and have no tensors yet."""
     ticket = new_job(hub, workers)
 
     def rank(number: int) -> T:
@@ -38,6 +38,6 @@ def in_threads(
             return work(job)
 
     with ThreadPoolExecutor(workers) as pool:
-        # All must have started, or the first would wait for ranks that nobody starts.
+        # The pool starts all ranks before this waits for the first one, because ranks wait for one another.
         started = [pool.submit(rank, number) for number in range(workers)]
         return [future.result(2 * TIMEOUT) for future in started]

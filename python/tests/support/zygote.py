@@ -1,7 +1,7 @@
-"""A program that forks ranks: it has imported torch already, which takes seconds, and nothing of paramhub's.
+"""A program that forks ranks. It has imported torch already, which takes seconds, and nothing of paramhub.
 
-It is started once for all tests, has one thread, and so can be forked safely. It alone starts, signals and reaps the ranks, so
-that no process id is ever used after its process has gone. When the tests end, in whatever way, its socket closes, and it
+It is started once for all tests, and has one thread, so that it can be forked safely. Only it starts, signals and reaps the
+ranks, so that no process id is used after its process was reaped. When the tests end, in whatever way, its socket closes. Then it
 ends every rank before itself. `team.py` is the other end.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from orders import Ended, Order, Signal
+from rank_tasks import Ended, RankTask, Signal
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,8 +37,8 @@ class Zygote:
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Team and rank by process id."""
 
-    def serve(self) -> Order | None:
-        """Returns None in this process when the tests end, and an order in every rank."""
+    def serve(self) -> RankTask | None:
+        """Handles messages. Returns None in this process when the tests end, and the task in every rank's process."""
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(woken, False)
@@ -65,14 +65,14 @@ class Zygote:
                 self.signal(Signal(team, signal.SIGKILL, whole_group=True))
             return None
 
-    def fork(self, order: Order) -> bool:
-        """Whether this process is the rank."""
+    def fork(self, order: RankTask) -> bool:
+        """Forks a rank. Returns True in the rank's process, False in this one."""
         process = os.fork()
         if process == 0:
             become(order)
             self.socket.close()
             return True
-        with contextlib.suppress(OSError):  # It does so too; who comes first does not matter.
+        with contextlib.suppress(OSError):  # The child does so, too; either may be first.
             os.setpgid(process, process)
         self.ranks[process] = (order.team, order.rank)
         return False
@@ -81,7 +81,7 @@ class Zygote:
         for process, (team, rank) in list(self.ranks.items()):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            # Until it is reaped its id names its group alone, in which are the processes it has left behind.
+            # Until it is reaped, no other group can have its id. Its group has the processes that it has left behind.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process, signal.SIGKILL)
             _, status = os.waitpid(process, 0)
@@ -96,8 +96,8 @@ class Zygote:
                     send(process, request.number)
 
 
-def become(order: Order) -> None:
-    """Turns a forked process into what a freshly started one would be."""
+def become(order: RankTask) -> None:
+    """Gives a forked process the state of a freshly started one."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -131,9 +131,9 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
-def obey(order: Order) -> int:
-    """Does what is ordered, and all that a program does at its end but one thing: taking down the interpreter, with torch and
-    everything else that is loaded, takes a second. Returns the exit code."""
+def run_task(order: RankTask) -> int:
+    """Runs the task, and the steps of a program's end without the shutdown of the interpreter, which takes a second with torch
+    loaded. Returns the exit code."""
     rank = os.getpid()
     try:
         found: Any = load(order.module, order.file)
@@ -144,7 +144,7 @@ def obey(order: Order) -> int:
     except BaseException as error:
         outcome = pickle.dumps((False, traceback.format_exc()))
         code = _exit_code(error)
-    # A process that the rank has forked may come by here too.
+    # A process that the rank has forked may reach this line, too.
     if os.getpid() == rank:
         _write(order.outcome, outcome)
     threading._shutdown()
@@ -155,24 +155,24 @@ def obey(order: Order) -> int:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Does what the interpreter does with an exception that ends it."""
+    """Handles an exception that ends the program as the interpreter does. Returns the exit code."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return error.code or 0
-    # Handlers at exit may look for these.
+    # Functions registered at ``atexit`` may read these.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.excepthook(type(error), error, error.__traceback__)
     return 1
 
 
 def _write(path: str, content: bytes) -> None:
-    """Whole or not at all: the rank may be killed meanwhile."""
+    """Writes a file at once, because the rank may be killed meanwhile."""
     partial = Path(f"{path}.partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def preload() -> None:
-    """What takes long to import and starts no threads."""
+    """Imports modules that take long to import and start no threads."""
     # The first optimizer imports torch._dynamo, which takes as long as torch itself.
     for name in ("pytest", "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"):
         with contextlib.suppress(ImportError):
@@ -182,7 +182,7 @@ def preload() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise SystemExit(f"a zygote must have one thread to be forked, and has {threads}")
-    # What is there now is never looked through again, in no rank.
+    # The garbage collector then skips all present objects, in every rank.
     gc.freeze()
 
 
@@ -191,4 +191,4 @@ if __name__ == "__main__":
     socket = Connection(int(sys.argv[1]))
     socket.send("ready")
     ordered = Zygote(socket).serve()
-    os._exit(obey(ordered) if ordered is not None else 0)
+    os._exit(run_task(ordered) if ordered is not None else 0)

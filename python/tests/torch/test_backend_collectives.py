@@ -1,4 +1,4 @@
-"""init_process_group("paramhub"): every collective against gloo's, on the same inputs."""
+"""init_process_group("paramhub"): every collective compared with gloo's on the same inputs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.testing import assert_close
 import paramhub.torch
 
 SIZES = [0, 1, 7, 1000, 300_001]
-"""The last one is large enough for the hub and no multiple of anything."""
+"""The last size is large enough for the hub, and odd."""
 REDUCED = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
 WITHOUT_GLOO = ["int16", "bool"]
 
 
 def begin() -> dist.ProcessGroup:
-    """The default group is ours; the one that is returned is gloo's."""
+    """Makes the default group with paramhub's backend. Returns a group with gloo's."""
     dist.init_process_group("paramhub")
     return dist.new_group(backend="gloo")
 
 
 def sample(dtype: torch.dtype, size: int, rank: int, seed: int = 0) -> torch.Tensor:
-    """Elements of any value for moves; small ones for sums, that stay exact in every type."""
+    """Random elements, so small that their sums are exact in every type."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(0, 3, (size,), generator=generator).to(dtype)
 
@@ -130,7 +130,7 @@ def move_everything(rank: Rank, name: str) -> None:
         single = torch.empty(size * rank.size, dtype=dtype)
         dist.all_gather_into_tensor(single, mine)
         assert torch.equal(single, torch.cat(everyone))
-        # As FSDP does: the own part is in its place already.
+        # As with FSDP, the rank's own part is in its place already.
         single = torch.zeros(size * rank.size, dtype=dtype)
         part = single[own * size : (own + 1) * size]
         part.copy_(mine)
@@ -241,7 +241,7 @@ def test_results_can_be_waited_for_polled_and_chained(team: Team) -> None:
 
 def choose_ways(rank: Rank) -> None:
     dist.init_process_group("paramhub")
-    (group,) = paramhub.torch._world.world()._groups
+    (group,) = paramhub.torch._initialization.world()._groups
     for elements, dtype, operation, is_for_hub in [
         (10, torch.float32, "sum", False),
         (100_000, torch.float32, "sum", True),
@@ -255,11 +255,11 @@ def choose_ways(rank: Rank) -> None:
         assert tensor[-1].item() == (2.0 if operation == "sum" else 1.0)
         requests = sum(job.statistics()["requests"] for job in group._sums._jobs) - before
         assert (requests > 0) == is_for_hub, (elements, dtype, operation, requests)
-    # What a hub's slots hold bounds its memory: larger tensors pass through the same ones.
+    # The hub's memory is bounded by its slots, and larger tensors use the same slots.
     large = torch.full((20_000_001,), 3.0)
     group.allreduce(large, "sum").wait()
     assert bool((large == 6.0).all()) and len(group._sums._jobs) == 2
-    world = paramhub.torch._world.world().group()
+    world = paramhub.torch._initialization.world().group()
     text = torch.tensor([7, rank.rank], dtype=torch.uint8)
     world.broadcast(text, 1).wait()
     told: list[int] = []
@@ -388,7 +388,7 @@ def divide_into_groups(rank: Rank) -> None:
     dist.all_reduce(tensor)
     assert tensor.tolist() == [4.0] * 3
     dist.destroy_process_group()
-    # Once more, in the same processes and the same store.
+    # A second time, in the same processes with the same store.
     dist.init_process_group("paramhub")
     dist.all_reduce(tensor)
     assert tensor.tolist() == [16.0] * 3

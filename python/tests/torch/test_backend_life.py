@@ -20,7 +20,7 @@ import paramhub.torch
 from paramhub.errors import LateError
 
 SMALL, LARGE = 10, 100_000
-"""Elements that go over the mesh, and through the hub."""
+"""Numbers of elements that go over the mesh, and through the hub."""
 
 
 def be_late(rank: Rank, elements: int) -> str:
@@ -32,7 +32,7 @@ def be_late(rank: Rank, elements: int) -> str:
         rank.await_mark("0-failed")
         rank.await_mark("1-failed")
         rank.await_mark("3-failed")
-        # The hub may have all contributions now; but the group is broken, and says so soon.
+        # The hub may have all contributions now, but the group has failed, and raises soon.
         with pytest.raises(RuntimeError):
             for _ in range(1000):
                 dist.all_reduce(tensor)
@@ -113,7 +113,7 @@ def monitor(rank: Rank) -> str:
             dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
         message = str(failed.value)
         rank.mark("failed")
-    # It breaks nothing.
+    # The group still works.
     dist.barrier()
     return message
 
@@ -131,14 +131,14 @@ def disagree(rank: Rank, elements: int, other: int) -> str:
             dist.broadcast(torch.ones(other), 0) if elements == SMALL else dist.all_reduce(torch.ones(other))
         else:
             dist.all_reduce(torch.ones(elements))
-        # Who had no need of the others hears of it here.
+        # A rank that did not have to wait for the others gets the error here.
         dist.barrier()
     return str(failed.value)
 
 
 DISAGREEMENTS = [
     (SMALL, SMALL, ("broadcast", "allreduce")),
-    # The hub would find the first pieces of both in the same slots.
+    # At the hub the first pieces of both would use the same slots.
     (LARGE, LARGE + 4096, ("400000 bytes", "416384 bytes")),
     (LARGE, 3 * LARGE, ("400000 bytes", "1200000 bytes")),
     (LARGE, SMALL, ("400000 bytes", "40 bytes")),
@@ -220,7 +220,7 @@ def be_beside_another(rank: Rank) -> None:
         assert bool((tensor == 2.0).all()) and work.get_future().value()[0].numel() == elements
     dist.destroy_process_group()
     dist.init_process_group("gloo")
-    # Rank 0 is not in it, and the default group is another's.
+    # Rank 0 is not in the group, and the default group has another backend.
     alone = dist.new_group([1], backend="paramhub")
     both = dist.new_group([1, 0], backend="paramhub")
     if rank.rank == 1:
@@ -269,7 +269,7 @@ def share_a_world(rank: Rank) -> None:
     tensor = torch.full((LARGE,), rank.rank + 0.1)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
-    # It was not the process group that made the world.
+    # The process group did not make the world, so it does not end it.
     assert paramhub.torch.is_initialized() and paramhub.torch.size() == 2
     dist.init_process_group("paramhub")
     dist.all_reduce(tensor)

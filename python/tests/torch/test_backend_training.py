@@ -1,4 +1,4 @@
-"""What trains on torch.distributed trains on init_process_group("paramhub") unchanged."""
+"""Training with torch.distributed works unchanged after init_process_group("paramhub")."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 20
 
 def network() -> nn.Module:
     torch.manual_seed(5)
-    # 336 thousand parameters: gradients are large enough for the hub, and some buckets are not.
+    # 336 thousand parameters: some buckets are large enough for the hub, and some are not.
     return nn.Sequential(
         nn.Linear(40, 512), nn.ReLU(), nn.BatchNorm1d(512), nn.Linear(512, 600), nn.Tanh(), nn.Linear(600, 7)
     )
@@ -51,7 +51,7 @@ def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def check_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Sums in another order differ in the last bits: no tensor by more than a millionth of its length."""
+    """Compares tensors. Sums in another order differ in the last bits, no tensor by more than a millionth of its norm."""
     for own, other in zip(ours, theirs, strict=True):
         assert torch.linalg.vector_norm(own - other) <= 1e-6 * torch.linalg.vector_norm(other)
 
@@ -60,7 +60,7 @@ def train_on_both(rank: Rank, reproducible: bool) -> list[torch.Tensor]:
     paramhub.torch.init(reproducible=reproducible)
     dist.init_process_group("paramhub")
     gloo = dist.new_group(backend="gloo")
-    # Several buckets a step, of which some are rebuilt after the first one.
+    # Each step has several buckets, and DDP rebuilds some of them after the first step.
     ours = train(DistributedDataParallel(network(), bucket_cap_mb=1), rank.rank)
     theirs = train(DistributedDataParallel(network(), bucket_cap_mb=1, process_group=gloo), rank.rank)
     check_same(ours, theirs)
@@ -83,7 +83,7 @@ def test_ddp_trains_as_with_gloo_in_order_of_arrival(team: Team) -> None:
 
 
 class Halves(nn.Module):
-    """Only one of two branches is used in a step, not the same on all ranks."""
+    """A model of which a step uses one of two branches, not the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +229,7 @@ def test_distributed_checkpoints(team: Team) -> None:
     team(save_and_load)
 
 
+@pytest.mark.full
 def test_the_accelerate_example(launch: Callable[..., Ended]) -> None:
     script = ROOT / "examples" / "pytorch" / "accelerate_digits.py"
     code, output = launch(*TORCHRUN, "--nproc-per-node=2", str(script), "--epochs", "2")

@@ -1,4 +1,4 @@
-"""torch's DataLoader forks processes beside a job, which is what most training programs do."""
+"""torch's DataLoader forks processes beside a job, as in most training programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import paramhub
 
 
 class Numbers(Dataset):
-    """Tells which process has read it."""
+    """Numbers with the id of the process that has read them."""
 
     def __len__(self) -> int:
         return 64
@@ -30,7 +30,7 @@ def trains(rank: Rank, ticket: paramhub.JobTicket, context: str) -> tuple[float,
         job.init({"w": weight}, optimizer=paramhub.SGD(lr=1.0))
         for _ in range(2):
             handle = None
-            # Its processes are forked while an exchange is under way, and end while another is.
+            # The loader's processes are forked during one exchange, and end during another.
             for batch, reader in DataLoader(
                 Numbers(), batch_size=8, num_workers=2, multiprocessing_context=context
             ):

@@ -1,4 +1,4 @@
-"""`hub_hook` against DDP with gloo's own allreduce."""
+"""`hub_hook` compared with DDP's own allreduce over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 def train(
     rank: Rank, options: dict[str, Any], state: Any = None, kind: type[Net] = OneHead
 ) -> list[torch.Tensor]:
-    """The parameters after training under DDP, with the hook if there is a state for it."""
+    """The parameters after training with DDP, with the hook if there is a state for it."""
     import paramhub.torch
 
     model = make(kind)
@@ -73,7 +73,7 @@ def test_it_averages_as_ddp_does(team: Team, transport: str) -> None:
 
 
 def staged(rank: Rank) -> list[float]:
-    """As for a device's tensors, with the processor as the device."""
+    """Tensors are staged as a device's tensors are; the device is the CPU."""
     from paramhub.torch import _buckets
 
     _buckets.needs_stage = lambda device: True
@@ -92,7 +92,7 @@ def reproduce(rank: Rank) -> list[bytes]:
 
     dist.init_process_group("gloo")
     paramhub.torch.init(reproducible=True)
-    # One rank is late, another one now and then.
+    # Higher ranks are late.
     time.sleep(0.01 * rank.rank)
     return [tensor.numpy().tobytes() for tensor in train(rank, {}, paramhub.torch.HubState())]
 
@@ -132,7 +132,7 @@ def test_matrices_in_one_and_two_bits_stay_near_the_exact_ones(team: Team) -> No
 
 
 def two_models_and_a_pair(rank: Rank) -> list[float]:
-    """Two DDP instances whose passes alternate, and one of a subset of the ranks, each with its own group of peers."""
+    """Two DDP instances whose passes alternate, and one over a subset of the ranks, each with a process group of its own."""
     import paramhub.torch
 
     dist.init_process_group("gloo")
@@ -166,7 +166,7 @@ def test_several_instances_and_process_groups(team: Team) -> None:
 
 
 def uneven(rank: Rank) -> float:
-    """Ranks with fewer batches take part in the others' passes, outside of a backward pass of their own."""
+    """Ranks with fewer batches take part in the other ranks' passes, outside of a backward pass of their own."""
     import paramhub.torch
 
     def run(hooked: bool) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ def test_rebuilt_buckets_are_neighbours_in_a_new_job(team: Team) -> None:
 
 
 def wrapped(rank: Rank) -> float:
-    """A hook around ours that changes the mean where it lies."""
+    """A hook that calls `hub_hook` and changes the mean in place."""
     import paramhub.torch
 
     dist.init_process_group("gloo")
@@ -229,7 +229,7 @@ def wrapped(rank: Rank) -> float:
     ddp.register_comm_hook(paramhub.torch.HubState(), doubled)
     plain = DistributedDataParallel(make())
     differences = []
-    # Of three passes: after the first DDP rebuilds its buckets, and after the second they may be neighbours in the job.
+    # Three passes: after the first DDP rebuilds its buckets, and after the second their keys may be neighbours in the job.
     for step in range(3):
         for model in (ddp, plain):
             model.zero_grad()
@@ -296,7 +296,7 @@ def test_what_it_cannot_do_is_refused_with_a_reason(team: Team) -> None:
 
 
 def dying(rank: Rank, options: dict[str, Any], passes: int) -> tuple[str, str]:
-    """What the survivors see when rank 1 dies after ``passes`` whole passes, its job open."""
+    """The survivors' errors when rank 1 dies after ``passes`` complete passes, with its job open."""
     import paramhub.torch
 
     dist.init_process_group("gloo")
@@ -330,24 +330,25 @@ def test_a_dying_rank_fails_the_others_passes(
     results = team(dying, options, passes, ranks=3, dies=[1])
     assert isinstance(results[1], Died)
     for name, message in (results[0], results[2]):
-        # Told by its connection, at once, and not by its silence.
+        # The end of its connection shows the loss at once, not its silence.
         assert "rank 1 was lost: " in message
-        # In the first pass a rank may still be opening the job. Then the hook itself raises, before there is a
-        # future on whose way through DDP the exception's type is lost, and may say that a stream was refused.
+        # In the first pass a rank may still be opening the job. Then the hook itself raises, and the exception
+        # keeps its type, which it would lose in DDP's future. It may say that a stream was refused.
         assert name == kind or (passes == 0 and name == "JobFailedError")
         assert "because of rank 1" in message or (passes == 0 and "refused the stream" in message)
         assert "connection" in message.split("rank 1 was lost: ")[1]
 
 
 def found_without_a_search(rank: Rank) -> list[bool]:
-    """Whether the pass knew its DDP instance; the objects of the process are looked through only where it did not."""
+    """Whether each pass found its DDP instance without a search through the objects of the process."""
     import paramhub.torch
     import paramhub.torch.ddp
 
     def search() -> None:
         raise AssertionError("the heap was searched")
 
-    paramhub.torch.ddp.instances = search
+    assert callable(paramhub.torch.ddp.ddp_instances), "the search has another name: this test guards nothing"
+    paramhub.torch.ddp.ddp_instances = search
     dist.init_process_group("gloo")
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     left = []
@@ -394,7 +395,7 @@ def interrupted(rank: Rank) -> bool:
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(make())
     ddp.register_comm_hook(paramhub.torch.HubState(), paramhub.torch.hub_hook)
-    # DDP's second forward pass waits for all ranks by gloo, to rebuild its buckets.
+    # DDP's second forward pass waits for all ranks over gloo, to rebuild its buckets.
     for step in range(2):
         loss_of(ddp, step, rank.rank).backward()
     if rank.rank == 1:

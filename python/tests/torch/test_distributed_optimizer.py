@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` against DDP with gloo."""
+"""`DistributedOptimizer` compared with DDP over gloo."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_steps_as_ddp_does(team: Team, transport: str) -> None:
 
 
 def staged(rank: Rank) -> list[float]:
-    """As for a device's tensors, with the processor as the device."""
+    """Tensors are staged as a device's tensors are; the device is the CPU."""
     from paramhub.torch import _gradients
 
     _gradients.needs_stage = lambda device: True
@@ -135,7 +135,7 @@ def quantised(rank: Rank) -> tuple[float, float]:
 
 def test_matrices_in_one_and_two_bits_stay_near_the_exact_ones(team: Team) -> None:
     results = team(quantised, ranks=2)
-    # The differences are of parameters, of which all ranks have the same.
+    # These are differences between parameters, which are equal on all ranks.
     assert results[0] == results[1]
     one, two = results[0]
     assert TOLERANCE < two < one < 0.5, (one, two)
@@ -181,7 +181,7 @@ def accumulates(rank: Rank) -> list[float]:
         return parameters_of(model)
 
     apart = difference(run(True), run(False))
-    # Fewer passes than were announced: what is there is exchanged.
+    # With fewer passes than announced, the gradients so far are exchanged.
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = paramhub.torch.DistributedOptimizer(
@@ -235,7 +235,7 @@ def test_clipping_between_synchronize_and_step(team: Team) -> None:
 
 
 def scaled(rank: Rank) -> tuple[float, list[float]]:
-    """A GradScaler around the exchange; at step 3 rank 1's gradient overflows, and no rank may step."""
+    """A GradScaler around the exchange. At step 3 rank 1's gradient overflows, and no rank may make the step."""
     import paramhub.torch
 
     def run(by: float) -> list[torch.Tensor]:
@@ -271,7 +271,7 @@ def test_a_grad_scaler_steps_on_all_ranks_or_none(team: Team) -> None:
 
 
 def unused(rank: Rank) -> list[Any]:
-    """Each rank uses another head, and one parameter is used by nobody."""
+    """Each rank uses another head, and no rank uses one of the parameters."""
     import paramhub.torch
 
     model = make(Net)
@@ -297,7 +297,7 @@ def test_an_unused_parameter_contributes_zeros(team: Team) -> None:
 
 
 def layouts(rank: Rank) -> dict[str, Any]:
-    """Gradients that do not lie as their parameters do, on one rank only."""
+    """Gradients with other layouts than their parameters, on one rank only."""
     import paramhub.torch
 
     results: dict[str, Any] = {}
@@ -315,7 +315,7 @@ def layouts(rank: Rank) -> dict[str, Any]:
     optimizer = paramhub.torch.DistributedOptimizer(optimizer, named, sparse_as_dense=True)
     factor = torch.arange(convolution.weight.numel(), dtype=torch.float32).view(4, 3, 3, 3)
     if rank.rank == 1:
-        # Backward adds to the gradient that is there, in its layout.
+        # Backward adds to the present gradient, in its layout.
         convolution.weight.grad = torch.zeros(4, 3, 3, 3)
     (convolution.weight * factor).sum().backward()
     (gapped * torch.arange(12.0).view(4, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""What `DistributedOptimizer` keeps, what it refuses, and what it says when a rank dies."""
+"""What `DistributedOptimizer` keeps and refuses, and its errors when a rank dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def stays_itself(rank: Rank) -> None:
-    """Class, state, groups, schedulers, hooks, closures."""
+    """The optimizer keeps its class, state, groups, schedulers, hooks and closures."""
     import paramhub.torch
 
     model = make()
@@ -52,7 +52,7 @@ def stays_itself(rank: Rank) -> None:
         late.step()
     assert calls == ["before", "after"] * 2
     assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.0125]
-    # What is saved is what the optimizer alone would save, and can be loaded in turn.
+    # Its saved state is that of the optimizer alone, and can be loaded again.
     saved = optimizer.state_dict()
     alone = torch.optim.SGD([{**group, "params": list(group["params"])} for group in optimizer.param_groups])
     alone.load_state_dict(saved)
@@ -69,7 +69,9 @@ def stays_itself(rank: Rank) -> None:
     loss = optimizer.step(closure)
     assert loss.item() > 0 and not torch.equal(model.first.weight, before)
     assert calls == ["before", "after"]
-    apart = paramhub.torch._world.world().exchange_text("sum", repr(model.first.weight.sum().item()))
+    apart = paramhub.torch._initialization.world().allgather_text(
+        "sum", repr(model.first.weight.sum().item())
+    )
     assert len(set(apart)) == 1
 
 
@@ -90,7 +92,7 @@ def misused(rank: Rank) -> dict[str, str]:
         messages[name] = str(error.value)
 
     def disagrees() -> None:
-        # The manager says so, which is an answer to a call over the network.
+        # The manager finds the difference and answers with an error.
         other = nn.Linear(2 + rank.rank, 1)
         with pytest.raises(paramhub.ParamhubError, match="disagree on key 0"):
             wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())

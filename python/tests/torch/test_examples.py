@@ -12,8 +12,12 @@ from launching import PARAMHUB, PYTHON, TORCHRUN, Ended
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples" / "pytorch"
 
+FULL = pytest.mark.full
 
-@pytest.mark.parametrize("way", ["optimizer", "hook", "backend", "distributed"])
+
+@pytest.mark.parametrize(
+    "way", ["optimizer", *(pytest.param(way, marks=FULL) for way in ("hook", "backend", "distributed"))]
+)
 def test_the_digits_are_learnt_by_every_way(launch: Callable[..., Ended], way: str) -> None:
     code, output = launch(*TORCHRUN, "--nproc-per-node=4", EXAMPLES / "digits.py", "--way", way)
     assert code == 0, output
@@ -33,7 +37,9 @@ def test_the_digits_are_learnt_with_a_layer_by_its_factors(launch: Callable[...,
     assert reached is not None and float(reached[1]) > 0.93, output
 
 
-@pytest.mark.parametrize("kind", ["hub", "funnel", "concom", "depcha"])
+@pytest.mark.parametrize(
+    "kind", ["hub", *(pytest.param(kind, marks=FULL) for kind in ("funnel", "concom", "depcha"))]
+)
 def test_the_digits_are_learnt_through_every_store(launch: Callable[..., Ended], kind: str) -> None:
     script = (EXAMPLES / "kvstore_digits.py", "--kvstore", kind, "--epochs=7")
     code, output = launch(*PARAMHUB, "run", "-n", "4", "--", PYTHON, *script)
@@ -42,11 +48,13 @@ def test_the_digits_are_learnt_through_every_store(launch: Callable[..., Ended],
     assert reached is not None and float(reached[1]) > 0.93, output
 
 
+@FULL
 def test_the_horovod_script(launch: Callable[..., Ended]) -> None:
     code, output = launch(*PARAMHUB, "run", "-n", "2", "--", PYTHON, EXAMPLES / "horovod_digits.py")
     assert code == 0, output
 
 
+@FULL
 def test_the_transformer_learns_with_bf16_gradients(launch: Callable[..., Ended]) -> None:
     code, output = launch(
         *TORCHRUN, "--nproc-per-node=4", EXAMPLES / "char_transformer.py", "--steps=60", "--batch=4"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launching import TORCHRUN, Ended
 
-# The child ends as Python programs do, and so runs what is registered for the end.
+# The child ends as Python programs do, and so calls the functions registered at ``atexit``.
 PROGRAM = """
 import os, sys
 import torch

@@ -29,7 +29,7 @@ def reductions(rank: Rank) -> None:
         hvd.Product: ranks.prod(),
     }
     mine = float(rank.rank + 1)
-    # A scalar, an odd one, one that goes through the hub, and one that is not contiguous.
+    # A scalar, an odd size, a tensor for the hub, and one that is not contiguous.
     for shape in ((), (3, 5), (70_001,)):
         for op, value in expected.items():
             tensor = torch.full(shape, mine)
@@ -181,7 +181,7 @@ def optimizer_states(rank: Rank, dtype: torch.dtype) -> None:
         groups = optimizer.param_groups
         hvd.broadcast_optimizer_state(optimizer, root_rank=1)
         assert optimizer.param_groups is groups
-        # The scheduler made before goes on with the groups.
+        # The earlier scheduler still works with the groups.
         scheduler.step()
         states = [
             (position, name, value.dtype, value.tolist())

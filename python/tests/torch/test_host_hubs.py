@@ -1,4 +1,4 @@
-"""Ranks of two hosts below one hub: each host has a hub of its own, and its sums go on from there."""
+"""Ranks of two hosts below one hub: each host has a hub of its own, which sends the host's sums on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from team import Rank, Team
 
 import paramhub
 import paramhub.torch as hub_torch
-from paramhub.torch import HubOptimizer, _world
+from paramhub.torch import HubOptimizer, _initialization
 
 SGD = {"lr": 0.05, "momentum": 0.9}
 
 
 def train(rank: Rank, host_hub: bool | None, clip: float | None) -> tuple[bool, list[bytes]]:
-    """As ranks 0 and 1 of one host, and 2 and 3 of another."""
+    """Trains with ranks 0 and 1 on one host, and 2 and 3 on another."""
     os.environ["PARAMHUB_HOST"] = f"host-{rank.rank // 2}"
     torch.manual_seed(5)
     local_rank = rank.rank % 2
@@ -30,9 +30,9 @@ def train(rank: Rank, host_hub: bool | None, clip: float | None) -> tuple[bool, 
         model(torch.ones(8, 3, 4, 4)).sum().backward()
         optimizer.step()
     parameters = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    world = _world.current()
+    world = _initialization.current()
     assert world is not None
-    sums_here = world._host_hub is not None and world._host_hub.memory_bytes() > 0
+    sums_here = world.hubs._host_hub is not None and world.hubs._host_hub.memory_bytes() > 0
     return sums_here, parameters
 
 

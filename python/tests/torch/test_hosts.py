@@ -1,4 +1,4 @@
-"""Two hosts, each with two ranks: network namespaces, as `cargo xtask testbed` makes them."""
+"""Two hosts, each with two ranks: network namespaces that `cargo xtask testbed` makes."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ def hosts() -> Iterator[tuple[str, list[str]]]:
         )
         addresses = dict(line.split(" ", 1) for line in listed.stdout.splitlines())
         yield name, [addresses[host] for host in HOSTS]
-        # The testbed is held while this is open.
+        # The testbed ends when this is closed.
         holder.stdin.close()
 
 
 def train(
     hosts: tuple[str, list[str]], folder: Path, text: str, variables: dict[str, str], to_a_host: int = 2
 ) -> str:
-    """What the ranks print that run the program under torchrun on both hosts, and end well."""
+    """Runs the program under torchrun on both hosts, whose ranks must end well. Returns their output."""
     address = hosts[1][0]
     meeting = [
         "--nnodes=2",
@@ -149,7 +149,7 @@ def run(
     starts: list[list[str]],
     variables: dict[str, str],
 ) -> tuple[list[int], str]:
-    """Starts the program on both hosts; the exit codes of what has started it, and what all have printed."""
+    """Runs the program on both hosts. Returns the exit codes of the launchers, and the output of all ranks."""
     program = folder / "program.py"
     program.write_text(text)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PARAMHUB_")}
@@ -180,7 +180,7 @@ def test_ranks_of_two_hosts_train_alike(
     said = train(hosts, tmp_path, PROGRAM, {"PARAMHUB_DEPLOYMENT": deployment} if deployment else {})
     ends = [line.split(" ends with ")[1] for line in said.splitlines() if " ends with " in line]
     assert len(ends) == 4 and len(set(ends)) == 1 and ends[0].endswith("and 1.5"), said
-    # Every host has a hub unless something else is asked for.
+    # Every host has a hub by default.
     hubs = "rank 0 runs the hub for all 2 hosts" if deployment == "cc" else "each of the 2 hosts has a hub"
     assert f"no PARAMHUB_URL is set, so {hubs}" in said, said
     beside = "below" if deployment == "cc" else "beside those of other hosts"
@@ -209,7 +209,7 @@ def test_with_a_rank_on_each_host_layers_may_go_by_their_factors(
 def test_the_end_of_a_hosts_hub_names_the_rank_that_had_it(
     hosts: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    # Not under torchrun, which waits for the other host's.
+    # Not under torchrun, which would wait for torchrun on the other host.
     meeting = [f"MASTER_ADDR={hosts[1][0]}", "MASTER_PORT=29555", "WORLD_SIZE=2"]
     starts = [["env", *meeting, f"RANK={rank}", sys.executable] for rank in range(2)]
     codes, said = run(hosts, tmp_path, DIES, starts, {})

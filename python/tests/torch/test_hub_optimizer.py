@@ -1,4 +1,4 @@
-"""HubOptimizer against torch.optim on the same mean gradient, with real ranks and a real hub."""
+"""HubOptimizer compared with torch.optim on the same mean gradient, with real ranks and a real hub."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_optimizer_is_torchs(team: Team, transport: str, overlap_forward: 
 
 
 class Staged(HubOptimizer):
-    """Exchanges as if the parameters were a device's."""
+    """A HubOptimizer that stages parameters as it does those of a device."""
 
     _stages_all = True
 
@@ -93,7 +93,7 @@ def schedules() -> list[tuple[paramhub.Optimizer, Any, dict[str, Any], Make]]:
     return [
         (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.StepLR(o, 4, gamma=0.3)),
         (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.LambdaLR(o, lambda step: 1 / (1 + step))),
-        # Cycles the momentum, too.
+        # This scheduler cycles the momentum, too.
         (paramhub.SGD(**MOMENTUM), SGD, MOMENTUM, lambda o: at.OneCycleLR(o, 0.1, total_steps=21)),
         (paramhub.Adam(lr=1e-3), ADAM, {"lr": 1e-3}, lambda o: at.OneCycleLR(o, 0.01, total_steps=21)),
         (paramhub.AdamW(lr=1e-2), ADAMW, {"lr": 1e-2}, warmup),
@@ -106,7 +106,7 @@ def every_schedule(rank: Rank) -> None:
         optimizer = HubOptimizer(model, mine)
         scheduler = make(optimizer)
         if rank.rank > 0:
-            # Only rank 0's numbers count.
+            # Only rank 0's hyperparameters are used.
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.9)
         compare(
             rank,
@@ -165,7 +165,7 @@ def accumulated(rank: Rank, way: str) -> None:
             loss_of(model, rank.rank, batch).backward()
 
     for step in range(12):
-        # Fewer than counted: step() lets them leave.
+        # With fewer passes than counted, step() sends the gradients.
         passes = PASSES - 1 if way == "counted" and step % 2 else PASSES
         batches = range(PASSES * step, PASSES * step + passes)
         optimizer.zero_grad(set_to_none=way != "closure")
@@ -176,7 +176,7 @@ def accumulated(rank: Rank, way: str) -> None:
                 backward(batches[:-1])
             backward(batches[-1:])
         elif way == "none":
-            # Gradients of one's own making, and of passes that nobody has seen.
+            # Gradients that user code sets, and gradients of passes without exchange.
             with optimizer.no_sync():
                 backward(batches)
             for parameter in model.parameters():
@@ -209,7 +209,7 @@ def test_passes_add_up(team: Team) -> None:
 
 
 def in_one_bit(rank: Rank) -> list[bytes]:
-    # Both ways, but for one matrix that is to be exact: not far from the reference, and not the same.
+    # One bit in both directions, except for one matrix: near the reference, and not equal.
     model = begin(rank)
     matrices = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
     optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05), codec="one-bit", codecs={matrices[-1]: "f32"})
@@ -227,13 +227,13 @@ def test_matrices_in_one_bit_are_alike_at_all_ranks_and_near_the_exact_ones(team
 
 def half(rank: Rank) -> list[bytes]:
     ends = []
-    # bf16 gradients of f32 parameters: near the reference, and not the same.
+    # bf16 gradients of f32 parameters: near the reference, and not equal.
     model = begin(rank)
     optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05), codec="bf16")
     reference = compare(rank, model, optimizer, made(SGD, {"lr": 0.05}), tolerance=5e-2)
     assert rank.rank > 0 or largest_difference(model, reference.model) > 1e-5
     ends += all_parameters(model)
-    # bf16 parameters: the hub keeps f32 ones, which rates too small for bf16 move all the same.
+    # bf16 parameters: the hub has f32 ones, which change even at learning rates that are too small for bf16.
     torch.manual_seed(3)
     model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
     optimizer = HubOptimizer(model, paramhub.SGD(lr=2**-12))

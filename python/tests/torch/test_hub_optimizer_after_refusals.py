@@ -1,4 +1,4 @@
-"""What becomes of HubOptimizer, of the parameters and of the other ranks after an exception between backward and step."""
+"""HubOptimizer, its parameters and the other ranks after an exception between backward and step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import paramhub
 import paramhub.torch
 from paramhub.torch import HubOptimizer
-from paramhub.torch._attachment import is_exchanged
+from paramhub.torch._parameter_hooks import is_exchanged
 
 LR = 0.1
 
@@ -35,7 +35,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def backward(model: nn.Sequential, step: int, rank: int, *, raises: bool = False) -> None:
-    """Where it ``raises``, the gradients of the last layer are there by then, and those of the first are not."""
+    """A backward pass. With ``raises`` it raises when the last layer's gradients are complete and the first layer's are not."""
     hidden = model[0](batch(step, rank))
     if raises:
         hidden.register_hook(_raise)
@@ -47,7 +47,7 @@ def _raise(gradient: torch.Tensor) -> None:
 
 
 def gradients(model: nn.Sequential, step: int, rank: int) -> list[torch.Tensor]:
-    """Of a local copy: by parameter."""
+    """The gradients of a local copy, by parameter."""
     model.zero_grad()
     backward(model, step, rank)
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -77,7 +77,7 @@ def is_clipped(rank: Rank) -> None:
         backward(model, step, rank.rank)
         update(reference, mean_of(reference, step, rank.size))
         if step == 1 and rank.rank == 0:
-            # The other rank hears nothing of it.
+            # The other rank does not notice it.
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             with pytest.raises(
                 paramhub.MisuseError, match=r"modified between.*This step was made with it as it had left.*"
@@ -101,7 +101,7 @@ def backward_raises(rank: Rank) -> None:
         optimizer.zero_grad()
         mean = mean_of(reference, step, rank.size)
         if step == 1:
-            # Rank 0's gradient of the first layer has not left: zeros stand for it.
+            # Rank 0's gradient of the first layer was not sent, so zeros replace it.
             mean[:2] = [gradient / rank.size for gradient in gradients(reference, step, 1)[:2]]
         update(reference, mean)
         if step == 1 and rank.rank == 0:
@@ -137,7 +137,7 @@ def in_each_way(rank: Rank) -> dict[str, list[torch.Tensor]]:
         model = network()
         optimizer = optimizer_of(model, **options)
         passes = options.get("backward_passes_per_step", 1)
-        # In the first step, and in a later one, of different ranks.
+        # Different ranks raise: one in the first step, the other in a later one.
         for step, raising in enumerate([1, None, 0, None]):
             optimizer.zero_grad()
             for each in range(passes):
@@ -174,7 +174,7 @@ def step_lacks_gradients(rank: Rank) -> None:
     with pytest.raises(paramhub.MisuseError, match="2 of 4 parameters have no gradient"):
         optimizer.step()
     optimizer.zero_grad()
-    # A first pass of several that is given up is not counted.
+    # An abandoned first pass of several is not counted.
     other = network()
     passes = optimizer_of(other, backward_passes_per_step=2)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -241,7 +241,7 @@ def within_ddp(rank: Rank) -> None:
     for said in ("'0.weight'", "DistributedDataParallel", "hub_hook", "Trainer", "docs/pytorch.md"):
         assert said in message, message
     assert "max_grad_norm" not in message
-    # Nothing has left. It has written to the parameters when it was made.
+    # No gradient was sent. DDP wrote to the parameters when it was made.
     with pytest.raises(
         paramhub.MisuseError, match=r"within DistributedDataParallel.*broadcast_parameters\(\)"
     ):
@@ -252,7 +252,7 @@ def within_ddp(rank: Rank) -> None:
     optimizer.step()
     optimizer.close()
 
-    # One that leaves these parameters alone is no matter.
+    # A DDP instance that ignores these parameters does no harm.
     both = nn.Sequential(network(), nn.Linear(3, 2))
     optimizer = optimizer_of(both[0])
     names = {f"0.{name}" for name, _ in both[0].named_parameters()}

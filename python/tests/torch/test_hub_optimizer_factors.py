@@ -1,4 +1,4 @@
-"""HubOptimizer with layers that go by their factors, against the same training through the hub."""
+"""HubOptimizer with layers that are exchanged as factors, compared with the same training through the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BATCH, STEPS = 8, 20
 
 
 class Perceptron(torch.nn.Module):
-    """Linears that go by factors, one of them called twice, and with a step in place after it; and what cannot."""
+    """Linears that are exchanged as factors, of which one is called twice, with an in-place operation after it; and parameters
+    that cannot be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Perceptron(torch.nn.Module):
         self.out = torch.nn.Linear(96, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Smooth: on which side of a kink an element is may hang on the last bit of a parameter.
+        # A smooth function: with a kink, the last bit of a parameter could decide on which side an element is.
         x = self.fc1(x * self.scale).tanh_()
         x = self.norm(x + self.fc2(torch.tanh(self.fc2(x))))
         return self.out(x)
@@ -58,7 +59,7 @@ def both_ways(
     make: Callable[[], torch.nn.Module] = Perceptron,
     **options: Any,
 ) -> tuple[torch.nn.Module, torch.nn.Module, HubOptimizer]:
-    """The model trained by factors, and the same through the hub."""
+    """The model trained with factors, the same model trained through the hub, and the first one's optimizer."""
     ends = []
     for scheme in ("hub", "factors"):
         model = begin(rank, make)
@@ -107,7 +108,7 @@ def test_factors_train_as_the_hub_does(team: Team, transport: str) -> None:
 
 
 def scheduled(model: torch.nn.Module, optimizer: HubOptimizer, rank: Rank) -> None:
-    """Groups with numbers of their own, and a schedule that cycles the momentum, too."""
+    """Groups with hyperparameters of their own, and a schedule that cycles the momentum, too."""
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.02], total_steps=STEPS + 1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -117,7 +118,7 @@ def scheduled(model: torch.nn.Module, optimizer: HubOptimizer, rank: Rank) -> No
 
 
 def accumulated(model: torch.nn.Module, optimizer: HubOptimizer, rank: Rank) -> None:
-    """Passes whose gradients leave in `step`, passes for nothing, and gradients that are zeroed in place."""
+    """Passes whose gradients `step` sends, passes whose gradients are dropped, and gradients that are zeroed in place."""
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step % 3 == 0:
@@ -134,7 +135,7 @@ def accumulated(model: torch.nn.Module, optimizer: HubOptimizer, rank: Rank) -> 
 
 
 class Checkpointed(Perceptron):
-    """Drops what went in, and runs parts of its forward pass again."""
+    """Drops inputs, and runs parts of its forward pass again in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def every_way(rank: Rank) -> list[bytes]:
     nesterov = OPTIMIZERS[1]
     ways: list[tuple[Train, Callable[[], torch.nn.Module], dict[str, Any]]] = [
         (scheduled, Perceptron, {"params": grouped}),
-        # The first step has no passes for nothing, but some with other sizes.
+        # The first step drops no passes, but some have other sizes.
         (accumulated, Perceptron, {"backward_passes_per_step": 2}),
         (plainly, lambda: Checkpointed(use_reentrant=False), {}),
         (plainly, lambda: Checkpointed(use_reentrant=True), {}),
@@ -209,13 +210,13 @@ def autocast(rank: Rank) -> list[bytes]:
     half = torch.bfloat16
     _, one, _ = ways(half, 1)
     model, dense, _ = ways(half, 2)
-    # Both begin the second step alike. Autograd rounds the product of each call to bf16, by 2^-9 of it, and so the sum of two
-    # calls; that of the factors is not rounded.
+    # Both begin the second step with equal parameters. Autograd rounds the product of each call to bf16, by 2^-9 of it, and so
+    # the sum of two calls. The product of the factors is not rounded.
     assert 0 < difference(model, dense) < 2**-7 * difference(dense, one)
-    # From there on the forward pass makes more of it: less than what bf16 itself makes.
+    # Later forward passes increase the difference, but it stays below the error of bf16 itself.
     model, dense, sent = ways(half, STEPS)
     _, exact, sent_in_f32 = ways(torch.float32, STEPS)
-    # Two bytes less of every number to the one other rank; the first step went through the hub.
+    # Each number takes two bytes less to the one other rank. The first step went through the hub.
     numbers = BATCH * (64 + 96 + 2 * (96 + 96) + 96 + 10)
     assert sent_in_f32 - sent == (STEPS - 1) * numbers * 2
     assert difference(model, dense) < difference(dense, exact)
@@ -259,7 +260,7 @@ class Branches(torch.nn.Module):
 
 
 def branches(rank: Rank) -> list[bytes]:
-    """Ranks go through other layers, in other orders; one layer nobody uses in some steps."""
+    """Ranks use different layers in different orders. In some steps no rank uses one of the layers."""
     orders = [[[0, 1, 2, 3], [3, 2, 1]], [[0, 2], [2, 1]], [[1, 3, 0], [0, 3, 1]], [[2], [3, 1, 2, 0]]]
     models = []
     for scheme in ("hub", "factors"):
@@ -309,14 +310,14 @@ def saved_and_loaded(rank: Rank) -> list[bytes]:
         return list(all_parameters(model))
 
     ends = go_on(model, optimizer)
-    # In place, where layers go by factors already; by hand, too, as the parameters are everybody's.
+    # Into the same optimizer, whose layers are exchanged as factors already; then parameters are broadcast by hand.
     model.load_state_dict(parameters)
     optimizer.load_state_dict(saved)
     assert go_on(model, optimizer) == ends
     assert next(iter(optimizer.schemes.values()))[0] == "factors"
     optimizer.broadcast_parameters()
     optimizer.close()
-    # And with a new one, whose first step is through the hub.
+    # Into a new optimizer, whose first step goes through the hub.
     model.load_state_dict(parameters)
     with_hub = HubOptimizer(model, OPTIMIZERS[2](), scheme="auto")
     with_hub.load_state_dict(saved)
@@ -339,7 +340,7 @@ def test_state_of_factor_layers_is_saved_and_loaded(team: Team) -> None:
 
 
 class Staged(HubOptimizer):
-    """Exchanges as if the parameters were a device's."""
+    """A HubOptimizer that stages parameters as it does those of a device."""
 
     _stages_all = True
 

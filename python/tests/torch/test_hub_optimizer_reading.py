@@ -1,4 +1,4 @@
-"""Whoever reads a parameter through its module gets its newest value, however late that comes."""
+"""Code that reads a parameter through its module gets the newest value, however late it arrives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paramhub.torch import HubOptimizer
 from paramhub.torch._guards import ParameterTable
 
 DELAY = 0.3
-"""Seconds by which rank 1's gradients come late."""
+"""Seconds by which rank 1's gradients are late."""
 
 
 class Model(torch.nn.Module):
-    """Parameters that are reached in every way."""
+    """A model whose parameters are read in all ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def late(rank: Rank) -> None:
         model.train()
         model(TOKENS).square().sum().backward()
         if rank.rank == 1:
-            # Its gradients have left already: only a second step can be late.
+            # Its gradients were sent already, so only a second step can be late.
             optimizer.step()
             optimizer.synchronize()
             optimizer.zero_grad()
@@ -111,13 +111,13 @@ def copies(rank: Rank) -> None:
     assert isinstance(model.attention.out_proj._parameters, ParameterTable)
     for copied in (copy.deepcopy(model), saved_whole(model)):
         assert type(copied.attention.out_proj._parameters) is dict
-        # A copy trains by itself.
+        # A copy is independent of the optimizer.
         copied(TOKENS).sum().backward()
         torch.optim.SGD(copied.parameters(), lr=0.1).step()
     assert torch.equal(model.lists[0], torch.ones(4))
     names = [name for name, _ in model.named_parameters()]
     assert list(model.state_dict()) == names
-    # Two optimizers share a model; what one lets go of the other goes on with.
+    # Two optimizers share a model; after one is closed the other still works.
     optimizer.close()
     assert type(model.attention.out_proj._parameters) is dict
     head, body = model.recurrent, (model.embedding, model.attention, model.linear, model.lists)

@@ -1,4 +1,4 @@
-"""What HubOptimizer refuses, and what it advises."""
+"""HubOptimizer's refusals, and the advice in their messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def construction(rank: Rank) -> None:
     refuses("save optimizer.state_dict", lambda: copy.deepcopy(optimizer))
     optimizer.close()
     again = make(model)
-    # One that nobody has any more lets go of its parameters.
+    # An optimizer without references releases its parameters.
     del again
     gc.collect()
     make(model)
@@ -136,7 +136,7 @@ def a_step(rank: Rank) -> None:
     graph = model(torch.ones(2, 4)).sum()
     graph.backward(retain_graph=True)
     optimizer.step()
-    # The graph has kept parameters as they were.
+    # The graph has saved the old parameters.
     refuses("modified by an inplace operation", graph.backward, RuntimeError)
     assert weight.grad is not None
 
@@ -179,7 +179,7 @@ def kinds_of_gradients(rank: Rank) -> None:
     bounded, optimizer = make(torch.nn.Embedding(5, 3, max_norm=0.1))
     refuses("was modified.*max_norm", lambda: bounded(torch.tensor([1])).sum().backward())
 
-    # Reentrant checkpointing of two parts with one layer: its gradient comes in two graphs.
+    # Reentrant checkpointing of two parts with one layer, whose gradient comes from two graphs.
     layer = Linear(4, 4)
     model, optimizer = make(torch.nn.Sequential(layer, torch.nn.ReLU(), layer))
 
@@ -206,7 +206,7 @@ def kinds_of_gradients(rank: Rank) -> None:
         lambda: (torch.ones(2, 4) @ weight.t() + layer.bias).sum().backward(),
     )
 
-    # What is detached is used after the gradient has left.
+    # A detached use of a parameter comes after its gradient was sent.
     model, optimizer = make(Linear(4, 4, bias=False))
     inputs = torch.ones(2, 4, requires_grad=True)
     detached = torch.nn.functional.linear(inputs, model.weight.detach())

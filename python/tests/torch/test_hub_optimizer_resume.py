@@ -1,4 +1,4 @@
-"""HubOptimizer goes on from checkpoints that hubs have written."""
+"""HubOptimizer resumes from checkpoints of the hubs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(launch: Callable[..., Ended], program: Path, tmp_path: Path) -> Run:
-    """``run(end, scheme, *options)`` trains with two ranks, and has checkpoints every three steps unless told otherwise."""
+    """``run(end, scheme, *options)`` trains with two ranks, by default with a checkpoint every three steps."""
 
     def train(
         end: int, *options: str, scheme: str = "hub", name: str = "net", last: tuple[str, ...] = ()
@@ -89,7 +89,9 @@ def test_it_goes_on_to_the_same_bits(run: Run, scheme: str) -> None:
     output = run(9, *every, "--resume", scheme=scheme)
     assert "parameters and optimizer state are those of the hubs' checkpoint of step 5" in output
     assert ends(output) == [end.replace("0 to 9", "5 to 9") for end in whole]
-    stays = "layers 2, 4 go by hub: its job is to have checkpoints, which hubs write"
+    stays = (
+        "layers 2, 4 go by hub: the layer's parameters are at the workers alone, and hubs write checkpoints"
+    )
     assert (stays in output) == (scheme == "auto"), output
 
 
@@ -113,4 +115,4 @@ def test_factors_alone_are_refused_with_checkpoints(
         *("--", PYTHON, program, "2", "factors"),
     )
     assert code != 0
-    assert "no layer can go by factors: its job is to have checkpoints, which hubs write" in output
+    assert "the scheme factors cannot be combined with `checkpoint_every`" in output

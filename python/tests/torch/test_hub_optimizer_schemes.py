@@ -1,4 +1,4 @@
-"""Which layers HubOptimizer lets go by factors, what it says, and what it refuses then."""
+"""The layers that HubOptimizer exchanges as factors, its lines about them, and its refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paramhub.torch import HubOptimizer
 
 
 class Mixed(torch.nn.Module):
-    """One Linear that may go by factors, and one of every kind that may not."""
+    """One Linear that may be exchanged as factors, and one of every kind that may not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def mixed(rank: Rank) -> dict[str, tuple[str, str]]:
         loss = model(tokens).square().mean() + 1e-2 * model.penalised.weight.square().sum()
         loss.backward()
         optimizer.step()
-    # Two models that have nothing to do with each other any more.
+    # The copy and the model are independent.
     copy.deepcopy(model)(tokens).sum().backward()
     optimizer.close()
     model(tokens).sum().backward()
@@ -127,7 +127,7 @@ def planned(rank: Rank, shape: tuple[int, ...]) -> dict[str, tuple[str, str]]:
     for _ in range(2):
         sent = optimizer._step.job.statistics()["factor_bytes_sent"]
         assert (sent > 0) == (schemes["up"][0] == "factors")
-        # Another job, for which the choice holds.
+        # This opens another job, which keeps the choice.
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.zero_grad()
         model(torch.ones(*shape)).sum().backward()
@@ -140,7 +140,7 @@ def planned(rank: Rank, shape: tuple[int, ...]) -> dict[str, tuple[str, str]]:
 
 def test_sequences_count_as_samples(team: Team) -> None:
     cheapest = "it moves least over the busiest link"
-    # Eight windows of 64 characters.
+    # Each step has eight windows of 64 characters.
     of_sequences = team(planned, (8, 64, 144), ranks=4)
     assert of_sequences == 4 * [dict.fromkeys(("up", "down"), ("hub", cheapest))]
     of_vectors = team(planned, (4, 144), ranks=4)
@@ -154,14 +154,14 @@ def refusals(rank: Rank) -> None:
 
     for options, said in [
         ({"scheme": "ps"}, "scheme is 'hub', 'factors' or 'auto', not 'ps'"),
-        ({"scheme": "factors", "max_grad_norm": 1.0}, "max_grad_norm takes the norm"),
+        ({"scheme": "factors", "max_grad_norm": 1.0}, "as clipping by the global norm needs"),
         ({"scheme": "factors", "reject_non_finite": True}, "hubs look at every gradient"),
         ({"scheme": "auto", "samples": {"left": 3}}, r"samples names \['left'\]"),
         ({"scheme": "auto", "samples": 0}, "samples are numbers from 1"),
     ]:
         with pytest.raises(paramhub.MisuseError, match=said):
             model_and(**options)
-    with pytest.raises(paramhub.MisuseError, match="the hubs' own"):
+    with pytest.raises(paramhub.MisuseError, match="registered at hubs"):
         HubOptimizer(begin(rank, Transformer), paramhub.Optimizer("lion"), scheme="factors")
     _, optimizer = model_and(scheme="auto", max_grad_norm=1.0)
     assert {scheme for scheme, _ in optimizer.schemes.values()} == {"hub"}
@@ -192,11 +192,11 @@ def refusals(rank: Rank) -> None:
             parameter.grad = torch.ones_like(parameter)
 
     def compiled(model: torch.nn.Module, optimizer: HubOptimizer) -> None:
-        # torch 2.7 takes the numbers of the guards, of which this process has many, for dynamic sizes.
+        # This process has many guards, and torch 2.7 takes their numbers for dynamic sizes.
         torch.compiler.reset()
         torch.compile(model, backend="eager")(torch.ones(4, 144)).sum().backward()
 
-    # Compiled before the first step: nobody sees what goes in.
+    # Compiled before the first step, so that no hook gets the inputs.
     model, optimizer = model_and(scheme="factors")
     torch.compile(model, backend="eager")(torch.ones(4, 144)).sum().backward()
     optimizer.step()
@@ -218,7 +218,7 @@ _kept: list[HubOptimizer] = []
 def dies(rank: Rank) -> None:
     model = begin(rank, Transformer)
     optimizer = HubOptimizer(model, paramhub.SGD(lr=0.01), scheme="factors")
-    # Until the process ends: of a job that is gone rank 0 does not know that others need not be waited for.
+    # It lives until the process ends. If its job were gone, rank 0 would not know of the failure, and would wait for the others.
     _kept.append(optimizer)
     for step in range(5):
         if step == 3 and rank.rank == 1:
@@ -239,7 +239,7 @@ def test_a_rank_that_dies_is_named(team: Team) -> None:
 
 
 def dropped(rank: Rank) -> None:
-    """Optimizers that nobody closes, and several models at once."""
+    """Optimizers that are dropped without `close`, and several models at once."""
     models = [begin(rank, Transformer) for _ in range(2)]
     optimizers = [HubOptimizer(model, paramhub.SGD(lr=0.01), scheme="factors") for model in models]
     for _ in range(3):

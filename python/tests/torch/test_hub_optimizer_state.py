@@ -54,7 +54,7 @@ def round_trip(rank: Rank) -> list[bytes]:
         expected = list(all_parameters(model))
         optimizer.close()
 
-        # A run that goes on from it makes the same bits. Only rank 0 needs the values.
+        # A run that continues from the state is bit-equal. Only rank 0 needs the values.
         resumed = begin(rank)
         optimizer = HubOptimizer(resumed, mine)
         train(resumed, optimizer, rank, range(2))
@@ -67,7 +67,7 @@ def round_trip(rank: Rank) -> list[bytes]:
         assert list(all_parameters(resumed)) == expected
         ends += expected
 
-        # Parameters changed by hand, and the state kept.
+        # Parameters are changed by hand, and the state stays.
         if rank.rank == 0:
             with torch.no_grad():
                 resumed.hidden.bias.zero_()
@@ -106,10 +106,10 @@ def exchanged_with_torch(rank: Rank) -> None:
         model = frozen_first(begin(rank))
         optimizer = HubOptimizer(model, mine)
         reference = compare(rank, model, optimizer, made(kind, options), steps=4)
-        # torch.optim goes on from the hub's state,
+        # torch.optim continues from the hub's state,
         ahead = Reference(model, rank.size, made(kind, options))
         ahead.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        # and the hub from torch's. What differed by a bit is the same from here on.
+        # and the hub from torch's. Parameters that differed by a bit are equal from here on.
         reference.model.load_state_dict(model.state_dict())
         reference.optimizer.load_state_dict(copy.deepcopy(ahead.optimizer.state_dict()))
         train(model, optimizer, rank, range(4, 8))
@@ -148,7 +148,7 @@ def checkpointed(rank: Rank) -> None:
     expected = list(all_parameters(model))
     optimizer.zero_grad()
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
-    # It loads the model last.
+    # set_state_dict loads the model last.
     optimizer.broadcast_parameters()
     train(model, optimizer, rank, range(3, 5))
     assert expected == list(all_parameters(model))

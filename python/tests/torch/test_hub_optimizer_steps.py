@@ -1,4 +1,4 @@
-"""Steps that are not plain: unused parameters, clipping, a rank that dies, compiled models, timelines."""
+"""Special steps: unused parameters, clipping, a rank that dies, compiled models, timelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 
 
 class Branches(torch.nn.Module):
-    """Each rank and step takes other branches."""
+    """A model of which each rank and step uses other branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Branches(torch.nn.Module):
 
 
 def taken(rank: int, step: int) -> list[int]:
-    """One branch is everybody's, one is one rank's, one comes now and then, one is nobody's."""
+    """All ranks use branch 0, one rank uses branch 1, every third step uses branch 2, and no rank uses the last one."""
     return [0] + [1] * (rank == 1) + [2] * (step % 3 == 0)
 
 
@@ -59,7 +59,7 @@ def unused(rank: Rank) -> list[bytes]:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         reference = Reference(model, rank.size, made(kind, options))
         theirs = torch.optim.lr_scheduler.ExponentialLR(reference.optimizer, 0.95)
-        # More steps than the hub remembers changes of the rate.
+        # The learning rate changes more often than the hub stores changes.
         for step in range(80):
             optimizer.zero_grad()
             loss_of_branches(model, rank.rank, step).backward()
@@ -87,7 +87,7 @@ def test_parameters_without_a_gradient(team: Team, transport: str) -> None:
 
 
 class Clipping:
-    """Clips before an optimizer steps."""
+    """Clips gradients before an optimizer's step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
         self.norms: list[float] = []
@@ -115,7 +115,7 @@ def clipped(rank: Rank, limit: float) -> list[bytes]:
         norms = clipping[0].norms
         assert abs(optimizer.last_grad_norm / norms[-1] - 1) < 1e-5
         assert max(norms) < limit or min(norms) > limit
-    # Between backward and step() nobody can have a new value, but a gradient that has not left may be changed.
+    # No new value can arrive between backward and step(), but a gradient that was not sent may be changed.
     optimizer.zero_grad()
     with optimizer.no_sync():
         inputs, targets = batch(rank.rank, 0)
@@ -185,7 +185,7 @@ def compiled(rank: Rank, backend: str, way: str) -> list[bytes]:
         optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05, momentum=0.9))
         trained = torch.compile(model, backend=backend)
     else:
-        # Parts of it: one compiled before, one in place after.
+        # Parts of the model: one is compiled before, one in place after.
         hidden = model.hidden
         model.hidden = torch.compile(hidden, backend=backend)
         optimizer = HubOptimizer(model, paramhub.SGD(lr=0.05, momentum=0.9))
@@ -203,7 +203,7 @@ def compiled(rank: Rank, backend: str, way: str) -> list[bytes]:
         inputs, targets = batch(rank.rank, step)
         loss = torch.nn.functional.cross_entropy(trained(inputs), targets)
         if rank.rank == 1:
-            # Late: the other rank's compiled code would meet old values.
+            # This rank is late: without a wait the other rank's compiled code would read old values.
             time.sleep(0.05)
         loss.backward()
         optimizer.step()
@@ -224,7 +224,7 @@ def test_compiled_models(team: Team, backend: str, way: str) -> None:
 
 
 def scripted(rank: Rank) -> list[bytes]:
-    """A part whose forward pass knows no hooks is waited for in step()."""
+    """step() waits for a part whose forward pass calls no hooks."""
     hub_torch.init()
     torch.manual_seed(rank.rank)
     model = torch.nn.Sequential(
@@ -274,7 +274,7 @@ def test_a_timeline_shows_requests_in_backward_and_waits_in_forward(team: Team, 
     names = {name for name, _ in Net().named_parameters()}
     for backward, forward in zip(named["backward"], named["forward"][1:], strict=False):
         assert {request["name"] for request in requests if within(request, backward)} == names
-        # Rank 1 is late, so the first layer is waited for.
+        # Rank 1 is late, so rank 0 waits for the first layer.
         waits = [span["name"] for span in spans if span["cat"] == "waits" and within(span, forward)]
         assert waits[0] == "scale" and set(waits) <= names
 

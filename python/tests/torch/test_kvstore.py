@@ -37,7 +37,7 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def alone(name: str, ranks: int) -> list[torch.Tensor]:
-    """What torch's optimizer makes of all ranks' batches, whose gradients' mean is that of the whole."""
+    """The parameters after training with torch's optimizer on all ranks' batches, whose mean gradient is that of the whole."""
     net = model()
     _, kind, arguments = OPTIMIZERS[name]
     optimizer = kind(net.parameters(), **arguments)
@@ -62,7 +62,7 @@ def trains(rank: Rank, ticket: paramhub.JobTicket, kind: str, name: str) -> list
             nn.init.zeros_(parameters["0.weight"])
         data = {key: parameter.data for key, parameter in parameters.items()}
         kv.broadcast(list(data), list(data.values()), out=list(data.values())).wait(TIMEOUT)
-        # By name and by value.
+        # The optimizer is passed by name and as an object.
         if name == "adam":
             kv.set_optimizer("adam", **arguments)
         else:

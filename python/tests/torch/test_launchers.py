@@ -1,4 +1,4 @@
-"""Ranks find one another under real launchers, and end as a launcher expects."""
+"""Ranks meet under real launchers, and end as a launcher expects."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from launching import PARAMHUB, PYTHON, TORCHRUN, Ended
 PROGRAM = """
 import torch
 import paramhub.torch
-from paramhub.torch import _tensors, _world
+from paramhub.torch import _initialization, _tensors
 
 paramhub.torch.init()
 rank, size = paramhub.torch.rank(), paramhub.torch.size()
 assert (rank, size) == (paramhub.torch.local_rank(), paramhub.torch.local_size())
-world = _world.world()
-assert world.exchange_text("greeting", f"from {rank}") == [f"from {other}" for other in range(size)]
+world = _initialization.world()
+assert world.allgather_text("greeting", f"from {rank}") == [f"from {other}" for other in range(size)]
 gradient = torch.full((1000,), 1.0 + rank)
-job = world.open_job("test", {"keys": [_tensors.key("w", gradient)], "optimizer": {"name": "sum"}}, inherits=True)
+job = world.jobs.open("test", {"keys": [_tensors.key("w", gradient)], "optimizer": {"name": "sum"}}, inherits=True)
 job.push_pull_in_place([0], [_tensors.memory_range(gradient)], gradient).wait(60)
 print(f"{world.launcher}: rank {rank} of {size} has {gradient.mean():g}")
 """

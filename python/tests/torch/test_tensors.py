@@ -1,4 +1,4 @@
-"""torch's tensors through the core package: what DLPack brings along."""
+"""torch's tensors in the core package, which gets them through DLPack."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_tensors_that_do_not_fit_are_refused(hub: paramhub.Hub, bad: tuple[objec
 
 
 def test_a_conjugate_or_negative_view_is_refused_or_right(hub: paramhub.Hub) -> None:
-    """torch keeps a lazy sign: memory that says one thing and a tensor that means another."""
+    """torch has lazy signs: the memory of such a tensor does not have its values."""
     view = torch.ones(4, dtype=torch.complex64).conj().imag
     assert view.is_neg()
     with paramhub.connect(*new_job(hub, 1), 0) as job:
@@ -177,18 +177,18 @@ def test_many_looks_at_one_memory_are_given_back(hub: paramhub.Hub) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tensors_are_kept_by_their_requests(hub: paramhub.Hub, transport: str) -> None:
-    """Temporary tensors, dropped while their exchange is under way, by a thread that collects all the time."""
+    """Temporary tensors are dropped while their exchange is under way, and another thread collects garbage all the time."""
     steps, elements = 30, 40_000
     ends = threading.Event()
 
     def collect() -> None:
         while not ends.is_set():
             gc.collect()
-            # What was freed too early would be given out again, as these.
+            # These would reuse memory that was freed too early.
             torch.full((elements,), -1e9)
 
     def work(job: paramhub.Job) -> None:
-        # A key takes one request at a time, and there are some whose end nobody waits for: each step has its own.
+        # A key takes one request at a time, and the test does not wait for all, so each step has its own keys.
         names = [[f"{step}-{i}" for i in range(3)] for step in range(steps)]
         job.init({name: torch.zeros(elements) for step in names for name in step}, optimizer=paramhub.Sum())
         for step in range(steps):

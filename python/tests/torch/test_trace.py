@@ -1,4 +1,4 @@
-"""Timelines: what is in them, on which clock, and what becomes of them when ranks fail."""
+"""Timelines: their content, their clock, and their files when ranks fail."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ def test_a_timeline_shows_exchanges_during_backward(team: Team, tmp_path: Path) 
         assert timeline.about[f"rank-{rank}"]["dropped_events"] == 0
         assert len(timeline.spans[rank, "load data"]) == STEPS
         assert len(timeline.spans[rank, "step"]) == STEPS
-        # DDP's first forward pass begins before its hook knows it; its backward pass does, too.
+        # DDP's first forward and backward passes begin before the hook knows the DDP instance.
         assert len(timeline.spans[rank, "forward"]) == STEPS - 1
         assert len(timeline.spans[rank, "backward"]) == STEPS + STEPS - 1
         for name in names:
             assert len(timeline.exchanges[rank, name]) >= STEPS, name
         for step, backward in enumerate(timeline.spans[rank, "backward"][:STEPS]):
-            # The last layer's gradient leaves before backward has come to the first layer.
+            # The last layer's gradient is sent before backward has reached the first layer.
             begin, end = timeline.exchanges[rank, "heads.0.bias"][step]
             assert backward["ts"] <= begin < backward["ts"] + backward["dur"]
             assert end <= timeline.spans[rank, "step"][step]["ts"]
-    # A mean is there when both ranks have sent: on one clock no exchange ends before another rank's has begun.
+    # A mean needs the gradients of both ranks: on one clock no rank's exchange ends before the other's has begun.
     for name in names:
         mine, theirs = timeline.exchanges[0, name], timeline.exchanges[1, name]
         for one, other in zip(mine[:STEPS], theirs[:STEPS], strict=True):
@@ -112,7 +112,7 @@ def test_a_timeline_of_ddp_on_the_backend_has_its_spans(team: Team, tmp_path: Pa
     team(traced_on_the_backend, ranks=2, env={"PARAMHUB_TRACE": str(tmp_path / "trace")})
     timeline = Timeline(tmp_path / "trace" / "trace.json")
     for rank in (0, 1):
-        # DDP's first passes begin before anything is known of it.
+        # DDP's first passes begin before the backend knows the DDP instance.
         assert len(timeline.spans[rank, "forward"]) == STEPS - 1
         backwards = timeline.spans[rank, "backward"]
         assert len(backwards) == STEPS - 1
@@ -224,7 +224,7 @@ def test_files_of_several_hosts_are_merged_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(2):
-        # Rank 1's host merges nothing: it has not all ranks' files, nor rank 0's.
+        # Rank 1's host merges nothing, because it has neither all ranks' files nor rank 0.
         write(str(tmp_path / f"host-{rank}"), origin(rank, 2), [Event("span", COMPUTATION, 0, 1)], 0, 0)
     assert not (tmp_path / "host-1" / "trace.json").exists()
     together = tmp_path / "together"

@@ -1,4 +1,4 @@
-"""However ranks are started, and whatever of paramhub they use: all have the weights that DDP over gloo gives, or are refused."""
+"""All ways of starting ranks and all uses of paramhub: ranks get the weights that DDP over gloo gives, or are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 
 
 class Start:
-    """What a way of starting ranks tells each of them: variables, and arguments of init_process_group."""
+    """A way of starting ranks: each rank's variables, and its arguments of init_process_group."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Start:
         self._variables = variables
         self._arguments = arguments
         self.begins = begins
-        """Whether the process group is initialised in any case, and not only where it is needed."""
+        """Whether the process group is always initialised, and not only for uses that need it."""
 
     def set_variables(self, rank: Rank, port: int) -> None:
         for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in PLACES]:
@@ -110,7 +110,7 @@ STARTS = {
 
 
 def model_of(rank: int) -> torch.nn.Module:
-    """Another on each rank: rank 0's is to become everybody's."""
+    """A model with different parameters on each rank; all ranks must get rank 0's."""
     torch.manual_seed(rank)
     return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
 
@@ -171,7 +171,7 @@ USES = {
 
 
 def begin(rank: Rank, name: str, ports: dict[str, int]) -> dict[str, tuple[bytes, float]]:
-    """By each use the weights, and how far they are from those that DDP over gloo makes."""
+    """The weights after each use, and their difference from those of DDP over gloo."""
     dist.init_process_group("gloo", init_method=f"file://{rank.folder}/gloo", **place(rank))
     expected = use_ddp(rank.rank, hook=False)
     dist.destroy_process_group()
@@ -199,7 +199,7 @@ def test_ranks_train_together_however_they_are_started(team: Team, name: str) ->
 
 
 def be_refused(rank: Rank, use: str, variables: dict[str, str], words: list[str]) -> None:
-    """The process group has two ranks, and the variables tell otherwise."""
+    """The process group has two ranks, and the variables disagree with it."""
     Start(variables, by_file, begins=True).set_variables(rank, 0)
     dist.init_process_group("gloo", **by_file(rank, 0))
     with pytest.raises(MisuseError) as refused:
@@ -219,7 +219,7 @@ def test_variables_and_process_group_that_disagree_are_refused(team: Team, use: 
 
 
 def test_slurms_batch_step_and_a_process_group_of_its_own_disagree(team: Team) -> None:
-    """A batch script has the variables of one task of many, whatever it starts."""
+    """A batch script has the variables of one task of many, however many processes it starts."""
     variables = {**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
     team(be_refused, "HubOptimizer", variables, ["rank 0 of 8", "SLURM_NTASKS", "unset"], ranks=2)
 
@@ -278,7 +278,7 @@ def test_ranks_that_cannot_find_one_another_are_refused(
 
 
 def train_in_pairs(rank: Rank) -> bytes:
-    """Of four ranks in two pairs each pair trains by itself."""
+    """Four ranks train in two separate pairs."""
     dist.init_process_group("gloo")
     pair, within = divmod(rank.rank, 2)
     store = dist.PrefixStore(f"pair-{pair}", dist.distributed_c10d._get_default_store())
@@ -337,7 +337,7 @@ def test_spawned_ranks_of_the_ddp_tutorial_do_not_drift_apart(
 ) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text(SPAWNED)
-    # Three processes that import torch one beside the other take their time on a busy machine.
+    # Three processes that import torch at the same time are slow on a busy machine.
     code, output = launch(PYTHON, script, str(free_port()), timeout=400)
     assert code == 0, output
     sums = {line.split(" has ")[1] for line in output.splitlines() if " has " in line}

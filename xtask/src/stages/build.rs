@@ -1,9 +1,9 @@
-//! Building apart from running, so that the two times are told apart.
+//! Building, apart from running the tests, so that the two times are listed separately.
 
 use crate::command::Invocation;
-use crate::stage::Failure;
+use crate::stage::{Extent, Failure};
+use crate::stages::mpi;
 
-pub(crate) fn everything() -> Result<(), Failure> {
-    Invocation::parse("cargo build --workspace --all-targets").run()?;
-    Ok(())
+pub(crate) fn everything(extent: Extent) -> Result<(), Failure> {
+    Invocation::parse("cargo build --all-targets").args(mpi::workspace(extent)?.iter().copied()).run()
 }

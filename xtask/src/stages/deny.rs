@@ -1,4 +1,4 @@
-//! What the dependencies are allowed to be (`deny.toml`).
+//! Checks the dependencies against the rules in `deny.toml`.
 
 use crate::stage::Failure;
 use crate::tools::CargoTool;

@@ -1,15 +1,14 @@
 //! The API documentation and the examples inside it.
 
 use crate::command::Invocation;
-use crate::stage::Failure;
+use crate::stage::{Extent, Failure};
+use crate::stages::mpi;
 
 pub(crate) fn build() -> Result<(), Failure> {
-    Invocation::parse("cargo doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings").run()?;
-    Ok(())
+    Invocation::parse("cargo doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings").run()
 }
 
 /// Apart from the other tests because nextest runs no doc-tests.
-pub(crate) fn examples() -> Result<(), Failure> {
-    Invocation::parse("cargo test --doc --workspace").run()?;
-    Ok(())
+pub(crate) fn examples(extent: Extent) -> Result<(), Failure> {
+    Invocation::parse("cargo test --doc").args(mpi::workspace(extent)?.iter().copied()).run()
 }

@@ -1,9 +1,9 @@
 //! A short run of every fuzz target in `fuzz/`.
 //!
-//! libFuzzer needs the compiler's coverage instrumentation, which stable rustc has (`fuzz/.cargo/config.toml`), so
-//! neither cargo-fuzz nor a nightly toolchain is asked for. What those would add, the address sanitizer, finds
-//! nothing in crates without `unsafe`; of those that `hub_core` goes through, kernels and transport have some.
-//! `cargo fuzz run TARGET` works on the same folder.
+//! libFuzzer needs the compiler's coverage instrumentation, which stable rustc has
+//! (`fuzz/.cargo/config.toml`), so neither cargo-fuzz nor a nightly toolchain is needed. The address
+//! sanitizer, which they would add, finds nothing in crates without `unsafe`; of those that `hub_core` runs,
+//! kernels and transport have some. `cargo fuzz run TARGET` works on the same folder.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -67,7 +67,7 @@ fn targets() -> Result<Vec<String>, Failure> {
     Ok(targets)
 }
 
-/// On the command line it is printed with the command, so that a finding can be searched for again.
+/// The seed is printed with the command line, so that a finding can be searched for again.
 fn seed_from_clock() -> u32 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     // libFuzzer reads 0 as "choose one yourself".

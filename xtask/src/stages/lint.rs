@@ -1,7 +1,8 @@
 //! Format and lints.
 
 use crate::command::Invocation;
-use crate::stage::Failure;
+use crate::stage::{Extent, Failure};
+use crate::stages::mpi;
 use crate::tools::ensure_component;
 
 pub(crate) fn format() -> Result<(), Failure> {
@@ -12,8 +13,14 @@ pub(crate) fn format() -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn clippy() -> Result<(), Failure> {
+pub(crate) fn clippy(extent: Extent) -> Result<(), Failure> {
     ensure_component("clippy", "clippy")?;
-    Invocation::parse("cargo clippy --workspace --all-targets -- -D warnings").run()?;
-    Ok(())
+    let deny_warnings = ["--", "-D", "warnings"];
+    if extent == Extent::Quick {
+        return Invocation::parse("cargo clippy --workspace").args(deny_warnings).run();
+    }
+    let workspace = mpi::workspace(extent)?.iter().copied();
+    Invocation::parse("cargo clippy --all-targets").args(workspace).args(deny_warnings).run()?;
+    // Without the features, as most people build it.
+    Invocation::parse("cargo clippy --workspace").args(deny_warnings).run()
 }

@@ -1,9 +1,7 @@
-//! The communicator over MPI, and the program that trains by it: a feature, since most who build this have no MPI.
+//! What the communicator over MPI needs. It is a feature, since most people who build this have no MPI.
 
-use crate::command::Invocation;
 use crate::packages::SystemProgram;
-use crate::stage::Failure;
-use crate::stages::tests;
+use crate::stage::{Extent, Failure};
 
 static NEEDED: [SystemProgram; 3] = [
     SystemProgram { name: "OpenMPI", probe: &["mpirun", "--version"], debian_package: "openmpi-bin" },
@@ -13,7 +11,7 @@ static NEEDED: [SystemProgram; 3] = [
         probe: &["sh", "-c", "echo '#include <mpi.h>' | mpicc -E -x c - > /dev/null 2>&1"],
         debian_package: "libopenmpi-dev",
     },
-    // A library. The name without a version comes with the headers that it needs to read others.
+    // A library. The package whose name has no version comes with the headers that are needed.
     SystemProgram {
         name: "libclang",
         probe: &[
@@ -25,15 +23,12 @@ static NEEDED: [SystemProgram; 3] = [
     },
 ];
 
-/// Of the whole workspace, so that all that has been built without the feature is built once.
-const FEATURES: [&str; 3] = ["--workspace", "--features", "paramhub/mpi,paramhub-mpi/mpi"];
-/// What has tests that need it.
-const TESTS: [&str; 6] = ["--test", "mpi", "--test", "e2e_mpi", "--test", "e2e_bench_designs"];
-
-pub(crate) fn check() -> Result<(), Failure> {
+/// What cargo builds, lints and tests: everything, and the communicator over MPI unless the run is to be quick.
+/// All stages pass the same, so that cargo builds each crate once.
+pub(crate) fn workspace(extent: Extent) -> Result<&'static [&'static str], Failure> {
+    if extent == Extent::Quick {
+        return Ok(&["--workspace"]);
+    }
     NEEDED.iter().try_for_each(SystemProgram::ensure)?;
-    let targets = ["--lib", "--bins"].into_iter().chain(TESTS);
-    Invocation::parse("cargo clippy").args(FEATURES).args(targets).args(["--", "-D", "warnings"]).run()?;
-    Invocation::parse("cargo test --doc --package paramhub-mpi --features mpi").run()?;
-    tests::run_of(&[&FEATURES[..], &TESTS].concat())
+    Ok(&["--workspace", "--features", "paramhub-cli/mpi,paramhub-mpi/mpi"])
 }

@@ -1,28 +1,34 @@
 //! The Python package as its users get it: built once as a wheel, installed where nothing else is, and tested beside torch.
 //!
-//! Everything lies in `target/python`. Where packages come from is the caller's affair: pip's and uv's own settings hold.
+//! All files are in `target/python`. The caller's settings of pip and uv decide where packages come from.
 
 mod environment;
+
+use std::process::Command;
 
 use crate::args::TestOptions;
 use crate::command::Invocation;
 use crate::packages::SystemProgram;
-use crate::stage::Failure;
+use crate::stage::{Extent, Failure};
 
 use environment::Environment;
 
-/// Pinned, so that a release made tomorrow cannot break a build of today. maturin is what `pyproject.toml` asks for: the
-/// wheel is built without an environment of its own, whose changing path would make cargo build everything again.
+/// Pinned, so that a release made tomorrow cannot break a build of today. `pyproject.toml` requires maturin.
+/// The wheel is built without an isolated environment, whose changing path would make cargo build everything
+/// again.
 const TOOLS: [&str; 4] = ["uv==0.13.8", "maturin==1.16.0", "ruff==0.17.5", "mypy==2.4.1"];
 const PYTEST: &str = "pytest==9.2.0";
 const OUR_PYTHON: [&str; 6] =
     ["python", "examples/pytorch", "bench/pytorch", "bench/models", "bench/soak", "xtask"];
-/// What docs/pytorch.md has recipes for, and an example, which the tests run.
+/// Frameworks for which docs/pytorch.md has recipes and an example, which the tests of a full run use.
 const FRAMEWORKS: [&str; 3] =
     ["accelerate==1.15.0", "transformers==5.23.0; python_version >= '3.11'", "lightning==2.6.6"];
 
+/// Rooms that a program which links the API, and so the wheel, has nothing of.
+const NOT_IN_THE_WHEEL: [&str; 3] = ["paramhub-bench", "paramhub-train", "plotters"];
+
 const WHEELS: &str = "target/python/wheels";
-/// What a user waits for when installing.
+/// A user who installs the wheel waits for so many bytes.
 const WHEEL_BYTES_MAX: u64 = 15_000_000;
 
 static VENV: SystemProgram = SystemProgram {
@@ -42,9 +48,10 @@ pub(crate) fn check(options: &TestOptions) -> Result<(), Failure> {
     tools.python().args(["-m", "pip", "install", "--quiet"]).args(TOOLS).run()?;
 
     lint(&tools)?;
+    check_dependencies()?;
     let wheel = build_wheel(&tools)?;
     install_alone(&wheel)?;
-    run_tests(&tools, &wheel, options.torch.as_deref())
+    run_tests(&tools, &wheel, options)
 }
 
 fn lint(tools: &Environment) -> Result<(), Failure> {
@@ -53,10 +60,27 @@ fn lint(tools: &Environment) -> Result<(), Failure> {
     tools.program("mypy").run()
 }
 
-/// What `pip install .` builds, but with the profile of the other tests: most of it has been built already, while with that of
-/// releases everything would be built again. It lies in cargo's own target folder.
+/// A build of the whole workspace would show nothing: there the command line has all its features.
+fn check_dependencies() -> Result<(), Failure> {
+    let tree = ["tree", "--package", "paramhub-python", "--edges", "normal", "--prefix", "none"];
+    let listed = Command::new("cargo").args(tree).output();
+    let listed = listed.map_err(|error| failure(&format!("cargo cannot be run: {error}")))?;
+    if !listed.status.success() {
+        return Err(failure(&format!("cargo tree failed: {}", String::from_utf8_lossy(&listed.stderr))));
+    }
+    let listed = String::from_utf8_lossy(&listed.stdout);
+    let mut names = listed.lines().filter_map(|line| line.split_whitespace().next());
+    match names.find(|name| NOT_IN_THE_WHEEL.contains(name)) {
+        Some(name) => Err(failure(&format!("the wheel contains {name}: which dependency brings it?"))),
+        None => Ok(()),
+    }
+}
+
+/// Builds what `pip install .` builds, but with the profile of the other tests: most of it has been built
+/// already, while the release profile would build everything again. The wheel is in cargo's own target
+/// folder.
 fn build_wheel(tools: &Environment) -> Result<String, Failure> {
-    // An earlier version's wheel would lie beside the new one.
+    // The wheel of an earlier version would remain beside the new one.
     let _ = std::fs::remove_dir_all(WHEELS);
     tools
         .program("uv")
@@ -77,7 +101,7 @@ fn build_wheel(tools: &Environment) -> Result<String, Failure> {
     Ok(wheel.path().display().to_string())
 }
 
-/// Into an environment with nothing else: the package needs nothing.
+/// Installs the wheel into an empty environment: the package has no dependencies.
 fn install_alone(wheel: &str) -> Result<(), Failure> {
     let alone = Environment::new("alone");
     alone.create_anew()?;
@@ -85,16 +109,21 @@ fn install_alone(wheel: &str) -> Result<(), Failure> {
     alone.python().args(["-I", "xtask/src/stages/python/alone.py"]).run()
 }
 
-fn run_tests(tools: &Environment, wheel: &str, torch: Option<&str>) -> Result<(), Failure> {
+fn run_tests(tools: &Environment, wheel: &str, options: &TestOptions) -> Result<(), Failure> {
+    let (torch, is_full) = (options.torch.as_deref(), options.extent == Extent::Full);
     let tests = Environment::new(&format!("tests-torch-{}", torch.unwrap_or("newest")));
     tests.create_unless_there()?;
     let torch = torch.map_or("torch".to_owned(), |version| format!("torch=={version}.*"));
-    tests.install(tools, &[&[torch.as_str(), "numpy", PYTEST][..], &FRAMEWORKS[..]].concat())?;
-    // Its version is the same every time, and its content is not.
+    let frameworks = if is_full { &FRAMEWORKS[..] } else { &[] };
+    tests.install(tools, &[&[torch.as_str(), "numpy", PYTEST][..], frameworks].concat())?;
+    // The wheel's version is the same every time, but its content is not.
     let again = ["--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel];
     tests.python().args(["-m", "pip", "install"]).args(again).run()?;
     tests.python().args(["-c", "import torch; print('torch', torch.__version__)"]).run()?;
-    tests.python().args(["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"]).run()
+    let selection: &[&str] =
+        if is_full { &[] } else { &["-m", "not full", "--ignore=python/tests/frameworks"] };
+    let pytest = ["-m", "pytest", "--durations=15", "-p", "no:cacheprovider"];
+    tests.python().args(pytest).args(selection.iter().copied()).run()
 }
 
 fn failure(reason: &str) -> Failure {

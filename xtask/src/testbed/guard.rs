@@ -1,4 +1,4 @@
-//! One at a time, and never a testbed left in parts.
+//! Ensures that only one process changes a testbed at a time, and that no testbed is left in parts.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
@@ -11,21 +11,21 @@ use super::raise::take_down;
 use super::shape::Shape;
 use super::{Problem, options};
 
-/// As gone after a restart as the namespaces themselves.
+/// Like the namespaces, the folder is gone after a restart.
 const FOLDER: &str = "/run/paramhub-testbed";
-/// How long a guard that takes an interrupted testbed down may take.
+/// How long a process waits for the lock: a guard may be taking an interrupted testbed down.
 const LOCK_PATIENCE: Duration = Duration::from_secs(15);
-/// How often a guard tries.
+/// How long a guard tries to take a testbed down.
 const GUARD_PATIENCE: Duration = Duration::from_secs(10);
-/// A testbed that nothing was added to for so long is down.
+/// A testbed is down if nothing was added to it for so long.
 const QUIET: Duration = Duration::from_millis(300);
-/// What a guard hears when all went well.
+/// What the builder writes to its guard when it has succeeded.
 const ALL_IS_WELL: &[u8] = b"well";
 
 /// The right to change a testbed.
 pub(super) struct Lock {
     name: String,
-    /// Its content are the flags that ask for the testbed, once it is there.
+    /// The lock file. Its content is the flags that ask for the testbed, once the testbed is there.
     file: File,
 }
 
@@ -54,7 +54,7 @@ impl Lock {
         }
     }
 
-    /// Says what the testbed is, or that there is none.
+    /// Records the testbed that is there, or that there is none.
     pub(super) fn write(&mut self, shape: Option<&Shape>) -> Result<(), Problem> {
         let text = shape.map(Shape::to_string).unwrap_or_default();
         let written = self.file.set_len(0).and_then(|()| std::fs::write(path(&self.name), text));
@@ -72,8 +72,8 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from(format!("{FOLDER}/{name}"))
 }
 
-/// A process that takes the testbed down should this one end before it says that all is well: by Ctrl-C, a panic or a
-/// kill that nobody can catch.
+/// A process that takes the testbed down if this one ends before it reports success: by Ctrl-C, a panic or a
+/// kill that cannot be caught.
 pub(super) struct Guard {
     process: Child,
     pipe: ChildStdin,
@@ -85,10 +85,10 @@ impl Guard {
         let program = std::env::current_exe().map_err(unable)?;
         let mut process = Command::new(program)
             .args(["testbed-guard", &lock.name])
-            // Ctrl-C is not for the guard.
+            // The guard must not receive Ctrl-C.
             .process_group(0)
             .stdin(Stdio::piped())
-            // It prints nothing there: that is how it holds the lock as long as it lives.
+            // The guard prints nothing there. It inherits the file only to hold the lock as long as it lives.
             .stdout(lock.file.try_clone().map_err(unable)?)
             .spawn()
             .map_err(unable)?;
@@ -97,7 +97,7 @@ impl Guard {
     }
 
     pub(super) fn dismiss(mut self) {
-        // A guard that is gone guards nothing.
+        // The guard may be gone already.
         let _ = self.pipe.write_all(ALL_IS_WELL);
         drop(self.pipe);
         let _ = self.process.wait();
@@ -125,7 +125,7 @@ pub(crate) fn stand(name: &str) -> ExitCode {
     }
 }
 
-/// What the dead process had started last may still be creating namespaces, or deleting them.
+/// Processes that the dead process started last may still be creating namespaces, or deleting them.
 fn take_down_behind(name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + GUARD_PATIENCE;
     loop {

@@ -21,7 +21,7 @@ pub(crate) use probe::end::play as play_end;
 
 use crate::packages::SystemProgram;
 
-/// What tests look for: nothing is wrong, but this machine has no testbeds.
+/// The exit code by which tests recognise that nothing is wrong, but this machine permits no testbeds.
 const EXIT_NOT_PERMITTED: u8 = 3;
 
 static IPROUTE2: [SystemProgram; 2] = [
@@ -29,12 +29,12 @@ static IPROUTE2: [SystemProgram; 2] = [
     SystemProgram { name: "tc", probe: &["tc", "-V"], debian_package: "iproute2" },
 ];
 
-/// What the caller asked for.
+/// The task that the caller asked for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Task {
     Help,
     Up(Shape),
-    /// Up until stdin ends.
+    /// Keeps a testbed up until stdin ends.
     Hold(Shape),
     Down {
         name: String,
@@ -59,18 +59,18 @@ pub(crate) enum Task {
         scenario: String,
         json: Option<String>,
         svg: Option<String>,
-        /// For bench/rack/run.
+        /// Further arguments for bench/rack/run.
         more: Vec<String>,
     },
 }
 
-/// Why it cannot be done.
+/// Why a task cannot be done.
 #[derive(Debug)]
 enum Problem {
-    /// This machine or this user has no testbeds.
+    /// This machine does not permit this user to create testbeds.
     NotPermitted(String),
     Failed(String),
-    /// A program of a testbed has said itself what was wrong.
+    /// A program of a testbed ended with this exit code and has printed the reason itself.
     Ended(u8),
 }
 
@@ -120,10 +120,10 @@ fn try_to(task: Task) -> Result<(), Problem> {
             }
         }
         Task::Probe { name, json } => {
-            let carried = probe::probe(&expect(&name)?)?;
-            carried.iter().for_each(|kind| println!("{}", kind.line()));
+            let measured = probe::probe(&expect(&name)?)?;
+            measured.iter().for_each(|kind| println!("{}", kind.line()));
             if let Some(path) = json {
-                let kinds: Vec<String> = carried.iter().map(probe::Carried::json).collect();
+                let kinds: Vec<String> = measured.iter().map(probe::LinkMeasurement::json).collect();
                 std::fs::write(&path, format!("[{}]\n", kinds.join(", ")))
                     .map_err(|error| Problem::Failed(format!("{path}: {error}")))?;
             }
@@ -137,7 +137,7 @@ fn try_to(task: Task) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Whatever fails or breaks off leaves nothing behind.
+/// Does the work under a guard, so that nothing is left behind if it fails or breaks off.
 fn guarded(name: &str, work: impl FnOnce(&mut Lock) -> Result<(), Problem>) -> Result<(), Problem> {
     let mut lock = Lock::take(name)?;
     refuse_a_second(name)?;
@@ -172,13 +172,14 @@ fn up(shape: &Shape, lock: &mut Lock) -> Result<(), Problem> {
     lock.write(Some(shape))
 }
 
-/// Up, the scenario, down.
+/// Brings the testbed up, runs the scenario and takes the testbed down.
 fn run(name: &str, scenario: &str, files: scenario::Files<'_>, more: &[String]) -> Result<(), Problem> {
     let shape = scenario::shape(name, scenario)?;
     up_during(&shape, || scenario::run(&shape, scenario, files, more))
 }
 
-/// For programs that use a testbed: even where they are killed, their end of a pipe is closed.
+/// Keeps a testbed up for the program that holds the other end of stdin. Even if that program is killed, its
+/// end is closed.
 fn hold(shape: &Shape) -> Result<(), Problem> {
     up_during(shape, || {
         let read = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
@@ -214,7 +215,7 @@ fn status(name: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Replaces this process.
+/// Replaces this process by the command.
 fn exec(shape: &Shape, host: &str, command: &[String]) -> Problem {
     if !shape.hosts().iter().any(|known| known.name == host) {
         let name = &shape.name;
@@ -233,7 +234,7 @@ fn expect(name: &str) -> Result<Shape, Problem> {
     })
 }
 
-/// In words.
+/// The parts of the testbed, in words.
 fn contents(shape: &Shape) -> String {
     let Shape { racks, workers, rate, hub_interfaces, core_rate, .. } = shape;
     let last = interface(hub_interfaces - 1);

@@ -38,76 +38,76 @@ pub(crate) fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Task,
         let task = if rest.len() < before { Task::Hold } else { Task::Up };
         return shape(rest.into_iter()).map(task);
     }
-    let mut words = Words::split(arguments)?;
-    let name = words.name();
+    let mut parsed = ParsedArguments::split(arguments)?;
+    let name = parsed.name();
     check_name(&name)?;
-    let json = words.take("--json");
-    let mut positional = std::mem::take(&mut words.positional).into_iter();
+    let json = parsed.take("--json");
+    let mut positional = std::mem::take(&mut parsed.positional).into_iter();
     let task = match action.as_str() {
         "down" => Task::Down { name },
         "status" => Task::Status { name },
         "hosts" => Task::Hosts { name },
-        "probe" => return words.finish(positional, Task::Probe { name, json }),
+        "probe" => return parsed.finish(positional, Task::Probe { name, json }),
         "exec" => {
             let host = positional.next().ok_or("testbed exec: which host?")?;
-            if words.command.is_empty() {
+            if parsed.command.is_empty() {
                 return Err("testbed exec: give a command after `--`".into());
             }
-            Task::Exec { name, host, command: std::mem::take(&mut words.command) }
+            Task::Exec { name, host, command: std::mem::take(&mut parsed.command) }
         }
         "run" => {
             let scenario = positional.next().ok_or("testbed run: which scenario? See bench/rack/")?;
-            let more = std::mem::take(&mut words.command);
-            let svg = words.take("--svg");
-            return words.finish(positional, Task::Run { name, scenario, json, svg, more });
+            let more = std::mem::take(&mut parsed.command);
+            let svg = parsed.take("--svg");
+            return parsed.finish(positional, Task::Run { name, scenario, json, svg, more });
         }
         other => return Err(format!("testbed has no action `{other}`")),
     };
     if json.is_some() {
         return Err(format!("testbed {action} writes no file"));
     }
-    words.finish(positional, task)
+    parsed.finish(positional, task)
 }
 
-/// The flags of `up`.
+/// Parses the flags of `up`.
 pub(crate) fn shape(arguments: impl Iterator<Item = String>) -> Result<Shape, String> {
-    let mut words = Words::split(arguments)?;
-    let name = words.name();
-    let racks = words.number("--racks")?.ok_or("testbed up: how many --racks?")?;
-    let workers = words.number("--workers")?.ok_or("testbed up: how many --workers a rack?")?;
-    let rate = words.take("--rate").ok_or("testbed up: at what --rate are the links?")?;
+    let mut parsed = ParsedArguments::split(arguments)?;
+    let name = parsed.name();
+    let racks = parsed.number("--racks")?.ok_or("testbed up: how many --racks?")?;
+    let workers = parsed.number("--workers")?.ok_or("testbed up: how many --workers a rack?")?;
+    let rate = parsed.take("--rate").ok_or("testbed up: at what --rate are the links?")?;
     let mut shape = Shape::new(&name, racks, workers, Rate::parse(&rate)?);
-    if let Some(interfaces) = words.number("--hub-interfaces")? {
+    if let Some(interfaces) = parsed.number("--hub-interfaces")? {
         shape.hub_interfaces = interfaces;
     }
-    if let Some(rate) = words.take("--core-rate") {
+    if let Some(rate) = parsed.take("--core-rate") {
         shape.core_rate = Rate::parse(&rate)?;
     }
-    shape.congestion = words.take("--congestion");
+    shape.congestion = parsed.take("--congestion");
     shape.check()?;
-    let positional = std::mem::take(&mut words.positional).into_iter();
-    words.finish(positional, shape)
+    let positional = std::mem::take(&mut parsed.positional).into_iter();
+    parsed.finish(positional, shape)
 }
 
-/// Arguments by kind.
+/// The arguments by kind.
 #[derive(Default)]
-struct Words {
+struct ParsedArguments {
     flags: Vec<(String, String)>,
     positional: Vec<String>,
-    /// After `--`.
+    /// The arguments after `--`.
     command: Vec<String>,
 }
 
-impl Words {
-    fn split(mut arguments: impl Iterator<Item = String>) -> Result<Words, String> {
-        let mut words = Words::default();
+impl ParsedArguments {
+    fn split(mut arguments: impl Iterator<Item = String>) -> Result<ParsedArguments, String> {
+        let mut parsed = ParsedArguments::default();
         while let Some(argument) = arguments.next() {
             if argument == "--" {
-                words.command.extend(arguments);
+                parsed.command.extend(arguments);
                 break;
             }
             if !argument.starts_with('-') {
-                words.positional.push(argument);
+                parsed.positional.push(argument);
                 continue;
             }
             let (flag, attached) = match argument.split_once('=') {
@@ -115,9 +115,9 @@ impl Words {
                 None => (argument, None),
             };
             let value = attached.or_else(|| arguments.next());
-            words.flags.push((flag.clone(), value.ok_or(format!("{flag} needs a value"))?));
+            parsed.flags.push((flag.clone(), value.ok_or(format!("{flag} needs a value"))?));
         }
-        Ok(words)
+        Ok(parsed)
     }
 
     fn name(&mut self) -> String {
@@ -134,7 +134,7 @@ impl Words {
         text.parse().map(Some).map_err(|_| format!("{flag} {text}: it must be a number"))
     }
 
-    /// Whatever is left was not understood.
+    /// Refuses the arguments that are left over.
     fn finish<T>(self, mut positional: impl Iterator<Item = String>, task: T) -> Result<T, String> {
         let flag = self.flags.into_iter().map(|(flag, _)| flag).next();
         match flag.or(positional.next()).or(self.command.into_iter().next()) {

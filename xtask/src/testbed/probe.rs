@@ -1,4 +1,4 @@
-//! Finds out whether the links carry what they should, both ways at once, before anything is measured on them.
+//! Checks whether the links carry what they should, both ways at once, before anything is measured on them.
 
 pub(super) mod end;
 mod flows;
@@ -7,34 +7,34 @@ use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 
-use flows::{Flow, Wave, waves};
+use flows::{Flow, FlowBatch, flow_batches};
 
 use super::Problem;
 use super::rate::Rate;
 use super::shape::Shape;
 
-/// Of a frame as the queues count it, what TCP carries: 1500 bytes less two headers of 20 and 12 of timestamps, by 1500
-/// and a header of 14.
+/// The share of a frame's bytes, as the queues count them, that is TCP payload: 1500 bytes less two headers
+/// of 20 and 12 of timestamps, by 1500 and a header of 14.
 const PAYLOAD_SHARE: f64 = 1448.0 / 1514.0;
 const TOLERANCE: f64 = 0.05;
-/// A busy machine may fail once.
+/// How often a measurement is tried at most. On a busy machine an attempt may fail.
 const ATTEMPTS: usize = 3;
 
-/// What one kind of link carried.
-pub(super) struct Carried {
+/// The rates of one kind of link.
+pub(super) struct LinkMeasurement {
     what: &'static str,
     rate: Rate,
-    /// How many were used at once, both ways.
+    /// How many links were used at once, both ways.
     links: usize,
-    /// Payload of each link and way, bytes a second, in order.
+    /// The payload of each link and way, in bytes a second, in order.
     ways: Vec<f64>,
-    /// What the rate should come to.
+    /// The payload that the rate should give.
     expected: f64,
-    /// Of all processors, meanwhile.
+    /// The busy share of all processors meanwhile.
     busy: f64,
 }
 
-impl Carried {
+impl LinkMeasurement {
     pub(super) fn median(&self) -> f64 {
         self.ways[self.ways.len() / 2]
     }
@@ -45,7 +45,7 @@ impl Carried {
             && self.ways.last().is_some_and(|highest| error(highest) <= TOLERANCE)
     }
 
-    /// In words.
+    /// The measurement in words.
     pub(super) fn line(&self) -> String {
         let mbit = |speed: f64| speed * 8e-6;
         let (lowest, highest) = (self.ways.first().copied(), self.ways.last().copied());
@@ -63,7 +63,7 @@ impl Carried {
         )
     }
 
-    /// As an object of JSON; bytes a second.
+    /// The measurement as an object of JSON, in bytes a second.
     pub(super) fn json(&self) -> String {
         format!(
             r#"{{"what": "{}", "rate": "{}", "links": {}, "payload": {:.0}, "lowest": {:.0}, "highest": {:.0}, "expected": {:.0}, "busy": {:.3}}}"#,
@@ -79,19 +79,19 @@ impl Carried {
     }
 }
 
-/// One result for each kind of link.
-pub(super) fn probe(shape: &Shape) -> Result<Vec<Carried>, Problem> {
-    waves(shape).iter().map(|wave| probe_kind(shape, wave)).collect()
+/// Measures each kind of link.
+pub(super) fn probe(shape: &Shape) -> Result<Vec<LinkMeasurement>, Problem> {
+    flow_batches(shape).iter().map(|flow_batch| probe_kind(shape, flow_batch)).collect()
 }
 
-fn probe_kind(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
+fn probe_kind(shape: &Shape, kind: &[FlowBatch]) -> Result<LinkMeasurement, Problem> {
     let mut last = None;
     for _ in 0..ATTEMPTS {
-        let carried = measure(shape, kind)?;
-        if carried.is_right() {
-            return Ok(carried);
+        let measured = measure(shape, kind)?;
+        if measured.is_right() {
+            return Ok(measured);
         }
-        last = Some(carried);
+        last = Some(measured);
     }
     let line = last.expect("there was an attempt").line();
     Err(Problem::Failed(format!(
@@ -101,14 +101,14 @@ fn probe_kind(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
     )))
 }
 
-/// A kind's waves after one another.
-fn measure(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
+/// Measures the batches of one kind one after the other.
+fn measure(shape: &Shape, kind: &[FlowBatch]) -> Result<LinkMeasurement, Problem> {
     let processors = Processors::read();
     let mut ways = Vec::new();
-    for wave in kind {
-        // Flows that share a link count together.
-        let speeds = exchange(shape, &wave.flows)?;
-        for shared in speeds.chunks(wave.flows_a_link) {
+    for flow_batch in kind {
+        // Flows that share a link are added up.
+        let speeds = exchange(shape, &flow_batch.flows)?;
+        for shared in speeds.chunks(flow_batch.flows_a_link) {
             ways.push(shared.iter().map(|(there, _)| there).sum());
             ways.push(shared.iter().map(|(_, back)| back).sum());
         }
@@ -117,34 +117,34 @@ fn measure(shape: &Shape, kind: &[Wave]) -> Result<Carried, Problem> {
     let first = &kind[0];
     let links = first.flows.len() / first.flows_a_link;
     let (what, rate, expected) = (first.what, first.rate, first.carries.bytes_per_second() * PAYLOAD_SHARE);
-    Ok(Carried { what, rate, links, ways, expected, busy: processors.busy_since() })
+    Ok(LinkMeasurement { what, rate, links, ways, expected, busy: processors.busy_since() })
 }
 
-/// All flows at once; bytes a second that each end received.
+/// Runs all flows at once. Returns the bytes a second that each end received.
 fn exchange(shape: &Shape, flows: &[Flow]) -> Result<Vec<(f64, f64)>, Problem> {
-    let listeners: Vec<End> = flows
+    let listeners: Vec<ProbeProcess> = flows
         .iter()
-        .map(|flow| End::start(shape, &flow.to, &["listen", &flow.to.1.to_string()]))
+        .map(|flow| ProbeProcess::start(shape, &flow.to, &["listen", &flow.to.1.to_string()]))
         .collect::<Result<_, _>>()?;
     let mut dialled = Vec::new();
     for (flow, mut listener) in flows.iter().zip(listeners) {
         let port = listener.hear()?;
         let port = port.parse().map_err(|_| Problem::Failed(format!("an end of the probe said `{port}`")))?;
         let to = SocketAddr::new(flow.to.1.into(), port).to_string();
-        let dialler = End::start(shape, &flow.from, &["dial", &flow.from.1.to_string(), &to])?;
+        let dialler = ProbeProcess::start(shape, &flow.from, &["dial", &flow.from.1.to_string(), &to])?;
         dialled.push((dialler, listener));
     }
     dialled.iter_mut().map(|(dialler, listener)| Ok((listener.speed()?, dialler.speed()?))).collect()
 }
 
-/// A process of the probe in a namespace; ended when dropped.
-struct End {
+/// A process of the probe in a namespace. It is ended when this is dropped.
+struct ProbeProcess {
     process: Child,
     words: BufReader<std::process::ChildStdout>,
 }
 
-impl End {
-    fn start(shape: &Shape, at: &flows::Place, arguments: &[&str]) -> Result<End, Problem> {
+impl ProbeProcess {
+    fn start(shape: &Shape, at: &flows::HostAddress, arguments: &[&str]) -> Result<ProbeProcess, Problem> {
         let unable = |error| Problem::Failed(format!("cannot start the probe in {}: {error}", at.0));
         let program = std::env::current_exe().map_err(unable)?;
         let mut process = Command::new("ip")
@@ -157,14 +157,14 @@ impl End {
             .spawn()
             .map_err(unable)?;
         let words = BufReader::new(process.stdout.take().expect("it is piped"));
-        Ok(End { process, words })
+        Ok(ProbeProcess { process, words })
     }
 
     fn hear(&mut self) -> Result<String, Problem> {
         let mut line = String::new();
         match self.words.read_line(&mut line) {
             Ok(1..) => Ok(line.trim().to_owned()),
-            // It has said why on stderr.
+            // The process has printed the reason on stderr.
             _ => Err(Problem::Failed("an end of the probe ended too early".into())),
         }
     }
@@ -175,15 +175,15 @@ impl End {
     }
 }
 
-impl Drop for End {
+impl Drop for ProbeProcess {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// What all processors have done since the machine's start, in ticks.
+/// The time of all processors since the machine's start, in ticks.
 struct Processors {
     all: u64,
     idle: u64,
@@ -209,16 +209,16 @@ impl Processors {
 mod tests {
     use super::*;
 
-    fn carried(ways: &[f64]) -> Carried {
+    fn measured(ways: &[f64]) -> LinkMeasurement {
         let rate = Rate(8_000_000);
-        Carried { what: "links", rate, links: 1, ways: ways.into(), expected: 1e6, busy: 0.5 }
+        LinkMeasurement { what: "links", rate, links: 1, ways: ways.into(), expected: 1e6, busy: 0.5 }
     }
 
     #[test]
     fn every_link_must_carry_its_rate_each_way_no_less_and_no_more() {
-        assert!(carried(&[0.96e6, 1e6, 1.04e6]).is_right());
-        assert!(!carried(&[0.94e6, 1e6]).is_right());
-        assert!(!carried(&[1e6, 1.06e6]).is_right());
-        assert!(!carried(&[]).is_right());
+        assert!(measured(&[0.96e6, 1e6, 1.04e6]).is_right());
+        assert!(!measured(&[0.94e6, 1e6]).is_right());
+        assert!(!measured(&[1e6, 1.06e6]).is_right());
+        assert!(!measured(&[]).is_right());
     }
 }

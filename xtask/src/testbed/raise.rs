@@ -6,18 +6,22 @@ use super::Problem;
 use super::shape::{Host, Link, PREFIX_BITS, Shape, interface, prefix};
 use super::system::{batch, call, namespaces, remove};
 
-/// What may leave at once: a packet of 64 KB as the stack hands it to a virtual interface, with the headers of all its
-/// frames. A smaller bucket would have the kernel cut every one into frames, at several times the processor time.
+/// The bytes that may leave at once: a packet of 64 KB as the stack hands it to a virtual interface, with the
+/// headers of all its frames. With a smaller bucket the kernel would cut every packet into frames, at several
+/// times the processor time.
 const BURST_BYTES_MIN: u64 = 72 << 10;
 const BURST_SECONDS: f64 = 0.001;
-/// Some packets of 64 KB of each of many hosts that send to one: what a port of a rack's switch may hold.
+/// The usual queue of a port of a rack's switch: some packets of 64 KB from each of many hosts that send to
+/// one.
 const QUEUE_BYTES: u64 = 2 << 20;
-/// Of a fast link the queue is longer, of a slow one shorter: so long may a packet wait for its turn.
+/// How long a packet may wait for its turn, at least and at most: the queue of a fast link is longer, that of
+/// a slow one shorter.
 const QUEUE_SECONDS: (f64, f64) = (0.02, 0.1);
-/// Where each interface of a host with several has a table of its own.
+/// Each interface of a host with several has a routing table, numbered from here.
 const TABLE_FIRST: usize = 100;
 
-/// Creates one namespace with everything a testbed needs, and removes it: tells what is not allowed from what went wrong.
+/// Creates one namespace with all that a testbed needs, and removes it. That separates what is not permitted
+/// from what fails.
 pub(super) fn try_out(name: &str) -> Result<(), Problem> {
     let namespace = format!("{}try", prefix(name));
     let forbidden = |what: &'static str| {
@@ -76,7 +80,7 @@ pub(super) fn build(shape: &Shape) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Everything of a testbed, whole or in parts; how many namespaces there were.
+/// Takes a testbed down, whole or in parts. Returns how many namespaces there were.
 pub(super) fn take_down(name: &str) -> Result<usize, Problem> {
     let found = namespaces(&prefix(name))?;
     if !found.is_empty() {
@@ -85,8 +89,9 @@ pub(super) fn take_down(name: &str) -> Result<usize, Problem> {
     Ok(found.len())
 }
 
-/// A host with several interfaces in one network answers for each address on its own interface alone. No IPv6: what it
-/// says by itself would be counted with the bytes of an exchange.
+/// Configures a namespace. A host with several interfaces in one network answers for each address on its own
+/// interface alone. IPv6 is off: the packets that it sends by itself would be counted with the bytes of an
+/// exchange.
 fn configure(namespace: &str, congestion: Option<&str>) -> Result<(), Problem> {
     let script = "cd /proc/sys/net && \
         for kind in all default; do \
@@ -131,7 +136,8 @@ fn address(host: &Host) -> Vec<String> {
     lines
 }
 
-/// Without it everything would leave through the first of several interfaces in one network.
+/// Routes by the source address. Otherwise all packets would leave through the first of several interfaces in
+/// one network.
 fn route_by_source(number: usize, address: Ipv4Addr) -> [String; 2] {
     let (interface, table) = (interface(number), TABLE_FIRST + number);
     let [a, b, ..] = address.octets();

@@ -1,10 +1,10 @@
-//! How fast a link is.
+//! The rate of a link.
 
 use std::fmt;
 
 const UNITS: [(&str, u64); 3] = [("gbit", 1_000_000_000), ("mbit", 1_000_000), ("kbit", 1_000)];
 
-/// Bits a second, written as tc does: 250mbit.
+/// A rate in bits a second, written as tc does: 250mbit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rate(pub(crate) u64);
 

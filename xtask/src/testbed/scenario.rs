@@ -1,4 +1,5 @@
-//! Runs what a file of bench/rack/ describes. Its rows are measured by the conductor of bench/peers, which is Python.
+//! Runs the scenario in a file of bench/rack/. Its rows are measured by the driver of bench/peers, which is
+//! Python.
 
 use std::process::Command;
 
@@ -7,9 +8,9 @@ use super::options;
 use super::shape::Shape;
 use super::system::call;
 
-const CONDUCTOR: &str = "bench/rack/run";
+const DRIVER: &str = "bench/rack/run";
 
-/// What is to be written.
+/// The files to be written.
 #[derive(Clone, Copy)]
 pub(super) struct Files<'a> {
     pub(super) json: Option<&'a str>,
@@ -18,18 +19,18 @@ pub(super) struct Files<'a> {
 
 /// The testbed that a scenario asks for.
 pub(super) fn shape(name: &str, scenario: &str) -> Result<Shape, Problem> {
-    let flags = call("python3", &[CONDUCTOR, "--print-testbed", scenario], "").map_err(Problem::Failed)?;
+    let flags = call("python3", &[DRIVER, "--print-testbed", scenario], "").map_err(Problem::Failed)?;
     let flags = flags.split_whitespace().map(str::to_owned);
     let named = ["--name".to_owned(), name.to_owned()];
     options::shape(flags.chain(named)).map_err(|why| Problem::Failed(format!("{scenario}: {why}")))
 }
 
-/// Measures every row in rounds.
+/// Measures every row, in rounds.
 pub(super) fn run(shape: &Shape, scenario: &str, files: Files<'_>, more: &[String]) -> Result<(), Problem> {
-    let unable = |error| Problem::Failed(format!("cannot start {CONDUCTOR}: {error}"));
+    let unable = |error| Problem::Failed(format!("cannot start {DRIVER}: {error}"));
     let mut command = Command::new("python3");
-    command.arg(CONDUCTOR).arg(scenario).args(["--name", &shape.name]);
-    // It asks for hosts and has links probed.
+    command.arg(DRIVER).arg(scenario).args(["--name", &shape.name]);
+    // The driver calls xtask for hosts and for probes of links.
     command.arg("--xtask").arg(std::env::current_exe().map_err(unable)?);
     for (flag, file) in [("--json", files.json), ("--svg", files.svg)] {
         if let Some(path) = file {

@@ -1,4 +1,4 @@
-//! What a testbed is made of: hosts, switches and links, by name and address. Nothing here touches the system.
+//! The parts of a testbed: hosts, switches and links, by name and address. Nothing here touches the system.
 
 use std::fmt;
 use std::net::Ipv4Addr;
@@ -6,56 +6,57 @@ use std::net::Ipv4Addr;
 use super::rate::Rate;
 
 pub(crate) const NAME_DEFAULT: &str = "phub";
-/// Two testbeds side by side do not see each other, so all have the same addresses.
+/// All testbeds have the same addresses, since testbeds side by side cannot reach each other.
 pub(crate) const PREFIX_BITS: u8 = 16;
 const RACKS_MAX: usize = 16;
 const WORKERS_MAX: usize = 64;
 const INTERFACES_MAX: usize = 64;
-/// What each rack's numbers of hub interfaces begin after: above every worker's.
+/// The first number of hub interfaces in each rack: above those of all workers.
 const FIRST_OF_HUB: usize = 101;
 
 /// A testbed as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
-    /// What every namespace's name begins with.
+    /// The beginning of every namespace's name.
     pub(crate) name: String,
     pub(crate) racks: usize,
-    /// In each rack.
+    /// Workers in each rack.
     pub(crate) workers: usize,
-    /// Of each host's links, each way.
+    /// The rate of each host's links, each way.
     pub(crate) rate: Rate,
-    /// Of each rack's hub host.
+    /// Interfaces of each rack's hub host.
     pub(crate) hub_interfaces: usize,
-    /// Between each rack and the core, each way.
+    /// The rate between each rack and the core, each way.
     pub(crate) core_rate: Rate,
-    /// How TCP controls congestion on all hosts; None is as outside of the testbed.
+    /// The congestion control of TCP on all hosts; `None` is that of the system.
     pub(crate) congestion: Option<String>,
 }
 
 /// A namespace with addresses.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Such as r0w3 or r0hub.
+    /// The name, such as r0w3 or r0hub.
     pub(crate) name: String,
     pub(crate) rack: usize,
-    /// Of eth0, eth1, and so on.
+    /// The addresses of eth0, eth1, and so on.
     pub(crate) addresses: Vec<Ipv4Addr>,
 }
 
-/// A pair of interfaces, each in a namespace; both ends send at most at the rate.
+/// A pair of interfaces, each in a namespace. Both ends send at most at the rate.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Link {
-    /// A bridge's namespace, and its port.
+    /// The namespace of a bridge, and its port.
     pub(crate) switch: (String, String),
-    /// A host's namespace or another switch's, and its interface.
+    /// The namespace of a host or of another switch, and its interface.
     pub(crate) end: (String, String),
     pub(crate) rate: Rate,
-    /// Both ends are ports of bridges.
+    /// Whether both ends are ports of bridges.
     pub(crate) is_trunk: bool,
 }
 
 impl Shape {
-    /// A hub with as many interfaces as a rack has workers, and a core that takes all they send.
+    /// A shape whose hubs have as many interfaces as a rack has workers, and whose core carries all that they
+    /// send.
     pub(crate) fn new(name: &str, racks: usize, workers: usize, rate: Rate) -> Shape {
         let core_rate = Rate(rate.0 * workers as u64);
         Shape {
@@ -81,7 +82,7 @@ impl Shape {
             }
         }
         match &self.congestion {
-            // It becomes part of a shell's line.
+            // The name becomes part of a shell's line.
             Some(name) if name.is_empty() || name.bytes().any(|byte| !byte.is_ascii_alphanumeric()) => {
                 Err(format!("--congestion {name}: give a name such as cubic"))
             }
@@ -89,7 +90,7 @@ impl Shape {
         }
     }
 
-    /// Rack by rack, workers first.
+    /// The hosts, rack by rack, workers first.
     pub(crate) fn hosts(&self) -> Vec<Host> {
         let of_rack = |rack: usize| {
             let worker = move |worker| Host {
@@ -105,13 +106,13 @@ impl Shape {
         (0..self.racks).flat_map(of_rack).collect()
     }
 
-    /// Namespaces of bridges: each rack's, and the core's where there is more than one rack.
+    /// The namespaces of bridges: each rack's, and the core's if there is more than one rack.
     pub(crate) fn switches(&self) -> Vec<String> {
         let racks = (0..self.racks).map(|rack| self.namespace(&switch(rack)));
         racks.chain((self.racks > 1).then(|| self.namespace("core"))).collect()
     }
 
-    /// Hosts' links, then those between racks and core.
+    /// The links of hosts, then those between racks and core.
     pub(crate) fn links(&self) -> Vec<Link> {
         let mut links = Vec::new();
         for host in self.hosts() {
@@ -144,7 +145,7 @@ impl Shape {
     }
 }
 
-/// As the flags that ask for it.
+/// The flags that ask for this shape.
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Shape { name, racks, workers, rate, hub_interfaces, core_rate, congestion } = self;
@@ -154,7 +155,7 @@ impl fmt::Display for Shape {
     }
 }
 
-/// No testbed's names begin with another's prefix, for names hold no hyphen.
+/// Checks a name. Names hold no hyphen, so that none of one testbed's begins with another's prefix.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
     let is_plain = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
     match (1..=16).contains(&name.len()) && is_plain {
@@ -163,12 +164,12 @@ pub(crate) fn check_name(name: &str) -> Result<(), String> {
     }
 }
 
-/// What the names of all namespaces of a testbed begin with.
+/// The beginning of the names of all namespaces of a testbed.
 pub(crate) fn prefix(name: &str) -> String {
     format!("{name}-")
 }
 
-/// A host's interfaces are called the same on all hosts, as on machines of one kind.
+/// The name of a host's interface, the same on all hosts, as on machines of one kind.
 pub(crate) fn interface(number: usize) -> String {
     format!("eth{number}")
 }
@@ -177,7 +178,7 @@ fn switch(rack: usize) -> String {
     format!("r{rack}switch")
 }
 
-/// All hosts are in one network, so that nothing has to be routed between racks.
+/// An address. All hosts are in one network, so that nothing has to be routed between racks.
 fn address(rack: usize, number: usize) -> Ipv4Addr {
     let octet = |number: usize| u8::try_from(number).expect("numbers are checked");
     Ipv4Addr::new(10, 64, octet(rack), octet(number))
@@ -204,7 +205,7 @@ mod tests {
         assert!(addresses.iter().all(|address| address.is_private()));
         let ends: Vec<_> = links.iter().flat_map(|link| [&link.switch, &link.end]).collect();
         assert_eq!(ends.iter().collect::<HashSet<_>>().len(), ends.len());
-        // The kernel's limit, without its final zero.
+        // The kernel's limit without the final zero.
         assert!(ends.iter().all(|(_, interface)| interface.len() <= 15), "{ends:?}");
     }
 

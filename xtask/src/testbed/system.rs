@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::Problem;
 
-/// How long killed processes may take to be gone.
+/// How long killed processes may take to end.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Runs a program to its end; what it says on stderr is the reason of its failure.
+/// Runs a program to its end. If it fails, the error is its output on stderr.
 pub(super) fn call(program: &str, arguments: &[&str], input: &str) -> Result<String, String> {
     let mut child = Command::new(program)
         .args(arguments)
@@ -29,7 +29,7 @@ pub(super) fn call(program: &str, arguments: &[&str], input: &str) -> Result<Str
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Commands of `ip` or `tc`, one a line, inside a namespace.
+/// Runs commands of `ip` or `tc`, one a line, inside a namespace.
 pub(super) fn batch(program: &str, namespace: &str, lines: &[String]) -> Result<(), Problem> {
     match lines.is_empty() {
         true => Ok(()),
@@ -42,14 +42,14 @@ pub(super) fn batch(program: &str, namespace: &str, lines: &[String]) -> Result<
     }
 }
 
-/// All namespaces with such names.
+/// All namespaces whose names begin with `prefix`.
 pub(super) fn namespaces(prefix: &str) -> Result<Vec<String>, Problem> {
     let listed = call("ip", &["netns", "list"], "").map_err(Problem::Failed)?;
     let names = listed.lines().filter_map(|line| line.split_whitespace().next());
     Ok(names.filter(|name| name.starts_with(prefix)).map(str::to_owned).collect())
 }
 
-/// Every process in a namespace, whoever started it.
+/// Every process in a namespace, whichever process started it.
 pub(super) fn processes(namespace: &str) -> Result<Vec<String>, Problem> {
     let listed = call("ip", &["netns", "pids", namespace], "").map_err(Problem::Failed)?;
     Ok(listed.split_whitespace().map(str::to_owned).collect())
@@ -69,7 +69,7 @@ pub(super) fn remove(namespaces: &[String]) -> Result<(), Problem> {
         if Instant::now() > deadline {
             return Err(Problem::Failed(format!("processes {} do not end", left.join(", "))));
         }
-        // One that has ended meanwhile makes it fail, and the next look finds out.
+        // A process that has ended meanwhile makes `kill` fail; the next look finds that out.
         let _ = Command::new("kill").arg("-KILL").args(&left).stderr(Stdio::null()).status();
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -1,4 +1,4 @@
-//! What goes wrong in a communicator.
+//! Errors of communicators.
 
 use std::sync::Arc;
 
@@ -11,24 +11,24 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum CommunicatorError {
-    /// The connections between the ranks.
+    /// The connections between the ranks failed.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// The ranks of a job do not find one another.
+    /// The ranks of a job cannot reach one another.
     #[error(transparent)]
-    Meeting(Arc<SyncError>),
-    /// The connection manager.
+    Rendezvous(Arc<SyncError>),
+    /// The connection manager refused a call or could not be reached.
     #[error(transparent)]
     Job(#[from] WorkerError),
-    /// Buffers that do not fit the call.
+    /// Buffers do not fit the call.
     #[error("collective `{name}`: {reason}")]
-    Misplaced {
-        /// What was to be exchanged.
+    Misused {
+        /// The name of the exchange.
         name: String,
         /// What does not fit.
         reason: String,
     },
-    /// Ranks do not call the same.
+    /// Ranks make different calls.
     #[error(
         "rank {rank} does not do what rank 0 does: call {sequence} of this communicator is {theirs} there, and {zeros} at rank 0; \
          collectives come in one order at all ranks"
@@ -36,29 +36,29 @@ pub enum CommunicatorError {
     Mismatch {
         /// The first rank that differs from rank 0.
         rank: u32,
-        /// Calls before this one.
+        /// The number of calls before this one.
         sequence: u64,
-        /// What it calls.
+        /// The call of that rank.
         theirs: String,
-        /// What rank 0 calls.
+        /// The call of rank 0.
         zeros: String,
     },
-    /// The library that was called refuses.
+    /// The library that was called refuses the call.
     #[error("rank {rank}: {call}: {reason}")]
     Library {
-        /// Whose call.
+        /// The rank that called it.
         rank: u32,
-        /// What was called, and for what.
+        /// The call, and its purpose.
         call: String,
-        /// What the library says, or what to do.
+        /// The library's message, or what to do.
         reason: String,
     },
-    /// The operating system refuses.
+    /// The operating system refuses a thread, a descriptor or the like.
     #[error("rank {rank}: cannot {what}: {reason}")]
     System {
-        /// Who asked.
+        /// The rank that asked.
         rank: u32,
-        /// What was tried.
+        /// What the rank tried to do.
         what: &'static str,
         /// What the operating system says.
         reason: String,

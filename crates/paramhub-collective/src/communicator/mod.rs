@@ -1,79 +1,96 @@
 //! Communicators: groups of ranks that exchange arrays by calling the same collectives in the same order.
 //!
-//! The order is all that tells collectives of a communicator apart (MPI collectives in DAGs, section 2.2): ranks that call
-//! them in different orders sum what does not belong together, or wait for ever. [`Checking`] finds out.
+//! Only the order distinguishes the collectives of a communicator (MPI collectives in DAGs, section 2.2):
+//! ranks that call them in different orders sum values that do not belong together, or wait for ever.
+//! [`CheckedCommunicator`] detects this.
 
-mod checking;
+mod checked;
+mod collective;
 mod error;
-mod meet;
-mod native;
-mod tracing;
+mod mesh;
+mod rendezvous;
+mod traced;
 
-pub use checking::Checking;
+pub use checked::CheckedCommunicator;
+pub use collective::Collective;
 pub use error::CommunicatorError;
-pub use meet::{MeetOptions, meet};
-pub use native::Native;
+pub use mesh::MeshCommunicator;
 use paramhub_core::codec::Dtype;
-pub use tracing::Tracing;
+pub use rendezvous::{RendezvousOptions, rendezvous};
+pub use traced::TracedCommunicator;
 
-/// One rank's end of a communicator, as MPI has it. All calls block until this rank is done, and are made by one thread at a
-/// time or are put in order by the caller; the same calls come in the same order at every rank.
+/// One rank's communicator, with MPI's semantics. Every call blocks until this rank's part is done. The
+/// caller makes one call at a time, or orders the calls of several threads; every rank makes the same calls
+/// in the same order.
 ///
-/// `name` says what is exchanged, for errors and timelines; the others may not hear of it.
+/// `name` describes the exchange in errors and timelines; it is not sent to the other ranks.
 ///
 /// # Errors
-/// Every method fails if a rank is gone or the calls do not fit together. A communicator that has failed stays so.
+/// Every method fails if a rank is gone or the calls do not match. A communicator that has failed stays
+/// failed.
 pub trait Communicator: Send + Sync {
-    /// This process, counted from 0.
+    /// The rank of this process, counted from 0.
     fn rank(&self) -> u32;
 
-    /// Ranks of the group.
+    /// The number of ranks.
     fn size(&self) -> u32;
 
-    /// How bytes travel between the ranks, for people.
+    /// How bytes travel between the ranks, as text for people.
     fn transport(&self) -> &'static str;
 
-    /// Puts the sum of all ranks' values in the place of each. All ranks get the same bits. Halves are added in
-    /// f32, and may be rounded after each contribution.
-    fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError>;
+    /// Makes a collective call.
+    fn call(&self, name: &str, collective: Collective<'_>) -> Result<(), CommunicatorError>;
 
-    /// Gives `root`'s bytes to every rank, in place.
-    fn broadcast(&self, name: &str, bytes: &mut [u8], root: u32) -> Result<(), CommunicatorError>;
+    /// Another communicator of the same ranks, whose calls have an order of their own. All ranks call this in
+    /// the same order as their other collectives.
+    fn duplicate(&self) -> Result<Box<dyn Communicator>, CommunicatorError>;
 
-    /// Sums `values`, one block for each rank, and leaves this rank its own block's sum.
+    /// Ends the communicator, here and at all other ranks, which receive the reason.
+    fn abort(&self, reason: &str);
+
+    /// Leaves in order. All ranks leave, and make no calls afterwards.
+    fn leave(&self) -> Result<(), CommunicatorError>;
+
+    /// The error that every further call fails with, if it is known before a call.
+    fn failure(&self) -> Option<CommunicatorError> {
+        None
+    }
+
+    /// Whether several threads of this process may be in collectives of this communicator and of its
+    /// duplicates at one time, a thread in each. Calls no rank; the error says what to do where they may not.
+    fn check_threads(&self) -> Result<(), CommunicatorError> {
+        Ok(())
+    }
+
+    /// [`Collective::Allreduce`].
+    fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
+        self.call(name, Collective::Allreduce { values, dtype })
+    }
+
+    /// [`Collective::Broadcast`].
+    fn broadcast(&self, name: &str, bytes: &mut [u8], root: u32) -> Result<(), CommunicatorError> {
+        self.call(name, Collective::Broadcast { bytes, root })
+    }
+
+    /// [`Collective::ReduceScatter`].
     fn reduce_scatter(
         &self,
         name: &str,
         values: &[u8],
         sum: &mut [u8],
         dtype: Dtype,
-    ) -> Result<(), CommunicatorError>;
-
-    /// Gives every rank's `block` to every rank, in rank order. All blocks have one length.
-    fn allgather(&self, name: &str, block: &[u8], all: &mut [u8]) -> Result<(), CommunicatorError>;
-
-    /// Waits until every rank has called it.
-    fn barrier(&self) -> Result<(), CommunicatorError>;
-
-    /// Another communicator of the same ranks, whose calls have an order of their own. All ranks call it, as they call any
-    /// collective.
-    fn duplicate(&self) -> Result<Box<dyn Communicator>, CommunicatorError>;
-
-    /// Ends it, here and at all other ranks, for a reason that these are told.
-    fn abort(&self, reason: &str);
-
-    /// Leaves in order: all ranks do, and nobody calls anything any more.
-    fn leave(&self) -> Result<(), CommunicatorError>;
-
-    /// What every further call fails with, as far as it is known before one is made.
-    fn failure(&self) -> Option<CommunicatorError> {
-        None
+    ) -> Result<(), CommunicatorError> {
+        self.call(name, Collective::ReduceScatter { values, sum, dtype })
     }
 
-    /// Whether threads of this process may be in collectives of this communicator and of its duplicates at one time, a thread
-    /// each. Calls nobody; the error says what to do where they may not.
-    fn check_threads(&self) -> Result<(), CommunicatorError> {
-        Ok(())
+    /// [`Collective::Allgather`].
+    fn allgather(&self, name: &str, block: &[u8], all: &mut [u8]) -> Result<(), CommunicatorError> {
+        self.call(name, Collective::Allgather { block, all })
+    }
+
+    /// [`Collective::Barrier`].
+    fn barrier(&self) -> Result<(), CommunicatorError> {
+        self.call("", Collective::Barrier)
     }
 }
 
@@ -90,30 +107,8 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
         (**self).transport()
     }
 
-    fn allreduce(&self, name: &str, values: &mut [u8], dtype: Dtype) -> Result<(), CommunicatorError> {
-        (**self).allreduce(name, values, dtype)
-    }
-
-    fn broadcast(&self, name: &str, bytes: &mut [u8], root: u32) -> Result<(), CommunicatorError> {
-        (**self).broadcast(name, bytes, root)
-    }
-
-    fn reduce_scatter(
-        &self,
-        name: &str,
-        values: &[u8],
-        sum: &mut [u8],
-        dtype: Dtype,
-    ) -> Result<(), CommunicatorError> {
-        (**self).reduce_scatter(name, values, sum, dtype)
-    }
-
-    fn allgather(&self, name: &str, block: &[u8], all: &mut [u8]) -> Result<(), CommunicatorError> {
-        (**self).allgather(name, block, all)
-    }
-
-    fn barrier(&self) -> Result<(), CommunicatorError> {
-        (**self).barrier()
+    fn call(&self, name: &str, collective: Collective<'_>) -> Result<(), CommunicatorError> {
+        (**self).call(name, collective)
     }
 
     fn duplicate(&self) -> Result<Box<dyn Communicator>, CommunicatorError> {
@@ -137,10 +132,10 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
     }
 }
 
-/// Whether a rank's blocks fit together, for collectives whose blocks have one length.
+/// Checks that a rank's blocks fit together, for collectives whose blocks have one length.
 ///
 /// # Errors
-/// [`CommunicatorError::Misplaced`], which names the exchange.
+/// [`CommunicatorError::Misused`], which names the exchange.
 pub fn check_blocks(
     name: &str,
     size: u32,
@@ -154,7 +149,7 @@ pub fn check_blocks(
         return Ok(());
     }
     let of = dtype.map_or(String::new(), |dtype| format!(" of {dtype}"));
-    Err(CommunicatorError::Misplaced {
+    Err(CommunicatorError::Misused {
         name: name.to_owned(),
         reason: format!("{size} blocks{of} of {one} bytes each are not {all} bytes"),
     })

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use super::trace::Span;
 
-/// Writes the timelines of several processes, each a number, a name, and what it ran.
+/// Writes the timelines of several processes, each with a number, a name and spans.
 ///
-/// What a thread ran and ended is on the thread's own track. What another thread has ended has a track beside them.
+/// A span that a thread began and ended is on that thread's own track. A span that another thread ended has a
+/// track beside them.
 ///
 /// # Errors
-/// If `out` takes no more.
+/// If `out` cannot be written.
 pub fn write_chrome<'a>(
     out: &mut dyn Write,
     processes: impl IntoIterator<Item = (u32, &'a str, &'a [Span])>,
@@ -59,7 +60,7 @@ fn named(what: &str, process: u32, thread: usize, name: &str) -> String {
     )
 }
 
-/// As the format counts.
+/// Microseconds, the unit of the format.
 fn microseconds(time: Duration) -> String {
     format!("{}.{:03}", time.as_micros(), time.subsec_nanos() % 1000)
 }

@@ -1,4 +1,4 @@
-//! What an engine is made with.
+//! The configuration of an engine.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -6,30 +6,33 @@ use std::time::Duration;
 use std::{fmt, thread};
 
 use super::error::EngineError;
-use super::operation::{Kind, Operation, Role};
+use super::operation::{Kind, Operation, OperationRole};
 
-/// Threads of a pool.
+/// The maximum of threads in a pool.
 pub(super) const THREADS_MAX: usize = 256;
-/// Operations in flight that memory can be trusted to hold: some 250 bytes each and what their closures own.
+/// The maximum of operations in flight: they take some 250 bytes each and what their closures own.
 pub(super) const IN_FLIGHT_MAX: u64 = 1 << 24;
 
-/// Threads, bounds, and who watches.
+/// The number of threads of each kind, bounds, and an observer.
 #[derive(Clone)]
 pub struct EngineConfig {
-    /// Threads for [`Kind::Compute`]: by default as many as there are processors. 1 to 256, as for all kinds.
+    /// The number of threads for [`Kind::Compute`]: by default as many as there are processors. 1 to 256, as
+    /// for all kinds.
     pub compute_threads: usize,
-    /// Threads for [`Kind::Copy`]: by default 1, since one saturates the memory of most machines.
+    /// The number of threads for [`Kind::Copy`]: by default 1, since one saturates the memory of most
+    /// machines.
     pub copy_threads: usize,
-    /// Threads for [`Kind::Communicate`]: by default 2. Operations that wait for one another on other machines need as
-    /// many as there are of them at a time.
+    /// The number of threads for [`Kind::Communicate`]: by default 2. Operations that wait for operations of
+    /// other ranks need a thread for each of them that is under way at a time.
     pub communicate_threads: usize,
-    /// Operations that have been pushed and have not ended: by default 65,536, at most 2^24. Whoever pushes more waits
-    /// until a quarter has ended; from inside an operation twice as many may be pushed.
+    /// The maximum of operations in flight, which have been pushed and have not ended: by default 65,536, at
+    /// most 2^24. A thread that pushes more waits until a quarter has ended; from inside an operation twice
+    /// as many may be pushed.
     pub in_flight: u64,
-    /// How long a thread without work looks for some before it sleeps, one of each pool at a time, and how long a waiting
-    /// thread looks before it does: by default 20 µs, less than waking up takes.
+    /// How long an idle thread polls for work before it sleeps, one thread of each pool at a time, and how
+    /// long a waiting thread polls before it sleeps: by default 20 µs, less than waking up takes.
     pub spin: Duration,
-    /// Hears when operations begin and end. Nothing is spent on it where there is none.
+    /// The observer of operations. Without one, observing costs nothing.
     pub observer: Option<Arc<dyn Observer>>,
 }
 
@@ -82,14 +85,14 @@ impl fmt::Debug for EngineConfig {
     }
 }
 
-/// Watches operations run, for a timeline. Called on the thread that runs or ends the operation, before anything that
-/// depends on it begins; it must be quick, and a panic of its own is lost. What is not run because of a failure is not
-/// seen.
+/// Observes operations, for a timeline. The engine calls it on the thread that runs or ends the operation,
+/// before any operation that depends on it begins. It must be quick, and its panics are ignored. It does not
+/// see operations that are not run because of a failure.
 pub trait Observer: Send + Sync {
     /// The calling thread begins the operation.
     fn begin(&self, operation: &Event<'_>);
 
-    /// It has ended. Of a deferred one, this comes from the thread that ended it.
+    /// The operation has ended. For a deferred operation the call comes from the thread that ended it.
     fn end(&self, operation: &Event<'_>, succeeded: bool);
 }
 
@@ -97,13 +100,13 @@ pub trait Observer: Send + Sync {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Event<'a> {
-    /// Counts pushes from 0 on; the same at begin and end.
+    /// The number of the operation, counted in pushes from 0 on; the same at begin and end.
     pub number: u64,
     /// The name it was pushed with.
     pub name: &'a str,
-    /// Whose threads run it.
+    /// The kind of threads that run it.
     pub kind: Kind,
-    /// As pushed.
+    /// The priority it was pushed with.
     pub priority: i32,
 }
 
@@ -111,8 +114,8 @@ impl Event<'_> {
     pub(super) fn of(operation: &Operation) -> Event<'_> {
         let head = operation.0.head();
         let kind = match head.role {
-            Role::Run(kind) => kind,
-            Role::Wait => unreachable!("nobody watches waits"),
+            OperationRole::Run(kind) => kind,
+            OperationRole::Wait => unreachable!("nobody watches waits"),
         };
         Event { number: head.number(), name: &head.name, kind, priority: head.priority }
     }

@@ -1,15 +1,15 @@
-//! What the engine refuses.
+//! Errors of the engine.
 
 use thiserror::Error;
 
 use super::config::{IN_FLIGHT_MAX, THREADS_MAX};
 use super::operation::Kind;
 
-/// Why an operation was not taken.
+/// Why the engine refused an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PushError {
-    /// Pushed from inside an operation, which cannot wait for room.
+    /// The operation was pushed from inside another, which cannot wait for room.
     #[error(
         "operation {operation}: the engine holds {limit} operations, twice what EngineConfig::in_flight allows, and one \
          that is pushed from inside another cannot wait for room; push fewer from inside, or raise in_flight"
@@ -17,7 +17,7 @@ pub enum PushError {
     Full {
         /// The operation's name.
         operation: String,
-        /// Operations that were in flight.
+        /// The number of operations in flight.
         limit: u64,
     },
     /// The engine has been dropped; only a [`Pusher`](super::Pusher) can see this.
@@ -36,27 +36,27 @@ pub enum PushError {
     },
 }
 
-/// Why there is no engine.
+/// Why an engine cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// A pool of no threads never runs anything.
+    /// The number of threads is out of bounds.
     #[error("{threads} threads for {kind} operations: expected 1 to {THREADS_MAX}")]
     Threads {
         /// The pool's kind.
         kind: Kind,
-        /// What was asked for.
+        /// The number of threads asked for.
         threads: usize,
     },
-    /// No room for operations, or more than memory should be bet on.
+    /// There is no room for operations, or more than memory may hold.
     #[error("{0} operations in flight: expected 1 to {IN_FLIGHT_MAX}")]
     InFlight(u64),
-    /// The operating system gives no more threads.
+    /// The operating system cannot start a thread.
     #[error("cannot start a thread for {kind} operations: {error}")]
     Spawn {
         /// The pool's kind.
         kind: Kind,
-        /// What the system said.
+        /// The system's error.
         error: std::io::Error,
     },
 }

@@ -1,25 +1,26 @@
-//! An operation that failed, as those hear who depend on it.
+//! A failed operation, as the operations and waits that depend on it see it.
 
 use std::sync::Arc;
 
 use thiserror::Error;
 
-/// An operation that failed. Every variable that it mutates, or that depends on it, is poisoned with it until a wait has
-/// told.
+/// An operation that failed. It poisons every variable that it mutates or that depends on it, until a wait
+/// has reported it.
 #[derive(Debug, PartialEq, Eq, Error)]
 #[error("operation {operation} failed: {reason}")]
 pub struct Failure {
-    /// Counts pushes from 0 on. Of several failures that meet, the one pushed first goes on, whichever ran first: the
-    /// same program then always tells the same.
+    /// The number of the operation, counted in pushes from 0 on. Where several failures meet, the one pushed
+    /// first is kept, whichever ran first, so that the same program always reports the same failure.
     pub number: u64,
     /// The name it was pushed with.
     pub operation: String,
-    /// What it returned, or the message of its panic.
+    /// The error that it returned, or the message of its panic.
     pub reason: String,
 }
 
 impl Failure {
-    /// Makes `slot` hold the one pushed first; true if it held none.
+    /// Puts `other` into `slot` unless it holds a failure that was pushed earlier; returns whether it was
+    /// empty.
     pub(super) fn meet(slot: &mut Option<Arc<Failure>>, other: &Arc<Failure>) -> bool {
         let first = slot.as_ref().is_none_or(|known| other.number < known.number);
         let was_none = slot.is_none();

@@ -1,4 +1,4 @@
-//! What callers hold: the engine, those who push, and variables.
+//! The handles of callers: the engine, pushers, and variables.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,43 +10,45 @@ use super::builder::OperationBuilder;
 use super::config::EngineConfig;
 use super::error::EngineError;
 use super::failure::Failure;
-use super::graph::{Link, Place};
+use super::graph::{QueueAccess, VariableQueue};
 use super::operation::{Kind, Operation};
 use super::queue::Access;
 use super::shared::Shared;
-use super::waiting::{Telling, Waiting};
+use super::waiting::{WaitCallback, WaitOperation};
 
 /// Runs operations when their variables are ready.
 ///
-/// Dropped, it waits for operations that its threads are running and drops those that have not begun, closures and all.
-/// Whoever wants them to end waits first, which is also where failures are told. Deferred operations that have begun end
-/// when their completion says so; nothing waits for that.
+/// When an engine is dropped, it waits for operations that its threads are running and drops those that have
+/// not begun, with their closures. To let them end, wait first; a wait also reports failures. Deferred
+/// operations that have begun end when their completion does; the engine does not wait for that.
 pub struct Engine {
     pusher: Pusher,
     threads: Vec<JoinHandle<()>>,
-    /// Of each kind, by its number.
+    /// The number of threads of each kind, by the kind's number.
     counts: [usize; Kind::ALL.len()],
     spin: Duration,
 }
 
-/// Pushes operations, also from inside one and from other threads, and does not keep the engine alive.
+/// Pushes operations, also from inside one and from other threads. It does not keep the engine alive.
 #[derive(Clone)]
 pub struct Pusher {
     shared: Arc<Shared>,
 }
 
-/// What operations read and mutate: a name for anything they share, with a queue of those who want it.
+/// A variable that operations read and mutate: it stands for anything they share, and has a queue of the
+/// operations that want it.
 ///
-/// A handle; the engine keeps what it needs when the last is dropped.
+/// It is a handle; after the last one is dropped the engine keeps what it needs.
 ///
-/// An operation that fails poisons all that it mutates. Operations that read or mutate a poisoned variable are not run, and
-/// poison what they mutate in turn. A wait for the variable tells of the failure and makes this variable usable again, for
-/// all that is pushed after the wait; [`Engine::wait_for_all`] does so for all. What the variable stands for is then as
-/// the failed operations have left it.
+/// An operation that fails poisons all that it mutates. The engine does not run operations that read or
+/// mutate a poisoned variable; they poison what they mutate in turn. A wait for the variable reports the
+/// failure and makes this variable usable again, for all that is pushed after the wait;
+/// [`Engine::wait_for_all`] does so for all variables. The data behind the variable is then as the failed
+/// operations have left it.
 #[derive(Clone)]
 pub struct Variable {
     pub(super) engine: u64,
-    pub(super) place: Arc<Place<Operation>>,
+    pub(super) queue: Arc<VariableQueue<Operation>>,
 }
 
 impl Engine {
@@ -76,115 +78,118 @@ impl Engine {
         self.pusher.variable()
     }
 
-    /// An operation to be pushed. Names are for people: failures and timelines show them.
+    /// Builds an operation to push. Names are for people: failures and timelines show them.
     pub fn operation(&self, name: impl Into<Cow<'static, str>>, kind: Kind) -> OperationBuilder<'_> {
         self.pusher.operation(name, kind)
     }
 
-    /// For threads and operations that only push.
+    /// A handle for threads and operations that only push.
     pub fn pusher(&self) -> Pusher {
         self.pusher.clone()
     }
 
-    /// Threads for operations of a kind.
+    /// The number of threads for operations of a kind.
     pub fn threads(&self, kind: Kind) -> usize {
         self.counts[kind as usize]
     }
 
-    /// Operations that have been pushed and have not ended.
+    /// The number of operations that have been pushed and have not ended.
     pub fn in_flight(&self) -> u64 {
-        self.pusher.shared.progress.in_flight()
+        self.pusher.shared.in_flight_limit.in_flight()
     }
 
-    /// Operations that have been pushed since the engine was made.
+    /// The number of operations that have been pushed since the engine was made.
     pub fn pushed(&self) -> u64 {
-        self.pusher.shared.progress.pushed()
+        self.pusher.shared.in_flight_limit.pushed()
     }
 
-    /// Waits until all operations that were pushed before and mutate the variable have ended: it may then be read, until
-    /// somebody pushes another that mutates it.
+    /// Waits until all operations that were pushed before and mutate the variable have ended. Its data may
+    /// then be read, until another operation that mutates it is pushed.
     ///
     /// # Errors
     /// The failure that the variable depends on. The variable is usable again.
     ///
     /// # Panics
-    /// On a thread of this engine, where it might wait for itself, and if the variable is another engine's.
+    /// On a thread of this engine, where it might wait for itself, and if the variable belongs to another
+    /// engine.
     pub fn wait_for_var(&self, variable: &Variable) -> Result<(), Arc<Failure>> {
         self.wait(variable, Access::Read)
     }
 
-    /// Waits until all operations that were pushed before and read or mutate the variable have ended: it may then be
-    /// mutated, until somebody pushes another.
+    /// Waits until all operations that were pushed before and read or mutate the variable have ended. Its
+    /// data may then be mutated, until another operation that touches it is pushed.
     ///
     /// # Errors
-    /// As [`wait_for_var`](Self::wait_for_var).
+    /// See [`wait_for_var`](Self::wait_for_var).
     ///
     /// # Panics
-    /// As [`wait_for_var`](Self::wait_for_var).
+    /// See [`wait_for_var`](Self::wait_for_var).
     pub fn wait_to_mutate(&self, variable: &Variable) -> Result<(), Arc<Failure>> {
         self.wait(variable, Access::Mutate)
     }
 
-    /// [`wait_for_var`](Self::wait_for_var) for those who cannot wait: calls `tell` with what the wait would have returned, on this
-    /// thread or on the one that ends the last of the operations. It must be quick, and must not wait for the engine; a panic of
-    /// its own is lost. Of an engine that is dropped before, it is dropped without having been called.
+    /// [`wait_for_var`](Self::wait_for_var) for threads that cannot wait: calls `callback` with the result of
+    /// the wait, on this thread or on the one that ends the last of the operations. The callback must be
+    /// quick, and must not wait for the engine; its panics are ignored. If the engine is dropped before, the
+    /// callback is dropped without a call.
     ///
     /// # Panics
-    /// If the variable is another engine's.
-    pub fn when_readable<F>(&self, variable: &Variable, tell: F)
+    /// If the variable belongs to another engine.
+    pub fn when_readable<F>(&self, variable: &Variable, callback: F)
     where
         F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
     {
-        self.tell(variable, Access::Read, tell);
+        self.callback(variable, Access::Read, callback);
     }
 
-    /// [`wait_to_mutate`](Self::wait_to_mutate) for those who cannot wait, as [`when_readable`](Self::when_readable).
+    /// [`wait_to_mutate`](Self::wait_to_mutate) for threads that cannot wait; see
+    /// [`when_readable`](Self::when_readable).
     ///
     /// # Panics
-    /// If the variable is another engine's.
-    pub fn when_mutable<F>(&self, variable: &Variable, tell: F)
+    /// If the variable belongs to another engine.
+    pub fn when_mutable<F>(&self, variable: &Variable, callback: F)
     where
         F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
     {
-        self.tell(variable, Access::Mutate, tell);
+        self.callback(variable, Access::Mutate, callback);
     }
 
-    /// Waits until nothing is in flight. While other threads go on pushing, that may never be.
+    /// Waits until no operation is in flight. While other threads go on pushing, it may never return.
     ///
     /// # Errors
-    /// Of all failures that no wait has told of, and those of variables that are still poisoned, the one that was pushed
-    /// first. All count as told, and all variables are usable again.
+    /// The failure that was pushed first, among those that no wait has reported and those of variables that
+    /// are still poisoned. All count as reported, and all variables are usable again.
     ///
     /// # Panics
     /// On a thread of this engine.
     pub fn wait_for_all(&self) -> Result<(), Arc<Failure>> {
         let shared = &self.pusher.shared;
         assert!(!shared.is_own_thread(), "wait_for_all on a thread of the engine would wait for itself");
-        shared.progress.wait_for_fewer_than(1);
-        shared.tell_all().map_or(Ok(()), Err)
+        shared.in_flight_limit.wait_for_fewer_than(1);
+        shared.report_all().map_or(Ok(()), Err)
     }
 
-    fn tell<F>(&self, variable: &Variable, access: Access, tell: F)
+    fn callback<F>(&self, variable: &Variable, access: Access, callback: F)
     where
         F: FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
     {
         let shared = &self.pusher.shared;
         assert_eq!(variable.engine, shared.id, "a variable of another engine");
-        let link = Link { place: Arc::clone(&variable.place), access };
-        shared.push_wait(Operation(Telling::new(link, Arc::clone(shared), tell)));
+        let queue_access = QueueAccess { queue: Arc::clone(&variable.queue), access };
+        shared.push_wait(Operation(WaitCallback::new(queue_access, Arc::clone(shared), callback)));
     }
 
     fn wait(&self, variable: &Variable, access: Access) -> Result<(), Arc<Failure>> {
         let shared = &self.pusher.shared;
         assert!(!shared.is_own_thread(), "a wait on a thread of the engine might wait for itself");
         assert_eq!(variable.engine, shared.id, "a variable of another engine");
-        let failure = variable.place.tell(access).unwrap_or_else(|| {
-            let waiting = Waiting::new(Link { place: Arc::clone(&variable.place), access });
+        let failure = variable.queue.take_outcome_if_idle(access).unwrap_or_else(|| {
+            let waiting = WaitOperation::new(QueueAccess { queue: Arc::clone(&variable.queue), access });
             shared.push_wait(Operation(Arc::clone(&waiting) as _));
             waiting.wait(self.spin)
         });
         failure.map_or(Ok(()), |failure| {
-            shared.told(&failure);
+            shared.reported(&failure);
             Err(failure)
         })
     }
@@ -193,7 +198,8 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.pusher.shared.close();
-        // An operation may own the engine. Its thread cannot wait for itself, nor for those that may wait for it.
+        // The engine may be dropped inside an operation. Its thread cannot wait for itself, nor for threads
+        // that may wait for it.
         if !self.pusher.shared.is_own_thread() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
@@ -214,10 +220,10 @@ impl fmt::Debug for Engine {
 impl Pusher {
     /// A new variable of the engine.
     pub fn variable(&self) -> Variable {
-        Variable { engine: self.shared.id, place: Arc::new(Place::new()) }
+        Variable { engine: self.shared.id, queue: Arc::new(VariableQueue::new()) }
     }
 
-    /// An operation to be pushed.
+    /// Builds an operation to push.
     pub fn operation(&self, name: impl Into<Cow<'static, str>>, kind: Kind) -> OperationBuilder<'_> {
         OperationBuilder::new(&self.shared, name.into(), kind)
     }

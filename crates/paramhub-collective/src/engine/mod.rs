@@ -1,10 +1,11 @@
-//! The dependency engine: operations run when their data is ready (MPI collectives in DAGs, section 3.1; MXNet's
-//! threaded engine).
+//! The dependency engine: operations run when their data is ready (MPI collectives in DAGs, section 3.1;
+//! MXNet's threaded engine).
 //!
-//! Whoever pushes an operation says which [`Variable`]s it reads and which it mutates. The engine runs it as if all
-//! operations ran one by one in order of push, but at the same time wherever that makes no difference: reads of one
-//! variable run together, mutations one at a time. A variable stands for whatever the operations share: a gradient, a
-//! buffer, a communicator. The engine knows nothing of it.
+//! The caller pushes an operation with the [`Variable`]s that it reads and those that it mutates. The effect
+//! is as if all operations ran one by one in order of push, but the engine runs them at the same time
+//! wherever that makes no difference: reads of one variable run together, mutations one at a time. A variable
+//! stands for anything that operations share: a gradient, a buffer, a communicator. The engine itself does
+//! not touch it.
 //!
 //! ```
 //! use paramhub_collective::engine::{Engine, EngineConfig, Kind};
@@ -35,14 +36,14 @@ mod chrome;
 mod config;
 mod error;
 mod failure;
-mod few;
 mod graph;
 mod handle;
+mod in_flight_limit;
 mod operation;
-mod progress;
 mod queue;
 mod ready;
 mod shared;
+mod small_list;
 mod spin;
 mod sync;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What is pushed: a closure, and all that the engine has to know of it.
+//! A pushed operation: its closure, and all that the engine has to know about it.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -8,24 +8,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-use super::graph::{Links, Member};
+use super::graph::{Dependencies, QueuedOperation};
 use super::shared::Shared;
 
-/// Which threads run an operation.
+/// The kind of an operation, which decides which threads run it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// Arithmetic: as many threads as there are processors.
     Compute,
     /// Copies in memory, which would otherwise queue behind arithmetic.
     Copy,
-    /// What mostly waits for others.
+    /// Operations that mostly wait for other processes.
     Communicate,
 }
 
 impl Kind {
     pub(super) const ALL: [Kind; 3] = [Kind::Compute, Kind::Copy, Kind::Communicate];
 
-    /// As in the names of its threads.
+    /// The name of the kind, as in the names of its threads.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Compute => "compute",
@@ -43,62 +43,62 @@ impl fmt::Display for Kind {
 
 /// A counted handle.
 #[derive(Clone)]
-pub(super) struct Operation(pub(super) Arc<dyn Body>);
+pub(super) struct Operation(pub(super) Arc<dyn OperationBody>);
 
-impl Member for Operation {
-    fn links(&self) -> &Links<Operation> {
-        &self.0.head().links
+impl QueuedOperation for Operation {
+    fn dependencies(&self) -> &Dependencies<Operation> {
+        &self.0.head().dependencies
     }
 }
 
-/// One allocation with its closure.
-pub(super) trait Body: Send + Sync {
-    fn head(&self) -> &Head;
+/// The engine's view of an operation, which is one allocation with its closure.
+pub(super) trait OperationBody: Send + Sync {
+    fn head(&self) -> &OperationHead;
 
-    /// None if it ends later, through its [`Completion`].
+    /// Runs the closure. `None` if the operation ends later, through its [`Completion`].
     fn run(&self, operation: &Operation, shared: &Arc<Shared>) -> Option<Outcome>;
 
     /// Drops the closure.
     fn discard(&self);
 
-    /// A panic of the calling thread drops the completion. True if that is the closure's own panic, whose message will end
-    /// the operation.
+    /// Handles a completion that is dropped while the calling thread panics. True if the panic is the
+    /// closure's own, whose message will end the operation.
     fn lose_completion(&self) -> bool {
         false
     }
 }
 
-/// The reason, if it failed.
+/// The result of an operation; the error is the reason of its failure.
 pub(super) type Outcome = Result<(), String>;
 
-pub(super) struct Head {
-    pub(super) links: Links<Operation>,
+pub(super) struct OperationHead {
+    pub(super) dependencies: Dependencies<Operation>,
     pub(super) name: Cow<'static, str>,
-    pub(super) role: Role,
+    pub(super) role: OperationRole,
     pub(super) priority: i32,
-    /// Known when it is pushed.
+    /// The number of the operation, known when it is pushed.
     pub(super) number: AtomicU64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum OperationRole {
     Run(Kind),
-    /// Tells a waiting thread, and is run by whoever makes it ready.
+    /// Wakes a waiting thread; it runs on the thread that makes it ready.
     Wait,
 }
 
-/// Ends with its closure.
+/// An operation that ends with its closure.
 pub(super) struct Task<F> {
-    pub(super) head: Head,
+    pub(super) head: OperationHead,
     pub(super) work: Mutex<Option<F>>,
 }
 
-impl<F, E> Body for Task<F>
+impl<F, E> OperationBody for Task<F>
 where
     F: FnOnce() -> Result<(), E> + Send,
     E: fmt::Display,
 {
-    fn head(&self) -> &Head {
+    fn head(&self) -> &OperationHead {
         &self.head
     }
 
@@ -113,23 +113,23 @@ where
     }
 }
 
-/// Ends when its [`Completion`] says so.
+/// An operation that ends when its [`Completion`] does.
 pub(super) struct Deferred<F> {
-    pub(super) head: Head,
+    pub(super) head: OperationHead,
     pub(super) work: Mutex<Option<F>>,
-    /// Where the closure runs, while it does.
+    /// The thread that runs the closure, while it runs.
     pub(super) runner: Mutex<Runner>,
 }
 
 #[derive(Clone, Copy, Default)]
 pub(super) struct Runner {
     thread: Option<ThreadId>,
-    /// Its panic took the completion along.
+    /// Whether the closure's panic dropped the completion.
     lost: bool,
 }
 
-impl<F: FnOnce(Completion) + Send> Body for Deferred<F> {
-    fn head(&self) -> &Head {
+impl<F: FnOnce(Completion) + Send> OperationBody for Deferred<F> {
+    fn head(&self) -> &OperationHead {
         &self.head
     }
 
@@ -162,10 +162,11 @@ impl<F: FnOnce(Completion) + Send> Body for Deferred<F> {
     }
 }
 
-/// Ends an operation that was pushed with [`push_deferred`](super::OperationBuilder::push_deferred), on any thread.
+/// Ends an operation that was pushed with [`push_deferred`](super::OperationBuilder::push_deferred), on any
+/// thread.
 ///
-/// Dropped without a word, the operation has failed. What depends on the operation waits until then, so whoever holds a
-/// completion must not wait for the engine, nor push more than it has room for.
+/// If it is dropped unused, the operation has failed. All that depends on the operation waits until then, so
+/// the holder of a completion must not wait for the engine, nor push more than it has room for.
 #[must_use = "an operation whose completion is dropped has failed"]
 pub struct Completion {
     operation: Option<Operation>,
@@ -173,17 +174,17 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The operation has ended well.
+    /// Ends the operation with success.
     pub fn complete(mut self) {
         self.end(Ok(()));
     }
 
-    /// The operation has failed.
+    /// Ends the operation with a failure.
     pub fn fail(mut self, reason: impl fmt::Display) {
         self.end(Err(reason.to_string()));
     }
 
-    /// As [`complete`](Self::complete) or [`fail`](Self::fail).
+    /// Ends the operation by [`complete`](Self::complete) or [`fail`](Self::fail).
     pub fn end_with<E: fmt::Display>(mut self, result: Result<(), E>) {
         self.end(result.map_err(|error| error.to_string()));
     }
@@ -214,7 +215,7 @@ impl fmt::Debug for Completion {
     }
 }
 
-impl Head {
+impl OperationHead {
     pub(super) fn number(&self) -> u64 {
         self.number.load(Ordering::Relaxed)
     }
@@ -239,7 +240,7 @@ fn panicked(payload: Box<dyn Any + Send>) -> String {
     message.map_or_else(|| "it panicked".to_owned(), |message| format!("it panicked: {message}"))
 }
 
-/// Dropping what somebody panicked with may panic, too.
+/// Drops the payload of a panic, whose own drop may panic, too.
 pub(super) fn forget(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
         std::mem::forget(again);

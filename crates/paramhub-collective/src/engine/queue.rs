@@ -1,4 +1,4 @@
-//! The queue of one variable: who has it, and who waits for it in order of push.
+//! The queue of one variable: the operations that have it, and those that wait for it in order of push.
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,8 @@ pub(super) enum Access {
     Mutate,
 }
 
-/// Either any number of readers have the variable or one mutator. Whoever cannot have it at once waits behind all that
-/// came before, so that nobody overtakes a mutation and no mutation starves.
+/// Either any number of readers have the variable or one mutator. An operation that cannot have it at once
+/// waits behind all that came before, so that none overtakes a mutation and no mutation starves.
 pub(super) struct Queue<T> {
     readers: usize,
     mutated: bool,
@@ -21,7 +21,7 @@ impl<T> Queue<T> {
         Queue { readers: 0, mutated: false, waiting: VecDeque::new() }
     }
 
-    /// True if the variable was given at once; else `entry` is made and waits.
+    /// True if the variable is given at once; else `entry` makes the entry that waits.
     pub(super) fn enter(&mut self, access: Access, entry: impl FnOnce() -> T) -> bool {
         let free = self.waiting.is_empty() && self.admits(access);
         match free {
@@ -31,8 +31,8 @@ impl<T> Queue<T> {
         free
     }
 
-    /// Gives the variable back. `give` hears, in order of push, of each that has it now: one that mutates it, or all reads
-    /// up to the next mutation.
+    /// Gives the variable back. Calls `give`, in order of push, with each entry that has it now: one
+    /// mutation, or all reads up to the next mutation.
     pub(super) fn leave(&mut self, access: Access, mut give: impl FnMut(T)) {
         match access {
             Access::Read => self.readers -= 1,
@@ -48,7 +48,8 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Whether nobody has it, or only readers and another comes.
+    /// Whether an operation with this access can have it: it is free, or the operation reads and only readers
+    /// have it.
     pub(super) fn admits(&self, access: Access) -> bool {
         !self.mutated && (access == Access::Read || self.readers == 0)
     }

@@ -1,9 +1,10 @@
 //! Operations that are ready, and the threads of one kind that run them.
 //!
-//! **Who is woken.** A thread that looks for work is searching: one that spins, or was called from its sleep and has not
-//! come back yet. Whoever puts operations in calls a sleeper only for those that no searching thread will take. While a
-//! thread wakes up, which takes longer than pushing hundreds of operations, these cost no system call each. What holds
-//! under the lock: there are as many searching threads as operations, or nobody sleeps.
+//! **Which threads are woken.** A thread that looks for work is searching: it spins, or it was woken and has
+//! not run yet. A thread that puts operations in wakes sleepers only for those that no searching thread will
+//! take. A wakeup takes longer than pushing hundreds of operations, and meanwhile pushes cost no system call
+//! each. Invariant under the lock: there are at least as many searching threads as operations, or no thread
+//! sleeps.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -11,34 +12,34 @@ use std::time::Duration;
 use super::spin::spin;
 use super::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
-/// Empty levels kept for the next priorities, so that they need no allocation.
+/// The number of empty levels kept for the next priorities, so that they need no allocation.
 const SPARE: usize = 8;
 
-pub(super) struct Pool<T> {
-    state: Mutex<State<T>>,
-    /// As in the state, for those who need only a hint.
+pub(super) struct ReadyPool<T> {
+    state: Mutex<PoolState<T>>,
+    /// A copy of the length in the state, for threads that need only a hint.
     length: AtomicUsize,
     call: Condvar,
     spin: Duration,
 }
 
-struct State<T> {
+struct PoolState<T> {
     levels: Levels<T>,
     searching: usize,
     sleeping: usize,
-    /// Of those searching, how many have yet to notice that they need not sleep any more.
+    /// The number of searching threads that were woken and have yet to notice it.
     called: usize,
     closed: bool,
 }
 
-impl<T> Pool<T> {
-    pub(super) fn new(spin: Duration) -> Pool<T> {
+impl<T> ReadyPool<T> {
+    pub(super) fn new(spin: Duration) -> ReadyPool<T> {
         let levels = Levels { levels: BTreeMap::new(), spare: Vec::new(), length: 0 };
-        let state = State { levels, searching: 0, sleeping: 0, called: 0, closed: false };
-        Pool { state: Mutex::new(state), length: AtomicUsize::new(0), call: Condvar::new(), spin }
+        let state = PoolState { levels, searching: 0, sleeping: 0, called: 0, closed: false };
+        ReadyPool { state: Mutex::new(state), length: AtomicUsize::new(0), call: Condvar::new(), spin }
     }
 
-    /// A hint: another thread may be putting something in.
+    /// Whether the pool is empty; only a hint, for another thread may be putting an entry in.
     pub(super) fn is_empty(&self) -> bool {
         self.length.load(Ordering::Relaxed) == 0
     }
@@ -63,7 +64,7 @@ impl<T> Pool<T> {
         Ok(())
     }
 
-    /// The first of the highest priority, as soon as there is one. None once the pool is closed.
+    /// The first entry of the highest priority; waits for one. `None` once the pool is closed.
     pub(super) fn take(&self) -> Option<T> {
         let mut state = self.state.lock().expect("nothing panics under this lock");
         let (mut searching, mut has_spun) = (false, false);
@@ -98,7 +99,7 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Ends all takes; what has not been taken comes back.
+    /// Ends all takes; returns the entries that were not taken.
     pub(super) fn close(&self) -> Vec<T> {
         let mut state = self.state.lock().expect("nothing panics under this lock");
         state.closed = true;

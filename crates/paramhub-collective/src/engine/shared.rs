@@ -1,4 +1,5 @@
-//! What threads, pushers and completions share: the way of an operation from its push to its end.
+//! The state that threads, pushers and completions share, and the way of an operation from its push to its
+//! end.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -9,13 +10,13 @@ use std::sync::{Arc, Mutex, Weak};
 use super::config::{EngineConfig, Event, Observer};
 use super::error::PushError;
 use super::failure::Failure;
-use super::graph::{Place, enter, leave};
-use super::operation::{Kind, Operation, Outcome, Role};
-use super::progress::{Progress, Refusal};
-use super::ready::Pool;
+use super::graph::{VariableQueue, enter, leave};
+use super::in_flight_limit::{InFlightLimit, PushRefusal};
+use super::operation::{Kind, Operation, OperationRole, Outcome};
+use super::ready::ReadyPool;
 
-/// Failures kept for `wait_for_all` to tell the first of.
-const UNTOLD_MAX: usize = 1024;
+/// The maximum of failures kept, of which `wait_for_all` reports the first.
+const UNREPORTED_MAX: usize = 1024;
 
 thread_local! {
     /// The engine whose thread this is; 0 for none.
@@ -24,23 +25,23 @@ thread_local! {
 
 pub(super) struct Shared {
     pub(super) id: u64,
-    pub(super) progress: Progress,
-    pools: [Pool<Operation>; 3],
+    pub(super) in_flight_limit: InFlightLimit,
+    pools: [ReadyPool<Operation>; 3],
     observer: Option<Arc<dyn Observer>>,
     failures: Mutex<Failures>,
     closed: AtomicBool,
 }
 
-/// What no wait has told of.
+/// Failures that no wait has reported.
 #[derive(Default)]
 struct Failures {
-    untold: Vec<Arc<Failure>>,
-    poisoned: Vec<Weak<Place<Operation>>>,
-    /// So many poisoned variables that those are sorted out which are gone or clean.
+    unreported: Vec<Arc<Failure>>,
+    poisoned: Vec<Weak<VariableQueue<Operation>>>,
+    /// The number of poisoned variables at which those that are gone or clean are removed.
     sort_at: usize,
 }
 
-/// What one end of an operation led to; kept by threads, so that it seldom needs an allocation.
+/// The operations that one end released; each thread keeps one, so that it seldom allocates.
 #[derive(Default)]
 pub(super) struct Released {
     all: VecDeque<Operation>,
@@ -52,8 +53,8 @@ impl Shared {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Shared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
-            progress: Progress::new(config.in_flight, config.spin),
-            pools: [(); 3].map(|()| Pool::new(config.spin)),
+            in_flight_limit: InFlightLimit::new(config.in_flight, config.spin),
+            pools: [(); 3].map(|()| ReadyPool::new(config.spin)),
             observer: config.observer.clone(),
             failures: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -65,16 +66,16 @@ impl Shared {
     }
 
     pub(super) fn push(&self, operation: Operation) -> Result<(), PushError> {
-        let ready = match self.progress.push(self.is_own_thread()) {
-            Ok(turn) => {
-                operation.0.head().number.store(turn.number, Ordering::Relaxed);
+        let ready = match self.in_flight_limit.push(self.is_own_thread()) {
+            Ok(permit) => {
+                operation.0.head().number.store(permit.number, Ordering::Relaxed);
                 enter(&operation)
             }
             Err(refusal) => {
                 let operation = operation.0.head().name.clone().into_owned();
                 return Err(match refusal {
-                    Refusal::Full(limit) => PushError::Full { operation, limit },
-                    Refusal::Closed => PushError::Closed { operation },
+                    PushRefusal::Full(limit) => PushError::Full { operation, limit },
+                    PushRefusal::Closed => PushError::Closed { operation },
                 });
             }
         };
@@ -84,14 +85,14 @@ impl Shared {
         Ok(())
     }
 
-    /// A wait is in one queue only, and so needs no turn among pushes.
+    /// A wait is in one queue only, and so needs no lock on pushes.
     pub(super) fn push_wait(&self, wait: Operation) {
         if enter(&wait) {
             self.begin(wait);
         }
     }
 
-    /// A thread of a pool.
+    /// Runs a thread of a pool.
     pub(super) fn work(self: &Arc<Self>, kind: Kind) {
         ENGINE.set(self.id);
         let pool = &self.pools[kind as usize];
@@ -102,12 +103,12 @@ impl Shared {
                 self.observe_end(&operation, outcome.is_ok());
                 self.end(&operation, outcome, &mut released);
                 drop(operation);
-                next = self.hand_on(&mut released, kind);
+                next = self.keep_one(&mut released, kind);
             }
         }
     }
 
-    /// For whoever holds a completion.
+    /// Ends an operation for the holder of its completion.
     pub(super) fn end_elsewhere(&self, operation: &Operation, outcome: Outcome) {
         let mut released = Released::default();
         self.observe_end(operation, outcome.is_ok());
@@ -115,45 +116,46 @@ impl Shared {
         self.put(&mut released.runnable);
     }
 
-    /// A failure that no variable need show.
+    /// Records a failure that no variable need show.
     pub(super) fn record(&self, operation: &Operation, reason: String) -> Arc<Failure> {
         let head = operation.0.head();
         let failure = Failure { number: head.number(), operation: head.name.clone().into_owned(), reason };
         let failure = Arc::new(failure);
-        let untold = &mut self.failures().untold;
-        let known = untold.iter().any(|known| known.number == failure.number);
-        if !known && untold.len() < UNTOLD_MAX {
-            untold.push(Arc::clone(&failure));
+        let unreported = &mut self.failures().unreported;
+        let known = unreported.iter().any(|known| known.number == failure.number);
+        if !known && unreported.len() < UNREPORTED_MAX {
+            unreported.push(Arc::clone(&failure));
         }
         failure
     }
 
-    pub(super) fn told(&self, failure: &Failure) {
-        self.failures().untold.retain(|untold| untold.number != failure.number);
+    pub(super) fn reported(&self, failure: &Failure) {
+        self.failures().unreported.retain(|unreported| unreported.number != failure.number);
     }
 
-    /// All failures count as told and all variables are clean; the first of what nobody had told of.
-    pub(super) fn tell_all(&self) -> Option<Arc<Failure>> {
-        let Failures { untold, poisoned, .. } = std::mem::take(&mut *self.failures());
+    /// Marks all failures as reported and all variables as clean; returns the first failure not reported
+    /// before.
+    pub(super) fn report_all(&self) -> Option<Arc<Failure>> {
+        let Failures { unreported, poisoned, .. } = std::mem::take(&mut *self.failures());
         let mut first = None;
-        let found = poisoned.iter().filter_map(Weak::upgrade).filter_map(|place| place.take_poison());
-        found.chain(untold).for_each(|failure| {
+        let found = poisoned.iter().filter_map(Weak::upgrade).filter_map(|queue| queue.take_poison());
+        found.chain(unreported).for_each(|failure| {
             Failure::meet(&mut first, &failure);
         });
         first
     }
 
-    /// Nothing begins any more; what has not begun is dropped.
+    /// Closes the engine: no operation begins any more, and those that have not begun are dropped.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         for pool in &self.pools {
             self.drop_all(pool.close());
         }
-        // Last, so that whoever is refused a push knows that nothing begins any more.
-        self.progress.close();
+        // Last, so that a thread whose push is refused knows that no operation begins any more.
+        self.in_flight_limit.close();
     }
 
-    /// Whether nothing begins any more.
+    /// Whether the engine is closed.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::SeqCst)
     }
@@ -174,7 +176,7 @@ impl Shared {
     /// Gives a ready operation to the threads of its kind.
     fn begin(&self, operation: Operation) {
         let head = operation.0.head();
-        let (Role::Run(kind), false) = (head.role, head.links.is_poisoned()) else {
+        let (OperationRole::Run(kind), false) = (head.role, head.dependencies.is_poisoned()) else {
             let mut released = Released::default();
             released.all.push_back(operation);
             self.sort(&mut released);
@@ -189,34 +191,35 @@ impl Shared {
     fn end(&self, operation: &Operation, outcome: Outcome, released: &mut Released) {
         let failure = outcome.err().map(|reason| self.record(operation, reason));
         self.leave(operation, failure.as_ref(), released);
-        self.progress.end();
+        self.in_flight_limit.end();
         self.sort(released);
     }
 
     fn leave(&self, operation: &Operation, failure: Option<&Arc<Failure>>, released: &mut Released) {
-        leave(operation, failure, |next| released.all.push_back(next), |place| self.poisoned(place));
+        leave(operation, failure, |next| released.all.push_back(next), |queue| self.poisoned(queue));
     }
 
-    /// Finds out what may run. What may not ends here, and what that releases is looked at in turn: no recursion, however
-    /// long the chain.
+    /// Keeps the operations that may run. Ends the others here, and handles in turn what they release: no
+    /// recursion, however long the chain.
     fn sort(&self, released: &mut Released) {
         while let Some(operation) = released.all.pop_front() {
             let head = operation.0.head();
-            if head.role == Role::Wait {
+            if head.role == OperationRole::Wait {
                 operation.0.discard();
                 self.leave(&operation, None, released);
-            } else if head.links.is_poisoned() || self.closed.load(Ordering::Relaxed) {
+            } else if head.dependencies.is_poisoned() || self.closed.load(Ordering::Relaxed) {
                 operation.0.discard();
-                self.leave(&operation, head.links.poison().as_ref(), released);
-                self.progress.end();
+                self.leave(&operation, head.dependencies.poison().as_ref(), released);
+                self.in_flight_limit.end();
             } else {
                 released.runnable.push(operation);
             }
         }
     }
 
-    /// Puts all into their pools but one, which the calling thread may run at once if nothing of its pool came before.
-    fn hand_on(&self, released: &mut Released, own: Kind) -> Option<Operation> {
+    /// Puts all operations into their pools but one, which the calling thread may run at once if its pool is
+    /// empty.
+    fn keep_one(&self, released: &mut Released, own: Kind) -> Option<Operation> {
         let runnable = &mut released.runnable;
         if runnable.is_empty() {
             return None;
@@ -226,7 +229,7 @@ impl Shared {
             for (at, operation) in runnable.iter().enumerate() {
                 let head = operation.0.head();
                 let before = kept.is_none_or(|kept| runnable[kept].0.head().priority < head.priority);
-                if head.role == Role::Run(own) && before {
+                if head.role == OperationRole::Run(own) && before {
                     kept = Some(at);
                 }
             }
@@ -238,7 +241,7 @@ impl Shared {
 
     fn put(&self, runnable: &mut Vec<Operation>) {
         for kind in Kind::ALL {
-            let is_of_kind = |operation: &Operation| operation.0.head().role == Role::Run(kind);
+            let is_of_kind = |operation: &Operation| operation.0.head().role == OperationRole::Run(kind);
             if !runnable.iter().any(is_of_kind) {
                 continue;
             }
@@ -256,13 +259,13 @@ impl Shared {
         debug_assert!(released.runnable.is_empty(), "only a closed engine drops");
     }
 
-    fn poisoned(&self, place: &Arc<Place<Operation>>) {
+    fn poisoned(&self, queue: &Arc<VariableQueue<Operation>>) {
         let mut failures = self.failures();
-        if failures.poisoned.len() >= failures.sort_at.max(UNTOLD_MAX) {
-            failures.poisoned.retain(|place| place.upgrade().is_some_and(|place| place.is_poisoned()));
+        if failures.poisoned.len() >= failures.sort_at.max(UNREPORTED_MAX) {
+            failures.poisoned.retain(|queue| queue.upgrade().is_some_and(|queue| queue.is_poisoned()));
             failures.sort_at = 2 * failures.poisoned.len();
         }
-        failures.poisoned.push(Arc::downgrade(place));
+        failures.poisoned.push(Arc::downgrade(queue));
     }
 
     fn failures(&self) -> std::sync::MutexGuard<'_, Failures> {
@@ -270,9 +273,9 @@ impl Shared {
     }
 }
 
-/// An observer's panic is no operation's.
-fn observe(tell: impl FnOnce()) {
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(tell)) {
+/// Calls an observer and ignores its panic, which concerns no operation.
+fn observe(callback: impl FnOnce()) {
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(callback)) {
         std::mem::forget(payload);
     }
 }

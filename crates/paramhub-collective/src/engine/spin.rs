@@ -1,15 +1,15 @@
-//! Looking for a moment before sleeping.
+//! Polls for a moment before a thread sleeps.
 
 use std::time::{Duration, Instant};
 use std::{hint, thread};
 
-/// Looks between two offers of the processor: about a microsecond.
+/// The number of polls between two yields: about a microsecond.
 const LOOKS: u32 = 64;
 
-/// Looks until there is what to look for, but no longer than `limit`; true if there is.
+/// Polls until `found`, but no longer than `limit`; true if found.
 ///
-/// Every now and then whoever else wants the processor gets it. Where threads outnumber processors, that may be the very thread
-/// that is waited for, and it would otherwise come when the time is up.
+/// Yields the processor now and then. Where threads outnumber processors, it may go to the very thread that
+/// this one waits for, which otherwise would run only after the time is up.
 pub(super) fn spin(limit: Duration, found: impl Fn() -> bool) -> bool {
     if found() {
         return true;

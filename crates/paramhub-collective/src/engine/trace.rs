@@ -1,4 +1,4 @@
-//! What ran when, on which thread: a timeline of an engine's operations and of whatever else is noted.
+//! A timeline of an engine's operations and of other recorded spans: what ran when, on which thread.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -10,39 +10,40 @@ use std::time::{Duration, Instant};
 use super::config::{Event, Observer};
 use super::operation::Kind;
 
-/// An [`Observer`] that keeps the newest operations with their times, for [`write_chrome`](super::write_chrome).
+/// An [`Observer`] that keeps the newest operations with their times, for
+/// [`write_chrome`](super::write_chrome).
 ///
-/// Switched off, which it is at first, it costs a load of one atomic for each operation.
+/// It is off at first; then it costs a load of one atomic for each operation.
 pub struct Trace {
-    /// What times are counted from.
+    /// The instant from which times are counted.
     origin: Instant,
-    /// Spans that it keeps.
+    /// The maximum of spans kept.
     limit: usize,
     is_on: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<TraceState>,
 }
 
-/// Something that ran.
+/// A span of the timeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// An operation's, as it was pushed.
+    /// The operation's name.
     pub name: String,
-    /// An operation's.
+    /// The operation's kind.
     pub kind: Kind,
     /// The thread that began it, in the order in which threads were first seen.
     pub thread: usize,
     /// That thread's name.
     pub thread_name: Arc<str>,
-    /// Since the trace's origin.
+    /// The time since the trace's origin.
     pub start: Duration,
-    /// Since the same.
+    /// The time since the trace's origin.
     pub end: Duration,
-    /// Another thread has ended it, and this one did other things meanwhile.
+    /// Whether another thread ended it, while this one did other things.
     pub is_deferred: bool,
 }
 
 #[derive(Default)]
-struct State {
+struct TraceState {
     threads: Vec<(ThreadId, Arc<str>)>,
     /// Operations that have begun, by their numbers.
     open: HashMap<u64, (usize, Duration)>,
@@ -51,27 +52,28 @@ struct State {
 }
 
 impl Trace {
-    /// Spans kept unless said otherwise: some 20 MB.
+    /// The default maximum of spans: some 20 MB.
     pub const LIMIT: usize = 1 << 17;
 
-    /// Of times since `origin`, which the traces of several processes share if they are to be read together.
+    /// A trace whose times count from `origin`. Several processes share it if their traces are to be read
+    /// together.
     pub fn since(origin: Instant) -> Trace {
         Trace::with_limit(origin, Trace::LIMIT)
     }
 
-    /// The same, keeping at most the newest `limit` spans.
+    /// [`since`](Self::since) that keeps at most the newest `limit` spans.
     pub fn with_limit(origin: Instant, limit: usize) -> Trace {
         Trace { origin, limit, is_on: AtomicBool::new(false), state: Mutex::default() }
     }
 
-    /// Begins or ends recording. What has begun before is not seen.
+    /// Begins or ends recording. Operations that began before are not recorded.
     pub fn switch(&self, is_on: bool) {
         let mut state = self.lock();
         state.open.clear();
         self.is_on.store(is_on, Ordering::Relaxed);
     }
 
-    /// Runs something that is no operation, and keeps it as a span of this thread.
+    /// Runs something that is no operation, and records it as a span of this thread.
     pub fn note<R>(&self, name: &str, kind: Kind, work: impl FnOnce() -> R) -> R {
         if !self.is_on() {
             return work();
@@ -85,7 +87,7 @@ impl Trace {
         made
     }
 
-    /// Takes all spans, in the order of their ends, and says how many older ones it had no room for.
+    /// Takes all spans, in the order of their ends, with the number of older ones that it had no room for.
     pub fn take(&self) -> (Vec<Span>, u64) {
         let mut state = self.lock();
         (std::mem::take(&mut state.spans).into(), std::mem::take(&mut state.left_out))
@@ -95,7 +97,7 @@ impl Trace {
         self.is_on.load(Ordering::Relaxed)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, TraceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -122,8 +124,8 @@ impl Observer for Trace {
     }
 }
 
-impl State {
-    /// The calling thread's place among those that were seen.
+impl TraceState {
+    /// The calling thread's position among those that were seen.
     fn this_thread(&mut self) -> usize {
         let this = thread::current();
         if let Some(known) = self.threads.iter().position(|(id, _)| *id == this.id()) {
@@ -143,7 +145,7 @@ impl State {
     ) {
         if self.spans.len() >= limit {
             self.left_out += 1;
-            // Of none that may be kept, there is none.
+            // A trace with a limit of 0 keeps no span.
             if self.spans.pop_front().is_none() {
                 return;
             }

@@ -1,4 +1,5 @@
-//! Those who wait for a variable, a thread or a closure: an operation that tells them, in the variable's queue.
+//! Waits of a thread or a closure for a variable: each is an operation in the variable's queue that ends the
+//! wait.
 
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,36 +9,38 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use super::failure::Failure;
-use super::graph::{Link, Links};
-use super::operation::{Body, Head, Operation, Outcome, Role, discard, forget, taken};
+use super::graph::{Dependencies, QueueAccess};
+use super::operation::{
+    Operation, OperationBody, OperationHead, OperationRole, Outcome, discard, forget, taken,
+};
 use super::shared::Shared;
 use super::spin::spin;
 
-pub(super) struct Waiting {
-    head: Head,
+pub(super) struct WaitOperation {
+    head: OperationHead,
     waiter: Thread,
-    is_told: AtomicBool,
+    is_over: AtomicBool,
     failure: Mutex<Option<Arc<Failure>>>,
 }
 
-impl Waiting {
-    /// For the calling thread.
-    pub(super) fn new(link: Link<Operation>) -> Arc<Waiting> {
-        let (is_told, failure) = (AtomicBool::new(false), Mutex::new(None));
-        Arc::new(Waiting { head: head(link), waiter: thread::current(), is_told, failure })
+impl WaitOperation {
+    /// A wait of the calling thread.
+    pub(super) fn new(queue_access: QueueAccess<Operation>) -> Arc<WaitOperation> {
+        let (is_over, failure) = (AtomicBool::new(false), Mutex::new(None));
+        Arc::new(WaitOperation { head: head(queue_access), waiter: thread::current(), is_over, failure })
     }
 
     pub(super) fn wait(&self, limit: Duration) -> Option<Arc<Failure>> {
-        spin(limit, || self.is_told.load(Ordering::Acquire));
-        while !self.is_told.load(Ordering::Acquire) {
+        spin(limit, || self.is_over.load(Ordering::Acquire));
+        while !self.is_over.load(Ordering::Acquire) {
             thread::park();
         }
         self.failure.lock().expect("nothing panics under this lock").take()
     }
 }
 
-impl Body for Waiting {
-    fn head(&self) -> &Head {
+impl OperationBody for WaitOperation {
+    fn head(&self) -> &OperationHead {
         &self.head
     }
 
@@ -45,29 +48,33 @@ impl Body for Waiting {
         unreachable!("waits are in no pool")
     }
 
-    /// There is nothing to drop: the wait is over.
+    /// Ends the wait; there is no closure to drop.
     fn discard(&self) {
-        *self.failure.lock().expect("nothing panics under this lock") = self.head.links.poison();
-        self.is_told.store(true, Ordering::Release);
+        *self.failure.lock().expect("nothing panics under this lock") = self.head.dependencies.poison();
+        self.is_over.store(true, Ordering::Release);
         self.waiter.unpark();
     }
 }
 
-/// Calls a closure when a wait would be over.
-pub(super) struct Telling<F> {
-    head: Head,
-    tell: Mutex<Option<F>>,
+/// A wait whose end calls a closure.
+pub(super) struct WaitCallback<F> {
+    head: OperationHead,
+    callback: Mutex<Option<F>>,
     shared: Arc<Shared>,
 }
 
-impl<F> Telling<F> {
-    pub(super) fn new(link: Link<Operation>, shared: Arc<Shared>, tell: F) -> Arc<Telling<F>> {
-        Arc::new(Telling { head: head(link), tell: Mutex::new(Some(tell)), shared })
+impl<F> WaitCallback<F> {
+    pub(super) fn new(
+        queue_access: QueueAccess<Operation>,
+        shared: Arc<Shared>,
+        callback: F,
+    ) -> Arc<WaitCallback<F>> {
+        Arc::new(WaitCallback { head: head(queue_access), callback: Mutex::new(Some(callback)), shared })
     }
 }
 
-impl<F: FnOnce(Result<(), Arc<Failure>>) + Send> Body for Telling<F> {
-    fn head(&self) -> &Head {
+impl<F: FnOnce(Result<(), Arc<Failure>>) + Send> OperationBody for WaitCallback<F> {
+    fn head(&self) -> &OperationHead {
         &self.head
     }
 
@@ -75,22 +82,29 @@ impl<F: FnOnce(Result<(), Arc<Failure>>) + Send> Body for Telling<F> {
         unreachable!("waits are in no pool")
     }
 
-    /// What it waited for has ended, or was dropped with the engine: then nobody is told.
+    /// The operations that it waited for have ended, or were dropped with the engine: then the closure is not
+    /// called.
     fn discard(&self) {
         if self.shared.is_closed() {
-            return discard(&self.tell);
+            return discard(&self.callback);
         }
-        let failure = self.head.links.poison();
+        let failure = self.head.dependencies.poison();
         if let Some(failure) = &failure {
-            self.shared.told(failure);
+            self.shared.reported(failure);
         }
-        let tell = taken(&self.tell);
-        let told = catch_unwind(AssertUnwindSafe(|| tell(failure.map_or(Ok(()), Err))));
+        let callback = taken(&self.callback);
+        let told = catch_unwind(AssertUnwindSafe(|| callback(failure.map_or(Ok(()), Err))));
         told.unwrap_or_else(forget);
     }
 }
 
-fn head(link: Link<Operation>) -> Head {
-    let links = Links::new([link].into_iter().collect(), true);
-    Head { links, name: Cow::Borrowed("wait"), role: Role::Wait, priority: 0, number: AtomicU64::new(0) }
+fn head(queue_access: QueueAccess<Operation>) -> OperationHead {
+    let dependencies = Dependencies::new([queue_access].into_iter().collect(), true);
+    OperationHead {
+        dependencies,
+        name: Cow::Borrowed("wait"),
+        role: OperationRole::Wait,
+        priority: 0,
+        number: AtomicU64::new(0),
+    }
 }

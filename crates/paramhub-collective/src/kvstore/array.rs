@@ -1,4 +1,4 @@
-//! Memory with a variable: what operations of the engine read and mutate.
+//! Memory with a variable, which operations of the engine read and mutate.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,10 +9,11 @@ use paramhub_transport::ReceiveRegion;
 
 use crate::engine::{Engine, Failure, Variable};
 
-/// Numbers of one type, and the engine's variable for them: MXNet's NDArray, without a shape. A handle; clones are the same array.
+/// Numbers of one type, and the engine's variable for them: MXNet's NDArray, without a shape. It is a handle;
+/// clones are the same array.
 ///
-/// Whoever reads or writes the memory outside of an operation waits for the variable first. The lock around it is never waited
-/// for as long as everybody keeps to that.
+/// Code that reads or writes the memory outside of an operation waits for the variable first. As long as all
+/// code keeps to that, no thread waits for the lock around the memory.
 #[derive(Clone)]
 pub struct Array {
     inner: Arc<Inner>,
@@ -26,19 +27,20 @@ struct Inner {
 }
 
 impl Array {
-    /// Of these numbers.
+    /// An array of these numbers.
     pub fn new(engine: &Engine, values: Vec<f32>) -> Array {
         Array::over(engine, ReceiveRegion::owned(values), Dtype::F32)
     }
 
-    /// Of memory of any owner, whose length is a whole number of elements; the rest is left alone.
+    /// An array over memory of any owner, whose length is a whole number of elements; bytes beyond them are
+    /// left alone.
     pub fn over(engine: &Engine, memory: ReceiveRegion, dtype: Dtype) -> Array {
         let elements = memory.bytes().len() / dtype.bytes();
         let inner = Inner { memory: Mutex::new(memory), dtype, elements, variable: engine.variable() };
         Array { inner: Arc::new(inner) }
     }
 
-    /// What stands for it in the engine.
+    /// The array's variable in the engine.
     pub fn variable(&self) -> &Variable {
         &self.inner.variable
     }
@@ -48,30 +50,33 @@ impl Array {
         self.inner.dtype
     }
 
-    /// How many there are.
+    /// The number of elements.
     pub fn elements(&self) -> usize {
         self.inner.elements
     }
 
-    /// Bytes that they take.
+    /// The number of bytes.
     pub fn bytes(&self) -> usize {
         self.inner.elements * self.inner.dtype.bytes()
     }
 
-    /// Looks at the numbers as they lie in memory; in an operation that reads or mutates the variable, or after a wait for it.
+    /// Reads the numbers as they lie in memory; in an operation that reads or mutates the variable, or after
+    /// a wait for it.
     pub fn read<R>(&self, look: impl FnOnce(&[u8]) -> R) -> R {
         look(&self.lock().bytes()[..self.bytes()])
     }
 
-    /// Changes the numbers as they lie in memory; in an operation that mutates the variable, or after a wait for it.
+    /// Changes the numbers as they lie in memory; in an operation that mutates the variable, or after a wait
+    /// for it.
     pub fn write<R>(&self, change: impl FnOnce(&mut [u8]) -> R) -> R {
         change(&mut self.lock().bytes_mut()[..self.bytes()])
     }
 
-    /// Takes these numbers, memory and all, in place of its own; in an operation that mutates the variable, or after a wait for it.
+    /// Replaces the array's memory by these numbers; in an operation that mutates the variable, or after a
+    /// wait for it.
     ///
     /// # Panics
-    /// If they are not as many, or the array's are not f32.
+    /// If there is another number of them, or the array is not f32.
     pub fn replace(&self, values: Vec<f32>) {
         assert_eq!(
             (self.dtype(), self.elements()),
@@ -81,10 +86,10 @@ impl Array {
         *self.lock() = ReceiveRegion::owned(values);
     }
 
-    /// Its numbers, once all operations that mutate it have ended.
+    /// The numbers, once all operations that mutate the array have ended.
     ///
     /// # Errors
-    /// The failure that it depends on.
+    /// The failure that the array depends on.
     pub fn to_vec(&self, engine: &Engine) -> Result<Vec<f32>, Arc<Failure>> {
         engine.wait_for_var(self.variable())?;
         let mut values = vec![0.0; self.elements()];
@@ -92,7 +97,7 @@ impl Array {
         Ok(values)
     }
 
-    /// In an operation that reads `values` and mutates this array: puts their sum here.
+    /// Writes the sum of `values` here; in an operation that reads `values` and mutates this array.
     pub(super) fn gather(&self, values: &[Array]) {
         let codec = self.dtype().codec();
         self.write(|buffer| match values {
@@ -107,14 +112,15 @@ impl Array {
         });
     }
 
-    /// In an operation that reads this array and mutates `outs`.
+    /// Copies the numbers to `outs`; in an operation that reads this array and mutates `outs`.
     pub(super) fn copy_to(&self, outs: &[Array]) {
         for out in outs {
             out.write(|out| self.read(|bytes| out.copy_from_slice(bytes)));
         }
     }
 
-    /// Exchanges the memory for other memory of the same length, or none for a while: in an operation that mutates the variable.
+    /// Exchanges the memory for other memory of the same length, or none for a while; in an operation that
+    /// mutates the variable.
     pub(super) fn swap(&self, memory: ReceiveRegion) -> ReceiveRegion {
         std::mem::replace(&mut *self.lock(), memory)
     }

@@ -1,20 +1,20 @@
-//! Dependency chaining (MPI collectives in DAGs, section 4.3): a push copies, a pull reduces, and a dummy variable that every
-//! collective mutates keeps these in the order of the pulls.
+//! Dependency chaining (MPI collectives in DAGs, section 4.3): a push copies, a pull reduces, and every
+//! collective mutates a dummy variable, which keeps the collectives in the order of the pulls.
 
 use std::sync::Arc;
 
 use paramhub_kernels::{Hyperparameters, Registry};
 
 use super::entry::Entry;
-use super::shelf::Shelf;
+use super::entry_table::EntryTable;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
 use crate::communicator::{Communicator, CommunicatorError};
 use crate::engine::{Engine, Kind, Variable};
 
 pub(super) struct DepCha {
-    shelf: Shelf,
+    table: EntryTable,
     communicator: Arc<dyn Communicator>,
-    /// What all collectives mutate: nothing, but one after the other.
+    /// The variable that all collectives mutate: it stands for no data, and runs them one after the other.
     dummy: Variable,
 }
 
@@ -25,10 +25,15 @@ impl DepCha {
         communicator: Box<dyn Communicator>,
     ) -> DepCha {
         let (ranks, dummy) = (communicator.size(), engine.variable());
-        DepCha { shelf: Shelf::new(engine, registry, ranks), communicator: Arc::from(communicator), dummy }
+        DepCha {
+            table: EntryTable::new(engine, registry, ranks),
+            communicator: Arc::from(communicator),
+            dummy,
+        }
     }
 
-    /// Pushes a collective that works in a key's buffer, and then, where the sum itself is pulled, puts it into `outs`.
+    /// Pushes a collective that works in a key's buffer and then, where the sum itself is pulled, copies it
+    /// to `outs`.
     fn chain(
         &self,
         what: &str,
@@ -38,7 +43,7 @@ impl DepCha {
     ) -> Result<(), StoreError> {
         let (communicator, here, theirs) = (Arc::clone(&self.communicator), Arc::clone(entry), outs.to_vec());
         let mutated = [entry.buffer.variable(), &self.dummy];
-        self.shelf
+        self.table
             .engine
             .operation(format!("{what} {}", entry.key), Kind::Communicate)
             .mutates(mutated.into_iter().chain(outs.iter().map(Array::variable)))
@@ -50,35 +55,35 @@ impl DepCha {
         Ok(())
     }
 
-    /// Pushes the reduction of what was pushed last.
+    /// Pushes the reduction of a key's last push.
     fn reduce(&self, entry: &Arc<Entry>, outs: &[Array]) -> Result<(), StoreError> {
         self.chain("allreduce", entry, outs, |communicator, entry, bytes| {
             communicator.allreduce(&entry.key.to_string(), bytes, entry.buffer.dtype())
         })
     }
 
-    /// Pushes the reductions of all that was pushed and not pulled.
+    /// Pushes the reductions of all keys that were pushed and not pulled.
     fn reduce_pending(&self) -> Result<(), StoreError> {
-        for entry in self.shelf.entries().iter().filter(|entry| entry.set_pending(false)) {
+        for entry in self.table.entries().iter().filter(|entry| entry.set_pending(false)) {
             self.reduce(entry, &[])?;
-            self.shelf.update(entry, 0)?;
+            self.table.update(entry, 0)?;
         }
         Ok(())
     }
 
-    /// Pushes a call without memory.
+    /// Pushes a collective without memory.
     fn call(
         &self,
         what: &'static str,
         call: impl FnOnce(&dyn Communicator) -> Result<(), CommunicatorError> + Send + 'static,
     ) -> Result<(), StoreError> {
         let communicator = Arc::clone(&self.communicator);
-        self.shelf
+        self.table
             .engine
             .operation(what, Kind::Communicate)
             .mutates([&self.dummy])
             .push(move || call(&*communicator))?;
-        Ok(self.shelf.engine.wait_for_all()?)
+        Ok(self.table.engine.wait_for_all()?)
     }
 }
 
@@ -96,48 +101,48 @@ impl KvStore for DepCha {
     }
 
     fn engine(&self) -> &Arc<Engine> {
-        &self.shelf.engine
+        &self.table.engine
     }
 
     fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
-        let entry = self.shelf.add(key, value)?;
+        let entry = self.table.add(key, value)?;
         self.chain("broadcast", &entry, &[], |communicator, entry, bytes| {
             communicator.broadcast(&entry.key.to_string(), bytes, 0)
         })?;
-        self.shelf.begin(&entry)
+        self.table.begin(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, values)?;
+        let entry = self.table.entry(key, values)?;
         if entry.set_pending(true) {
-            // Nobody has pulled what was pushed before, but it counts.
+            // The previous push was never pulled, but it counts.
             self.reduce(&entry, &[])?;
-            self.shelf.update(&entry, priority)?;
+            self.table.update(&entry, priority)?;
         }
-        self.shelf.copy_in(&entry, values, priority)
+        self.table.copy_in(&entry, values, priority)
     }
 
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, outs)?;
+        let entry = self.table.entry(key, outs)?;
         if !entry.set_pending(false) {
-            return self.shelf.copy_out(&entry, outs, priority);
+            return self.table.copy_out(&entry, outs, priority);
         }
-        if self.shelf.has_optimizer() {
+        if self.table.has_optimizer() {
             self.reduce(&entry, &[])?;
-            self.shelf.update(&entry, priority)?;
-            return self.shelf.copy_out(&entry, outs, priority);
+            self.table.update(&entry, priority)?;
+            return self.table.copy_out(&entry, outs, priority);
         }
-        // As the paper has it, reduced and copied back in one.
+        // As in the paper, one operation reduces and copies back.
         self.reduce(&entry, outs)?;
-        self.shelf.update(&entry, priority)
+        self.table.update(&entry, priority)
     }
 
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(name, hyperparameters)
+        self.table.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_hyperparameters(hyperparameters)
+        self.table.set_hyperparameters(hyperparameters)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {

@@ -1,4 +1,4 @@
-//! What a store has of one key.
+//! A store's entry for one key.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,33 +10,35 @@ use paramhub_transport::ReceiveRegion;
 use super::{Array, Key};
 use crate::engine::{Engine, Variable};
 
-/// A key's memory: where what this rank has pushed becomes the sum of all ranks', and with an optimizer the parameters that follow.
+/// A key's memory: a buffer in which this rank's push becomes the sum of all ranks', and with an optimizer
+/// the parameters made from it.
 pub(super) struct Entry {
     pub(super) key: Key,
-    /// The communication buffer (the paper's `comm_buf`): a collective works in place there, and nowhere else.
+    /// The communication buffer (the paper's `comm_buf`): a collective works in place there, and nowhere
+    /// else.
     pub(super) buffer: Array,
-    /// The value of a key that nothing was pushed for yet, and the parameters of one that has an optimizer. They share the
-    /// variable: one and the same thing to those who pull.
+    /// The variable of a key's initial value and, with an optimizer, of its parameters. The two share it: for
+    /// a pull they are the same.
     pub(super) parameters: Variable,
     weight: Mutex<Weight>,
-    /// Pushed, and not reduced yet: of a store that reduces at the pull.
+    /// Whether a push waits to be reduced, in a store that reduces at the pull.
     is_pending: AtomicBool,
     /// Whether the buffer has a sum.
     has_sum: AtomicBool,
-    /// The communicator it was dealt to, where there are several.
+    /// The communicator of the key, where there are several.
     line: AtomicUsize,
 }
 
 struct Weight {
-    /// In f32, whatever the key's type: masters.
+    /// The master parameters, in f32 whatever the key's type.
     values: Vec<f32>,
     state: Vec<f32>,
     updates: u64,
-    /// The gradient, where it comes in another type.
+    /// Scratch for the gradient in f32, where the key has another type.
     gradient: Vec<f32>,
 }
 
-/// The optimizer of a store, and how many ranks' gradients are in a sum.
+/// The optimizer of a store, and the number of ranks whose gradients are in a sum.
 #[derive(Clone)]
 pub(super) struct Updater {
     pub(super) optimizer: Arc<dyn Optimizer>,
@@ -47,7 +49,7 @@ pub(super) struct Updater {
 impl Entry {
     pub(super) fn new(engine: &Engine, key: Key, dtype: Dtype, elements: usize) -> Entry {
         let region = match dtype {
-            // Aligned, so that nothing is converted on the way.
+            // Aligned, so that it is used without conversion.
             Dtype::F32 => ReceiveRegion::owned(vec![0.0_f32; elements]),
             Dtype::F16 | Dtype::BF16 => ReceiveRegion::owned(vec![0_u16; elements]),
         };
@@ -64,13 +66,13 @@ impl Entry {
         }
     }
 
-    /// In an operation that reads the buffer and mutates the parameters: the key's first value.
+    /// Adopts the key's initial value; in an operation that reads the buffer and mutates the parameters.
     pub(super) fn begin(&self) {
         let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
         self.buffer.read(|bytes| convert::decode(bytes, &mut weight.values, self.buffer.dtype().codec()));
     }
 
-    /// In an operation that reads the buffer and mutates the parameters: a step of the optimizer.
+    /// Runs a step of the optimizer; in an operation that reads the buffer and mutates the parameters.
     pub(super) fn update(&self, updater: &Updater) {
         let mut weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
         let Weight { values, state, updates, gradient } = &mut *weight;
@@ -94,7 +96,7 @@ impl Entry {
         });
     }
 
-    /// In an operation that reads the parameters and mutates `outs`: gives them the parameters.
+    /// Writes the parameters to `outs`; in an operation that reads the parameters and mutates `outs`.
     pub(super) fn give(&self, outs: &[Array]) {
         let weight = self.weight.lock().unwrap_or_else(PoisonError::into_inner);
         for out in outs {
@@ -102,27 +104,27 @@ impl Entry {
         }
     }
 
-    /// Deals it to a communicator.
+    /// Sets the key's communicator.
     pub(super) fn set_line(&self, line: usize) {
         self.line.store(line, Ordering::Relaxed);
     }
 
-    /// The communicator it was dealt to.
+    /// The key's communicator.
     pub(super) fn line(&self) -> usize {
         self.line.load(Ordering::Relaxed)
     }
 
-    /// Something has been pushed.
+    /// Notes that a gradient has been pushed.
     pub(super) fn note_sum(&self) {
         self.has_sum.store(true, Ordering::Relaxed);
     }
 
-    /// Whether anything ever was.
+    /// Whether a gradient was ever pushed.
     pub(super) fn has_sum(&self) -> bool {
         self.has_sum.load(Ordering::Relaxed)
     }
 
-    /// Says whether what was pushed waits to be reduced; the answer is what was said before.
+    /// Notes whether a push waits to be reduced; returns the previous note.
     pub(super) fn set_pending(&self, is_pending: bool) -> bool {
         self.is_pending.swap(is_pending, Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What a store refuses, or could not do.
+//! Errors of stores.
 
 use std::sync::Arc;
 
@@ -14,39 +14,40 @@ use crate::engine::{Failure, PushError};
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// There is no such store, or it cannot be made so.
+    /// There is no such kind of store, or it cannot be made with these options.
     #[error("{0}")]
     Options(String),
-    /// A key or an array that does not fit.
+    /// A key or an array does not fit.
     #[error("key {key}: {reason}")]
     Key {
-        /// Which key.
+        /// The key.
         key: Key,
         /// What does not fit.
         reason: String,
     },
-    /// The store is not where this could be done.
+    /// The store is in a state that does not allow the call.
     #[error("{0}")]
     Sequence(&'static str),
     /// The engine takes no more operations.
     #[error(transparent)]
     Push(#[from] PushError),
-    /// An operation that was waited for.
+    /// An operation that the call waited for failed.
     #[error(transparent)]
     Failed(#[from] Arc<Failure>),
-    /// A hub, or the way there.
+    /// A hub failed, or the connection to it.
     #[error(transparent)]
     Hub(#[from] WorkerError),
-    /// The other ranks of a job at a hub.
+    /// The other ranks of a job at a hub failed.
     #[error(transparent)]
     Ranks(Arc<SyncError>),
-    /// A collective that was called here.
+    /// A collective that the caller's thread made failed.
     #[error(transparent)]
     Communicator(#[from] CommunicatorError),
 }
 
 impl StoreError {
-    /// The rank at fault, where one is known. Of an operation's failure the store [knows more](super::KvStore::failure).
+    /// The rank at fault, where one is known. For an operation's failure [`failure`](super::KvStore::failure)
+    /// of the store may know it.
     pub fn culprit(&self) -> Option<u32> {
         match self {
             StoreError::Hub(error) => error.culprit(),

@@ -1,16 +1,17 @@
-//! The funneled design (MPI collectives in DAGs, section 4.1): the caller does all the communication, in the order of its calls.
+//! The funneled design (MPI collectives in DAGs, section 4.1): the caller's thread does all the
+//! communication, in the order of its calls.
 
 use std::sync::Arc;
 
 use paramhub_kernels::{Hyperparameters, Registry};
 
-use super::shelf::Shelf;
+use super::entry_table::EntryTable;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
 use crate::communicator::Communicator;
 use crate::engine::Engine;
 
 pub(super) struct Funnel {
-    shelf: Shelf,
+    table: EntryTable,
     communicator: Box<dyn Communicator>,
 }
 
@@ -20,7 +21,7 @@ impl Funnel {
         registry: Registry,
         communicator: Box<dyn Communicator>,
     ) -> Funnel {
-        Funnel { shelf: Shelf::new(engine, registry, communicator.size()), communicator }
+        Funnel { table: EntryTable::new(engine, registry, communicator.size()), communicator }
     }
 }
 
@@ -38,46 +39,46 @@ impl KvStore for Funnel {
     }
 
     fn engine(&self) -> &Arc<Engine> {
-        &self.shelf.engine
+        &self.table.engine
     }
 
     fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
-        let entry = self.shelf.add(key, value)?;
-        self.shelf.engine.wait_to_mutate(entry.buffer.variable())?;
+        let entry = self.table.add(key, value)?;
+        self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         entry.buffer.write(|bytes| self.communicator.broadcast(&key.to_string(), bytes, 0))?;
-        self.shelf.begin(&entry)
+        self.table.begin(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, values)?;
-        self.shelf.copy_in(&entry, values, priority)?;
-        // The others of the engine's threads go on meanwhile.
-        self.shelf.engine.wait_to_mutate(entry.buffer.variable())?;
+        let entry = self.table.entry(key, values)?;
+        self.table.copy_in(&entry, values, priority)?;
+        // The engine's threads go on meanwhile.
+        self.table.engine.wait_to_mutate(entry.buffer.variable())?;
         let dtype = entry.buffer.dtype();
         entry.buffer.write(|bytes| self.communicator.allreduce(&key.to_string(), bytes, dtype))?;
-        self.shelf.update(&entry, priority)
+        self.table.update(&entry, priority)
     }
 
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, outs)?;
-        self.shelf.copy_out(&entry, outs, priority)
+        let entry = self.table.entry(key, outs)?;
+        self.table.copy_out(&entry, outs, priority)
     }
 
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(name, hyperparameters)
+        self.table.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_hyperparameters(hyperparameters)
+        self.table.set_hyperparameters(hyperparameters)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {
-        self.shelf.engine.wait_for_all()?;
+        self.table.engine.wait_for_all()?;
         Ok(self.communicator.barrier()?)
     }
 
     fn leave(&self) -> Result<(), StoreError> {
-        self.shelf.engine.wait_for_all()?;
+        self.table.engine.wait_for_all()?;
         Ok(self.communicator.leave()?)
     }
 

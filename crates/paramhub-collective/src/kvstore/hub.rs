@@ -1,4 +1,4 @@
-//! A store whose sums, and parameters, are made by a hub.
+//! A store whose sums and parameters a hub computes.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,95 +7,96 @@ use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::key::{Key as TableKey, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Hyperparameters;
-use paramhub_syncer::{Meeting, Peers, Ports};
-use paramhub_transport::{Home, ReceiveRegion, SendRegion};
-use paramhub_worker::{Errand, Job, Member, Membership, Options, WorkerError};
+use paramhub_syncer::{PeerAddresses, PeerListener, PortRange};
+use paramhub_transport::{BufferSlot, ReceiveRegion, SendRegion};
+use paramhub_worker::{Job, Member, Membership, Options, RegionRequest, WorkerError};
 
 use super::{Array, Key, KvStore, StoreError, StoreKind};
-use crate::communicator::{Communicator, Native};
+use crate::communicator::{Communicator, MeshCommunicator};
 use crate::engine::{Completion, Engine, Kind};
 
-/// A rank's place in a job, and how the job is to be.
+/// The job that a rank joins for its store, and options of the exchange.
 #[derive(Clone, Debug)]
-pub struct HubSeat {
-    /// The job, which nobody has joined as this rank.
+pub struct HubStoreConfig {
+    /// The job, which no process has joined as this rank yet.
     pub membership: Membership,
-    /// The worker's own.
+    /// The worker's options.
     pub options: Options,
-    /// How gradients travel; as they lie in memory if nothing is said.
+    /// The codec of gradients; by default they travel as they lie in memory.
     pub codec: Option<Codec>,
-    /// Whether sums are made in rank order, bit-equal from run to run.
+    /// Whether hubs sum in rank order, so that sums have the same bits in every run.
     pub reproducible: bool,
 }
 
-pub(super) struct AtHub {
+pub(super) struct HubStore {
     engine: Arc<Engine>,
-    /// Between the ranks, for first values and barriers.
-    ranks: Native,
-    seat: HubSeat,
-    state: Mutex<State>,
+    /// A communicator of the ranks, for initial values and barriers.
+    ranks: MeshCommunicator,
+    config: HubStoreConfig,
+    state: Mutex<HubStoreState>,
 }
 
-struct State {
-    /// Before the first push, with which all keys are known.
+struct HubStoreState {
+    /// The member, until the first push, at which all keys are known.
     member: Option<Member>,
     job: Option<Arc<Job>>,
-    entries: HashMap<Key, Arc<Entry>>,
-    /// In the order of the job's table.
-    order: Vec<Arc<Entry>>,
+    entries: HashMap<Key, Arc<HubEntry>>,
+    /// The entries in the order of the job's table.
+    order: Vec<Arc<HubEntry>>,
     optimizer: Option<OptimizerChoice>,
 }
 
-/// What the store has of a key: memory that goes to the hub and comes back with the key's value.
-struct Entry {
+/// A key's entry: memory that goes to the hub and comes back with the key's value.
+struct HubEntry {
     key: Key,
     number: u32,
     buffer: Array,
-    memory: Memory,
+    memory: EntryMemory,
 }
 
-/// The buffer's, which is lent to the worker's thread.
+/// The memory of the buffer, which the worker's I/O thread borrows.
 #[derive(Clone)]
-enum Memory {
-    Single(Arc<Home<Vec<f32>>>),
-    /// As it lies.
-    Half(Arc<Home<Vec<u16>>>),
+enum EntryMemory {
+    Single(Arc<BufferSlot<Vec<f32>>>),
+    /// f16 or bf16, as it lies in memory.
+    Half(Arc<BufferSlot<Vec<u16>>>),
 }
 
-impl HubSeat {
-    /// With everything as a job has it by default.
-    pub fn new(membership: Membership) -> HubSeat {
-        HubSeat { membership, options: Options::default(), codec: None, reproducible: false }
+impl HubStoreConfig {
+    /// A configuration with a job's defaults.
+    pub fn new(membership: Membership) -> HubStoreConfig {
+        HubStoreConfig { membership, options: Options::default(), codec: None, reproducible: false }
     }
 }
 
-impl AtHub {
-    /// Waits until every rank of the job is here.
-    pub(super) fn new(engine: Arc<Engine>, seat: HubSeat) -> Result<AtHub, StoreError> {
+impl HubStore {
+    /// Waits until every rank of the job has connected.
+    pub(super) fn new(engine: Arc<Engine>, config: HubStoreConfig) -> Result<HubStore, StoreError> {
         let ranks = |error| StoreError::Ranks(Arc::new(error));
-        let meeting = Meeting::listen(&seat.membership, Ports::ANY).map_err(ranks)?;
-        let options = Options { peer_address: Some(meeting.address()), ..seat.options.clone() };
-        let member = Member::connect_with(seat.membership.clone(), options)?;
-        let mesh = meeting.join(&Peers::of(&member), "key-value store").map_err(ranks)?;
-        let state = State {
+        let peer_listener = PeerListener::listen(&config.membership, PortRange::ANY).map_err(ranks)?;
+        let options = Options { peer_address: Some(peer_listener.address()), ..config.options.clone() };
+        let member = Member::connect_with(config.membership.clone(), options)?;
+        let mesh = peer_listener.join(&PeerAddresses::of(&member), "key-value store").map_err(ranks)?;
+        let state = HubStoreState {
             member: Some(member),
             job: None,
             entries: HashMap::new(),
             order: Vec::new(),
             optimizer: None,
         };
-        Ok(AtHub { engine, ranks: Native::over(mesh), seat, state: Mutex::new(state) })
+        Ok(HubStore { engine, ranks: MeshCommunicator::over(mesh), config, state: Mutex::new(state) })
     }
 
-    /// The entry of a key, which arrays of this type and length fit.
-    fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<Entry>, StoreError> {
+    /// The entry of a key, if arrays of this type and length fit it.
+    fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<HubEntry>, StoreError> {
         let entry = self.state().entries.get(key).cloned();
-        let entry = entry.ok_or_else(|| wrong(key, super::shelf::NO_VALUE.into()))?;
-        super::shelf::check(key, &entry.buffer, arrays)?;
+        let entry = entry.ok_or_else(|| wrong(key, super::entry_table::NO_VALUE.into()))?;
+        super::entry_table::check(key, &entry.buffer, arrays)?;
         Ok(entry)
     }
 
-    /// The job, which is opened when it is first needed: with all keys that have a value by then, at every rank.
+    /// The job, which is opened when it is first needed: with all keys that have a value by then, which are
+    /// the same at every rank.
     fn job(&self) -> Result<Arc<Job>, StoreError> {
         let mut state = self.state();
         if let Some(job) = &state.job {
@@ -103,14 +104,14 @@ impl AtHub {
         }
         let member = state.member.take().ok_or(StoreError::Sequence("its job could not be opened"))?;
         let keys = state.order.iter().map(|entry| TableKey {
-            // What comes first is needed first, as in a network's forward pass.
+            // A key that was initialised earlier is needed earlier, as in a network's forward pass.
             priority: -(entry.number as i32),
             dtype: entry.buffer.dtype(),
             ..TableKey::new(entry.key.to_string(), [entry.buffer.elements() as u64])
         });
         let table = KeyTable::new(keys.collect()).map_err(|error| StoreError::Options(error.to_string()))?;
         let optimizer = state.optimizer.clone().unwrap_or_else(|| OptimizerChoice::named("sum"));
-        let (codec, reproducible) = (self.seat.codec, self.seat.reproducible);
+        let (codec, reproducible) = (self.config.codec, self.config.reproducible);
         let job =
             Arc::new(member.init(Settings { optimizer, codec, reproducible, ..Settings::new(table) })?);
         if job.settings().has_parameters() {
@@ -120,17 +121,17 @@ impl AtHub {
         Ok(job)
     }
 
-    /// All ranks begin with the first values, which they have.
-    fn start(&self, job: &Job, entries: &[Arc<Entry>]) -> Result<(), StoreError> {
+    /// Begins the job with the initial values, which all ranks have already.
+    fn start(&self, job: &Job, entries: &[Arc<HubEntry>]) -> Result<(), StoreError> {
         let mut handles = Vec::with_capacity(entries.len());
         for entry in entries {
             self.engine.wait_to_mutate(entry.buffer.variable())?;
             entry.withdraw();
-            let errand = match job.rank() {
-                0 => Errand::Initialise(entry.memory.lend_to_send(), 0),
-                _ => Errand::Pull(entry.memory.lend()),
+            let request = match job.rank() {
+                0 => RegionRequest::Initialise(entry.memory.lend_to_send(), 0),
+                _ => RegionRequest::Pull(entry.memory.lend()),
             };
-            handles.push(job.submit(entry.number, errand)?);
+            handles.push(job.submit(entry.number, request)?);
         }
         for (handle, entry) in handles.into_iter().zip(entries) {
             handle.wait()?;
@@ -139,35 +140,36 @@ impl AtHub {
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, HubStoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Entry {
-    fn new(engine: &Engine, key: Key, number: u32, dtype: Dtype, elements: usize) -> Entry {
+impl HubEntry {
+    fn new(engine: &Engine, key: Key, number: u32, dtype: Dtype, elements: usize) -> HubEntry {
         let memory = match dtype {
-            Dtype::F32 => Memory::Single(Arc::new(Home::new(vec![0.0; elements]))),
-            Dtype::F16 | Dtype::BF16 => Memory::Half(Arc::new(Home::new(vec![0; elements]))),
+            Dtype::F32 => EntryMemory::Single(Arc::new(BufferSlot::new(vec![0.0; elements]))),
+            Dtype::F16 | Dtype::BF16 => EntryMemory::Half(Arc::new(BufferSlot::new(vec![0; elements]))),
         };
         let buffer = Array::over(engine, memory.lend(), dtype);
-        Entry { key, number, buffer, memory }
+        HubEntry { key, number, buffer, memory }
     }
 
-    /// Takes the buffer's memory home.
+    /// Takes the memory from the buffer.
     fn withdraw(&self) {
         drop(self.buffer.swap(ReceiveRegion::owned(Vec::<u8>::new())));
     }
 
-    /// Gives it to the buffer again.
+    /// Gives the memory back to the buffer.
     fn restore(&self) {
         drop(self.buffer.swap(self.memory.lend()));
     }
 
-    /// In an operation that mutates the buffer: sends what is in it, and ends the operation when the answer is there instead.
+    /// Sends the buffer's contents, and ends the operation when the answer has replaced them; in an operation
+    /// that mutates the buffer.
     fn exchange(self: Arc<Self>, job: &Job, completion: Completion) {
         self.withdraw();
-        match job.submit(self.number, Errand::PushPullInPlace(self.memory.lend())) {
+        match job.submit(self.number, RegionRequest::PushPullInPlace(self.memory.lend())) {
             Ok(handle) => handle.on_complete(move |outcome: &Result<(), WorkerError>| {
                 self.restore();
                 completion.end_with(outcome.clone());
@@ -180,23 +182,23 @@ impl Entry {
     }
 }
 
-impl Memory {
+impl EntryMemory {
     fn lend(&self) -> ReceiveRegion {
         match self {
-            Memory::Single(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
-            Memory::Half(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Single(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Half(home) => ReceiveRegion::owned(home.lend().expect("it is at home")),
         }
     }
 
     fn lend_to_send(&self) -> SendRegion {
         match self {
-            Memory::Single(home) => SendRegion::owned(home.lend().expect("it is at home")),
-            Memory::Half(home) => SendRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Single(home) => SendRegion::owned(home.lend().expect("it is at home")),
+            EntryMemory::Half(home) => SendRegion::owned(home.lend().expect("it is at home")),
         }
     }
 }
 
-impl KvStore for AtHub {
+impl KvStore for HubStore {
     fn kind(&self) -> StoreKind {
         StoreKind::Hub
     }
@@ -223,16 +225,16 @@ impl KvStore for AtHub {
                 ));
             }
             if state.entries.contains_key(key) {
-                return Err(wrong(key, super::shelf::HAS_VALUE.into()));
+                return Err(wrong(key, super::entry_table::HAS_VALUE.into()));
             }
             let number = state.order.len() as u32;
-            let entry = Entry::new(&self.engine, key.clone(), number, value.dtype(), value.elements());
+            let entry = HubEntry::new(&self.engine, key.clone(), number, value.dtype(), value.elements());
             let entry = Arc::new(entry);
             state.entries.insert(key.clone(), Arc::clone(&entry));
             state.order.push(Arc::clone(&entry));
             entry
         };
-        super::shelf::copy_in(&self.engine, key, &entry.buffer, std::slice::from_ref(value), 0)?;
+        super::entry_table::copy_in(&self.engine, key, &entry.buffer, std::slice::from_ref(value), 0)?;
         self.engine.wait_to_mutate(entry.buffer.variable())?;
         entry.buffer.write(|bytes| self.ranks.broadcast(&key.to_string(), bytes, 0))?;
         Ok(())
@@ -241,7 +243,7 @@ impl KvStore for AtHub {
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
         let entry = self.entry(key, values)?;
         let job = self.job()?;
-        super::shelf::copy_in(&self.engine, key, &entry.buffer, values, priority)?;
+        super::entry_table::copy_in(&self.engine, key, &entry.buffer, values, priority)?;
         let here = Arc::clone(&entry);
         self.engine
             .operation(format!("push and pull {key}"), Kind::Communicate)
@@ -253,13 +255,13 @@ impl KvStore for AtHub {
 
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
         let entry = self.entry(key, outs)?;
-        super::shelf::copy_back(&self.engine, key, &entry.buffer, outs, priority)
+        super::entry_table::copy_back(&self.engine, key, &entry.buffer, outs, priority)
     }
 
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         let mut state = self.state();
         if state.job.is_some() {
-            return Err(StoreError::Sequence(super::shelf::TOO_LATE));
+            return Err(StoreError::Sequence(super::entry_table::TOO_LATE));
         }
         let named = OptimizerChoice::named(name);
         state.optimizer = Some(OptimizerChoice { hyperparameters: Some(hyperparameters), ..named });
@@ -268,10 +270,11 @@ impl KvStore for AtHub {
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
         let mut state = self.state();
-        let optimizer = state.optimizer.as_mut().ok_or(StoreError::Sequence(super::shelf::NO_OPTIMIZER))?;
+        let optimizer =
+            state.optimizer.as_mut().ok_or(StoreError::Sequence(super::entry_table::NO_OPTIMIZER))?;
         optimizer.hyperparameters = Some(hyperparameters);
         if let Some(job) = &state.job {
-            // Which step is next is known when all before it have begun.
+            // The next step is known when all operations before have begun.
             self.engine.wait_for_all()?;
             if job.rank() == 0 {
                 job.set_hyperparameters(job.next_step(0)?, &hyperparameters)?;
@@ -291,9 +294,9 @@ impl KvStore for AtHub {
             let mut state = self.state();
             (state.member.take(), state.job.take())
         };
-        // Nobody has pushed anything.
+        // No push was made.
         member.map_or(Ok(()), Member::leave)?;
-        // Nothing is under way, so nobody else has it.
+        // Nothing is under way, so there is no other reference.
         if let Some(job) = job.and_then(Arc::into_inner) {
             job.leave()?;
         }
@@ -305,7 +308,7 @@ impl KvStore for AtHub {
     }
 
     fn failure(&self) -> Option<StoreError> {
-        // A call that opens the job holds the lock for as long as other ranks take.
+        // A call that opens the job holds the lock until all ranks have come, so do not wait for it.
         let job = self.state.try_lock().ok().and_then(|state| state.job.as_ref()?.failure());
         job.map(StoreError::from).or_else(|| self.ranks.failure().map(StoreError::from))
     }

@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use paramhub_kernels::{Hyperparameters, Registry};
 
-use super::shelf::Shelf;
+use super::entry_table::EntryTable;
 use super::{Array, Key, KvStore, StoreError, StoreKind};
 use crate::engine::Engine;
 
-pub(super) struct Local {
-    shelf: Shelf,
+pub(super) struct LocalStore {
+    table: EntryTable,
 }
 
-impl Local {
-    pub(super) fn new(engine: Arc<Engine>, registry: Registry) -> Local {
-        Local { shelf: Shelf::new(engine, registry, 1) }
+impl LocalStore {
+    pub(super) fn new(engine: Arc<Engine>, registry: Registry) -> LocalStore {
+        LocalStore { table: EntryTable::new(engine, registry, 1) }
     }
 }
 
-impl KvStore for Local {
+impl KvStore for LocalStore {
     fn kind(&self) -> StoreKind {
         StoreKind::Local
     }
@@ -32,35 +32,35 @@ impl KvStore for Local {
     }
 
     fn engine(&self) -> &Arc<Engine> {
-        &self.shelf.engine
+        &self.table.engine
     }
 
     fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError> {
-        let entry = self.shelf.add(key, value)?;
-        self.shelf.begin(&entry)
+        let entry = self.table.add(key, value)?;
+        self.table.begin(&entry)
     }
 
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, values)?;
-        self.shelf.copy_in(&entry, values, priority)?;
-        self.shelf.update(&entry, priority)
+        let entry = self.table.entry(key, values)?;
+        self.table.copy_in(&entry, values, priority)?;
+        self.table.update(&entry, priority)
     }
 
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError> {
-        let entry = self.shelf.entry(key, outs)?;
-        self.shelf.copy_out(&entry, outs, priority)
+        let entry = self.table.entry(key, outs)?;
+        self.table.copy_out(&entry, outs, priority)
     }
 
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_optimizer(name, hyperparameters)
+        self.table.set_optimizer(name, hyperparameters)
     }
 
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
-        self.shelf.set_hyperparameters(hyperparameters)
+        self.table.set_hyperparameters(hyperparameters)
     }
 
     fn barrier(&self) -> Result<(), StoreError> {
-        Ok(self.shelf.engine.wait_for_all()?)
+        Ok(self.table.engine.wait_for_all()?)
     }
 
     fn leave(&self) -> Result<(), StoreError> {

@@ -1,27 +1,31 @@
-//! Key-value stores over collectives, or over none (MPI collectives in DAGs, sections 3.3 and 4), under MXNet's names.
+//! Key-value stores over collectives, or within one process (MPI collectives in DAGs, sections 3.3 and 4),
+//! with MXNet's names.
 //!
-//! A store has a value for each key. What ranks push is summed over all of them, and pulled by each; with an optimizer the sum
-//! becomes new parameters first, at every rank alike. Nothing here waits but what must: pushes and pulls are operations of the
-//! [engine](crate::engine), which know their order by the arrays that they touch.
+//! A store has a value for each key. The store sums what the ranks push, and each rank pulls the sum; with an
+//! optimizer the sum first becomes new parameters, the same at every rank. Only calls that must wait do:
+//! pushes and pulls are operations of the [engine](crate::engine), which orders them by the arrays that they
+//! touch.
 //!
-//! The three designs differ in who calls the collective, and when:
+//! The three designs differ in which thread calls the collective, and when:
 //!
-//! - [funnel](StoreKind::Funnel): the caller of push, which waits for the gradient and reduces it there and then;
-//! - [concom](StoreKind::ConCom): threads of the engine, keys being dealt to several communicators, with a barrier every few keys;
-//! - [depcha](StoreKind::DepCha): threads of the engine, one after the other in the order in which they were pulled, since every
-//!   allreduce mutates one dummy variable. Pushes only copy; so all of them come before the first pull.
+//! - [funnel](StoreKind::Funnel): the caller of push, which waits for the gradient and reduces it at once;
+//! - [concom](StoreKind::ConCom): threads of the engine, with keys distributed over several communicators and
+//!   a barrier every few keys;
+//! - [depcha](StoreKind::DepCha): threads of the engine, one collective after the other in the order of the
+//!   pulls, since every allreduce mutates one dummy variable. Pushes only copy, so all of them come before
+//!   the first pull.
 //!
-//! A [hub](StoreKind::Hub) needs no order: keys tell its answers apart.
+//! A [hub](StoreKind::Hub) needs no order, since every answer names its key.
 
 mod array;
 mod concom;
 mod depcha;
 mod entry;
+mod entry_table;
 mod error;
 mod funnel;
 mod hub;
 mod local;
-mod shelf;
 
 use std::fmt;
 use std::str::FromStr;
@@ -29,96 +33,99 @@ use std::sync::Arc;
 
 pub use array::Array;
 pub use error::StoreError;
-pub use hub::HubSeat;
+pub use hub::HubStoreConfig;
+use paramhub_core::combinations::{self, Feature, Features};
 use paramhub_kernels::{Hyperparameters, Registry};
 
 use crate::communicator::Communicator;
 use crate::engine::Engine;
 
-/// What a value is called: a name, or a number as in MXNet.
+/// The key of a value: a name, or a number as in MXNet.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {
-    /// By number.
+    /// A number.
     Number(u64),
-    /// By name.
+    /// A name.
     Name(Arc<str>),
 }
 
-/// How ranks exchange what they push.
+/// How ranks exchange the values that they push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoreKind {
     /// Through a hub.
     Hub,
-    /// Not at all: this process is alone.
+    /// Without an exchange: the process is the only rank.
     Local,
-    /// By the caller of push, key by key.
+    /// By collectives that the caller of push makes, key by key.
     Funnel,
-    /// By threads of the engine over several communicators.
+    /// By collectives of the engine's threads over several communicators.
     ConCom,
-    /// By threads of the engine in a chain of dependencies.
+    /// By collectives of the engine's threads in a chain of dependencies.
     DepCha,
 }
 
-/// How a store is made. See [`create`].
+/// The options of a store. See [`create`].
 pub struct StoreOptions {
-    /// Whose variables the arrays have.
+    /// The engine of the arrays' variables.
     pub engine: Arc<Engine>,
-    /// Between all ranks, for [`StoreKind::Funnel`], [`ConCom`](StoreKind::ConCom) and [`DepCha`](StoreKind::DepCha).
+    /// A communicator of all ranks, for [`StoreKind::Funnel`], [`ConCom`](StoreKind::ConCom) and
+    /// [`DepCha`](StoreKind::DepCha).
     pub communicator: Option<Box<dyn Communicator>>,
-    /// This rank's place in a job, for [`StoreKind::Hub`].
-    pub hub: Option<HubSeat>,
-    /// The optimizers that there are, but for those of hubs.
+    /// The membership and options of this rank in a job, for [`StoreKind::Hub`].
+    pub hub: Option<HubStoreConfig>,
+    /// The available optimizers, except at hubs.
     pub registry: Registry,
-    /// Of [`StoreKind::ConCom`]: communicators that keys are dealt to, and keys between two barriers. At most as many as the engine
-    /// has threads to communicate; by default that many.
+    /// For [`StoreKind::ConCom`]: the number of communicators over which keys are distributed, and of keys
+    /// between two barriers. At most as many as the engine has threads to communicate; by default that many.
     pub outstanding: Option<usize>,
 }
 
 impl StoreOptions {
-    /// Of a local store.
+    /// Options of a local store.
     pub fn new(engine: Arc<Engine>) -> StoreOptions {
         let registry = Registry::with_builtins();
         StoreOptions { engine, communicator: None, hub: None, registry, outstanding: None }
     }
 
-    /// Of one that exchanges by collectives.
+    /// Options of a store that exchanges by collectives.
     pub fn over(engine: Arc<Engine>, communicator: impl Communicator + 'static) -> StoreOptions {
         StoreOptions { communicator: Some(Box::new(communicator)), ..StoreOptions::new(engine) }
     }
 
-    /// Of one that exchanges through a hub.
-    pub fn at_hub(engine: Arc<Engine>, seat: HubSeat) -> StoreOptions {
-        StoreOptions { hub: Some(seat), ..StoreOptions::new(engine) }
+    /// Options of a store that exchanges through a hub.
+    pub fn at_hub(engine: Arc<Engine>, config: HubStoreConfig) -> StoreOptions {
+        StoreOptions { hub: Some(config), ..StoreOptions::new(engine) }
     }
 }
 
-/// A store of values by keys. All ranks make the same calls in the same order, one thread at a time.
+/// A store of values by keys. All ranks make the same calls in the same order, and a rank one call at a time.
 ///
 /// # Errors
-/// Every method fails if the key or an array does not fit, and if an operation that it had to wait for failed. What fails later is
-/// told at a wait for an array that depends on it.
+/// Every method fails if the key or an array does not fit, and if an operation that it had to wait for
+/// failed. A wait for an array reports failures that come later.
 pub trait KvStore: Send + Sync {
-    /// How it exchanges.
+    /// The kind of exchange.
     fn kind(&self) -> StoreKind;
 
-    /// This process, counted from 0.
+    /// The rank of this process, counted from 0.
     fn rank(&self) -> u32;
 
-    /// Ranks that share the store.
+    /// The number of ranks that share the store.
     fn size(&self) -> u32;
 
-    /// The engine that runs what is pushed and pulled.
+    /// The engine that runs pushes and pulls.
     fn engine(&self) -> &Arc<Engine>;
 
-    /// Gives a key its value, rank 0's at every rank. Once for each key.
+    /// Gives a key its initial value: rank 0's, at every rank. Called once for each key.
     fn init(&self, key: &Key, value: &Array) -> Result<(), StoreError>;
 
-    /// Adds up `values`, one or more of this rank, and the other ranks' to the key's new sum, or has the optimizer make new
-    /// parameters of their mean over ranks. Keys of higher `priority` are copied first where several are ready.
+    /// Sums `values`, one or more arrays of this rank, and the other ranks' to the key's new sum, or has the
+    /// optimizer make new parameters of their mean over ranks. Keys of higher `priority` are copied first
+    /// where several are ready.
     fn push(&self, key: &Key, values: &[Array], priority: i32) -> Result<(), StoreError>;
 
-    /// Puts the key's value into `outs`: with an optimizer its parameters, else the sum of what was pushed last, or what it was
-    /// given at first.
+    /// Copies the key's value to `outs`: with an optimizer its parameters, else the sum of the last push, or
+    /// the initial value.
     fn pull(&self, key: &Key, outs: &[Array], priority: i32) -> Result<(), StoreError>;
 
     /// [`push`](Self::push), then [`pull`](Self::pull).
@@ -127,43 +134,44 @@ pub trait KvStore: Send + Sync {
         self.pull(key, outs, priority)
     }
 
-    /// From the next push on every key's value is parameters, which the optimizer of this name changes by the mean of what all
-    /// ranks push. Before the first push.
+    /// Chooses the optimizer. From the next push on every key's value is its parameters, which the optimizer
+    /// updates with the mean of the ranks' pushes. Called before the first push.
     fn set_optimizer(&self, name: &str, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
 
-    /// Changes the optimizer's numbers from the next push on.
+    /// Changes the optimizer's hyperparameters from the next push on.
     fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError>;
 
-    /// Waits until every rank has called it and all that this one has pushed and pulled before has been exchanged.
+    /// Waits until every rank has called it and all earlier pushes and pulls of this rank have been
+    /// exchanged.
     fn barrier(&self) -> Result<(), StoreError>;
 
-    /// Waits for all that is under way and leaves the other ranks in order. Every rank does, and nothing comes after it.
+    /// Waits for all that is under way and leaves in order. Every rank calls it, and makes no calls
+    /// afterwards.
     fn leave(&self) -> Result<(), StoreError>;
 
-    /// Ends it, here and at all other ranks, for a reason that these are told: also calls that wait on other threads. What is under
-    /// way at a hub ends when the store is dropped.
+    /// Ends the store, here and at all other ranks, which receive the reason; also ends calls that wait on
+    /// other threads. Exchanges under way at a hub end when the store is dropped.
     fn abort(&self, reason: &str);
 
-    /// Why ranks cannot exchange any more, if they cannot.
+    /// Why the ranks cannot exchange any more, if they cannot.
     fn failure(&self) -> Option<StoreError>;
 }
 
 /// Makes a store.
 ///
 /// # Errors
-/// If the options do not fit the kind. Every rank must choose alike.
+/// If the options do not fit the kind. Every rank must pass the same kind.
 pub fn create(kind: StoreKind, options: StoreOptions) -> Result<Box<dyn KvStore>, StoreError> {
     let StoreOptions { engine, communicator, hub, registry, outstanding } = options;
-    let wanted = [kind.is_collective(), kind == StoreKind::Hub, kind == StoreKind::ConCom];
-    let given = [communicator.is_some(), hub.is_some(), outstanding.is_some()];
-    let options = ["a communicator", "a seat at a hub", "a number of outstanding keys"];
-    for ((wanted, given), option) in wanted.into_iter().zip(given).zip(options) {
-        if given && !wanted {
-            return Err(StoreError::Options(format!("a {kind} store takes no such thing as {option}")));
-        }
-    }
+    let asked = Features::of([
+        (Feature::Communicator, communicator.is_some()),
+        (Feature::HubMembership, hub.is_some()),
+        (Feature::OutstandingKeys, outstanding.is_some()),
+    ]);
+    combinations::check(asked.with(kind.feature()))
+        .map_err(|conflict| StoreError::Options(conflict.to_string()))?;
     Ok(match (kind, communicator, hub) {
-        (StoreKind::Local, ..) => Box::new(local::Local::new(engine, registry)),
+        (StoreKind::Local, ..) => Box::new(local::LocalStore::new(engine, registry)),
         (StoreKind::Funnel, Some(communicator), _) => {
             Box::new(funnel::Funnel::new(engine, registry, communicator))
         }
@@ -173,7 +181,7 @@ pub fn create(kind: StoreKind, options: StoreOptions) -> Result<Box<dyn KvStore>
         (StoreKind::DepCha, Some(communicator), _) => {
             Box::new(depcha::DepCha::new(engine, registry, communicator))
         }
-        (StoreKind::Hub, _, Some(seat)) => Box::new(hub::AtHub::new(engine, seat)?),
+        (StoreKind::Hub, _, Some(config)) => Box::new(hub::HubStore::new(engine, config)?),
         (StoreKind::Hub, _, None) => {
             return Err(StoreError::Options("a hub store needs a seat at a hub".into()));
         }
@@ -182,16 +190,27 @@ pub fn create(kind: StoreKind, options: StoreOptions) -> Result<Box<dyn KvStore>
 }
 
 impl StoreKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [StoreKind; 5] =
         [StoreKind::Hub, StoreKind::Local, StoreKind::Funnel, StoreKind::ConCom, StoreKind::DepCha];
 
-    /// Whether it exchanges by collectives.
+    /// Whether the kind exchanges by collectives.
     pub fn is_collective(self) -> bool {
         matches!(self, StoreKind::Funnel | StoreKind::ConCom | StoreKind::DepCha)
     }
 
-    /// As users write it.
+    /// The feature of an exchange of this kind.
+    pub fn feature(self) -> Feature {
+        match self {
+            StoreKind::Hub => Feature::ExchangeHub,
+            StoreKind::Local => Feature::ExchangeLocal,
+            StoreKind::Funnel => Feature::ExchangeFunnel,
+            StoreKind::ConCom => Feature::ExchangeConcom,
+            StoreKind::DepCha => Feature::ExchangeDepcha,
+        }
+    }
+
+    /// The name that users write.
     pub fn name(self) -> &'static str {
         match self {
             StoreKind::Hub => "hub",

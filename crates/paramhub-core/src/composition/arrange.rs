@@ -1,34 +1,38 @@
-//! From places to sites: which hubs serve whom, and which site is above which.
+//! Sites from places: which hubs serve which workers, and which site is above which.
 
 use std::collections::BTreeMap;
 
 use thiserror::Error;
 
 use super::{Composition, Crossing, OptimizeAt, Place, Reduction, Site, SiteId};
+use crate::combinations::{Conflict, Feature, conflict_of, features_of_reduction};
 use crate::placement::HubShape;
 
-/// Why places make no sites for everybody.
+/// Why hubs and workers at these places make no sites.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ArrangeError {
-    /// Nobody serves a worker.
+    /// No hub serves a worker.
     #[error(
         "rank {rank} is in rack {rack:?}, which no hub serves: start one there with --rack, or one without it for everybody"
     )]
     Unserved {
-        /// The worker's.
+        /// The worker's rank.
         rank: u32,
-        /// Its rack.
+        /// The worker's rack.
         rack: String,
     },
-    /// Only hubs of single hosts are there.
+    /// Every hub serves a single host.
     #[error("every hub serves its own host only: start one that serves a rack or everybody")]
     NoHub,
+    /// The hubs do not combine with what the job asks of them.
+    #[error(transparent)]
+    Combination(#[from] Conflict),
 }
 
-/// A job's sites, and of each its hubs by their position among those given.
+/// A job's sites, and the hubs of each site by their positions in the input.
 pub type Arranged = (Composition, Vec<Vec<usize>>);
 
-/// Whom a site serves; ordered as sites are numbered.
+/// The workers that a site serves; the order is that of the sites' numbers.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Scope {
     Host(String),
@@ -39,7 +43,7 @@ enum Scope {
 /// Arranges hubs and workers, each by its place, into sites.
 ///
 /// # Errors
-/// If a worker has no hub.
+/// If a worker has no hub, or if the hubs do not combine with the reduction that is asked for.
 pub fn arrange(
     hubs: &[(HubShape, Place)],
     workers: &[Place],
@@ -59,13 +63,17 @@ pub fn arrange(
         serving.entry(scope_of(place)).or_default().push(index);
     }
     let is_placed = serving.keys().any(|scope| *scope != Scope::Everybody);
+    if !is_placed {
+        let asked = features_of_reduction(reduction, optimize_at);
+        conflict_of(Feature::UnplacedHubs, asked).map_or(Ok(()), Err)?;
+    }
     if reduction == Reduction::Flat || !is_placed {
         let all: Vec<usize> = (0..hubs.len()).filter(|&hub| hubs[hub].1.host.is_empty()).collect();
         let shapes = all.iter().map(|&hub| hubs[hub].0.clone()).collect();
         return Ok((Composition::flat(shapes, workers.len() as u32), vec![all]));
     }
 
-    // Of every site: ranks.
+    // The ranks of each site.
     let mut members: BTreeMap<Scope, Vec<u32>> = BTreeMap::new();
     for (rank, place) in (0..).zip(workers) {
         let host = Scope::Host(place.host.clone());
@@ -90,7 +98,7 @@ pub fn arrange(
             members.entry(above).or_default().extend(ranks);
         }
     }
-    // Whoever is above somebody is needed, too.
+    // The sites above a needed site are needed, too.
     for scope in members.keys().cloned().collect::<Vec<_>>() {
         let mut at = scope;
         while let Some(above) = above(&at, &serving, hubs) {
@@ -144,12 +152,12 @@ fn compose(
     (Composition { sites, crossing, optimize_at }, of_sites)
 }
 
-/// Whether a site's sums go to its peers, whatever hub serves everybody.
+/// Whether a site's sums go to its peers, even if a hub serves all racks.
 fn crosses(scope: &Scope, reduction: Reduction) -> bool {
     matches!(scope, Scope::Rack(_)) && matches!(reduction, Reduction::Ring | Reduction::Sharded)
 }
 
-/// The rack a worker is in: its own word, or that of the hub on its host.
+/// The rack of a worker: the one that the worker states, or that of the hub on its host.
 fn rack_of(
     place: &Place,
     host: &Scope,
@@ -160,7 +168,7 @@ fn rack_of(
     if place.rack.is_empty() { by_hub().unwrap_or_default() } else { place.rack.clone() }
 }
 
-/// The site above one, among those that hubs serve.
+/// The site above `scope`, among those that hubs serve.
 fn above(scope: &Scope, serving: &BTreeMap<Scope, Vec<usize>>, hubs: &[(HubShape, Place)]) -> Option<Scope> {
     let candidates = match scope {
         Scope::Host(_) => vec![Scope::Rack(hubs[serving[scope][0]].1.rack.clone()), Scope::Everybody],

@@ -1,4 +1,5 @@
-//! Whether racks should sum within themselves first: PHub's condition (section 3.4) on what hubs, workers and operator say.
+//! Whether racks should sum within themselves first: PHub's condition (section 3.4), with the rates that
+//! hubs, workers and the operator state.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,17 +8,17 @@ use super::{Place, Reduction};
 use crate::cost::{Arrangement, CostModel, Inequality, Network, Rate, Rates};
 use crate::placement::HubShape;
 
-/// Bytes of which both sides are told: the condition is the same for any model.
+/// Bytes for which both sides of the condition are reported; the condition is the same for any model.
 const BYTES: u64 = 1_000_000;
 
-/// What [`Reduction::Auto`] takes, and why.
+/// What [`Reduction::Auto`] chooses, and why.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// [`Reduction::Flat`] or a hierarchical one.
     pub reduction: Reduction,
-    /// For a megabyte of gradients.
+    /// Both sides of the condition for a megabyte of gradients.
     pub inequality: Inequality,
-    /// Of all hubs of the weakest rack together.
+    /// The rate of all hubs of the weakest rack together.
     pub hub: Rate,
 }
 
@@ -38,18 +39,18 @@ impl fmt::Display for Choice {
     }
 }
 
-/// A rack that hubs serve and workers are in.
+/// A rack that has hubs and workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServedRack<'a> {
-    /// Its name.
+    /// The rack's name.
     pub name: &'a str,
-    /// What the interfaces of its hubs carry together, by their weights.
+    /// The rate of all interfaces of its hubs together, by their weights.
     pub mbit: u64,
-    /// How many there are.
+    /// Number of its workers.
     pub workers: u32,
 }
 
-/// The racks that both hubs and workers are in, by name.
+/// The racks that have both hubs and workers, by name.
 pub fn served_racks<'a>(hubs: &'a [(HubShape, Place)], workers: &[Place]) -> Vec<ServedRack<'a>> {
     let mut racks: BTreeMap<&str, ServedRack> = BTreeMap::new();
     for (hub, place) in of_racks(hubs) {
@@ -64,10 +65,11 @@ pub fn served_racks<'a>(hubs: &'a [(HubShape, Place)], workers: &[Place]) -> Vec
     racks.into_values().filter(|rack| rack.workers > 0).collect()
 }
 
-/// Applies the condition where hubs serve several racks that have workers, each with a link of the rate `core` to the others.
+/// Applies the condition if hubs serve several racks with workers, each rack with a link of the rate `core`
+/// to the others.
 ///
-/// Interfaces carry what their weights say, in Mbit/s; B_PBox is that of the weakest rack's hubs together, and a worker's link is
-/// taken to carry as much as the weakest of their interfaces.
+/// The weight of an interface is its rate in Mbit/s. B_PBox is the rate of all hubs of the weakest rack
+/// together. A worker's link is assumed to have the rate of the weakest interface of a hub.
 pub fn choose(hubs: &[(HubShape, Place)], workers: &[Place], core: Rate) -> Option<Choice> {
     let racks = served_racks(hubs, workers);
     let weights = of_racks(hubs).flat_map(|(hub, _)| &hub.interfaces).map(|interface| interface.weight);
@@ -86,7 +88,7 @@ pub fn choose(hubs: &[(HubShape, Place)], workers: &[Place], core: Rate) -> Opti
     Some(Choice { reduction, inequality: chosen.inequality, hub })
 }
 
-/// Hubs that serve racks.
+/// The hubs that serve racks.
 fn of_racks(hubs: &[(HubShape, Place)]) -> impl Iterator<Item = &(HubShape, Place)> {
     hubs.iter().filter(|(_, place)| !place.rack.is_empty() && place.host.is_empty())
 }

@@ -9,7 +9,7 @@ fn hub(name: &str, weight: u32) -> HubShape {
     HubShape { interfaces: vec![interface], local: None }
 }
 
-/// Sites by the ranks they serve and their parent.
+/// Sites from their ranks and parents.
 fn compose(sites: &[(&[u32], Option<SiteId>)], crossing: Crossing) -> Composition {
     let site = |(at, &(workers, parent)): (usize, &(&[u32], Option<SiteId>))| Site {
         name: format!("rack {at}"),
@@ -69,8 +69,8 @@ fn peers_own_chunks_by_their_weight() {
 }
 
 proptest! {
-    /// Whatever the tree: from every site a chunk's sum reaches its owner, every site above knows who contributes, those who
-    /// contribute to a chunk come first among its members, and nobody contributes twice.
+    /// In any tree: a chunk's sum reaches its owner from every site, every site above knows its members,
+    /// those that contribute to a chunk come first among them, and none contributes twice.
     #[test]
     fn every_sum_reaches_its_owner(
         tops in 1usize..6,
@@ -104,7 +104,7 @@ proptest! {
         }
     }
 
-    /// What leaves a peer: no more than a ring's reduce-scatter and all-gather, one way or the other.
+    /// What leaves a peer is no more than in a ring's reduce-scatter and all-gather, in either crossing.
     #[test]
     fn a_crossing_costs_what_a_ring_does(tops in 2usize..6, is_ring: bool) {
         let crossing = if is_ring { Crossing::Ring } else { Crossing::Sharded };
@@ -165,7 +165,7 @@ fn hubs_serve_those_at_their_place() {
         let shown = composition.sites.into_iter().zip(of_sites);
         shown.map(|(site, hubs)| (hubs, site.workers, site.parent)).collect::<Vec<_>>()
     };
-    // Rank 3 is alone on its host, and goes to its rack.
+    // Rank 3 is alone on its host, so it exchanges at its rack.
     let tree = [
         (vec![2], vec![0, 1], Some(1)),
         (vec![1, 4], vec![2], Some(3)),

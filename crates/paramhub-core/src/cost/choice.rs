@@ -1,25 +1,26 @@
-//! Which arrangement to take, and why.
+//! The choice of an arrangement, and its reason.
 
 use serde::Serialize;
 
-use super::{Arrangement, CostModel, Exchange, Prices};
+use super::{Arrangement, CostModel, ExchangeCost, Prices};
 
-/// Two lower bounds that differ by less count as equal: the model knows links no better than that.
+/// Two lower bounds count as equal if they differ by less: the model is no more precise than that.
 const NEGLIGIBLE: f64 = 0.01;
 
-/// Both sides of PHub's condition for summing within each rack first (section 3.4), in seconds, that is times M:
-/// N (R-1) / (R B_core) > max(N / B_PBox, 1 / B_wkr) + C with C = (R-1) / (R min(B_PBox, B_core)). N is workers in a rack
-/// (their mean, where racks differ), and B_PBox all interfaces of a rack hub together.
+/// Both sides of PHub's condition for summing within each rack first (section 3.4), in seconds, that is times
+/// M: N (R-1) / (R B_core) > max(N / B_PBox, 1 / B_wkr) + C with C = (R-1) / (R min(B_PBox, B_core)). N is
+/// the number of workers in a rack (the mean, if racks differ), and B_PBox the rate of all interfaces of a
+/// rack hub together.
 ///
-/// Both sides count what crosses the core one way of the two, and the right side adds up the two levels as if the second
-/// began when the first has ended.
+/// Both sides count one direction of the traffic through the core, and the right side adds up the two levels
+/// as if the second began when the first has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Inequality {
     /// Transfers between racks, where every gradient goes straight to the hub that sums it.
     pub flat_s: f64,
-    /// Within a rack, at the slower of hub and worker.
+    /// Transfers within a rack, at the slower of hub and worker.
     pub rack_s: f64,
-    /// C: between rack hubs.
+    /// C: transfers between rack hubs.
     pub between_racks_s: f64,
 }
 
@@ -29,30 +30,30 @@ impl Inequality {
         self.rack_s + self.between_racks_s
     }
 
-    /// Whether summing within each rack first pays.
+    /// Whether it pays to sum within each rack first.
     pub fn holds(&self) -> bool {
         self.flat_s > self.hierarchical_s()
     }
 }
 
-/// What `--reduction auto` takes.
+/// What `--reduction auto` chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ReductionChoice {
-    /// Why.
+    /// The reason.
     pub inequality: Inequality,
-    /// The arrangement: [`Arrangement::DedicatedHubs`] where the inequality does not hold, and where it does the
+    /// The arrangement: [`Arrangement::DedicatedHubs`] if the inequality does not hold, otherwise the
     /// hierarchical one with the least lower bound.
     pub chosen: Arrangement,
-    /// What could have been chosen, cheapest first: all hierarchical ones and the flat one.
-    pub candidates: Vec<Exchange>,
+    /// The candidates, cheapest first: all hierarchical arrangements and the flat one.
+    pub candidates: Vec<ExchangeCost>,
 }
 
-/// What a planner would take, of everything there is.
+/// The best of all arrangements.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recommendation {
-    /// Which.
-    pub exchange: Exchange,
-    /// In a sentence.
+    /// The arrangement and its cost.
+    pub exchange: ExchangeCost,
+    /// The reason, in a sentence.
     pub reason: String,
 }
 
@@ -74,12 +75,12 @@ impl CostModel {
         })
     }
 
-    /// Applies the paper's condition; `None` in a single rack. Whenever the condition holds, the lower bound of what is
-    /// chosen is no higher than the flat one's. Where it does not, a hierarchical bound may still be lower, by as much as
-    /// the two levels can overlap.
+    /// Applies the paper's condition; `None` in a single rack. If the condition holds, the lower bound of the
+    /// choice is no higher than that of the flat arrangement. If it does not, a hierarchical bound may still
+    /// be lower, by as much as the two levels can overlap.
     pub fn choose_reduction(&self) -> Option<ReductionChoice> {
         let inequality = self.inequality()?;
-        let mut candidates: Vec<Exchange> =
+        let mut candidates: Vec<ExchangeCost> =
             Arrangement::HIERARCHICAL.iter().map(|&arrangement| self.exchange(arrangement)).collect();
         let hierarchical = cheapest(&candidates, |exchange| exchange.seconds).arrangement;
         let chosen = if inequality.holds() { hierarchical } else { Arrangement::DedicatedHubs };
@@ -88,22 +89,24 @@ impl CostModel {
         Some(ReductionChoice { inequality, chosen, candidates })
     }
 
-    /// What to take of everything there is: where prices are given, too, what makes the most steps for its price, and else the least
-    /// lower bound. Of those that come within a hundredth of it, or, without prices, that `compute_s` of computation hides
-    /// altogether, the one with the fewest machines.
+    /// The best of all arrangements. With `compute_s` and prices, it is the one with the most steps for its
+    /// price, else the one with the least lower bound. Among arrangements within a hundredth of the best, or,
+    /// without prices, among those that `compute_s` of computation hides entirely, it is the one with the
+    /// fewest machines.
     pub fn recommend(&self, compute_s: Option<f64>, prices: Option<&Prices>) -> Recommendation {
         let network = self.network();
         let between_racks = if network.racks > 1 { &Arrangement::HIERARCHICAL[..] } else { &[] };
-        let mut all: Vec<Exchange> = Arrangement::FLAT
+        let mut all: Vec<ExchangeCost> = Arrangement::FLAT
             .iter()
             .chain(between_racks)
             .map(|&arrangement| self.exchange(arrangement))
             .collect();
         all.sort_by_key(|exchange| exchange.arrangement.hub_machines(network));
-        let takes = |exchange: &Exchange| machines(exchange.arrangement.hub_machines(network));
+        let takes = |exchange: &ExchangeCost| machines(exchange.arrangement.hub_machines(network));
         if let Some((compute_s, prices)) = compute_s.zip(prices) {
-            let worth =
-                |exchange: &Exchange| self.value(exchange, compute_s, prices).steps_per_second_per_thousand;
+            let worth = |exchange: &ExchangeCost| {
+                self.value(exchange, compute_s, prices).steps_per_second_per_thousand
+            };
             let exchange = cheapest(&all, |exchange| 1.0 / worth(exchange));
             let reason = format!(
                 "it makes the most steps for its price, {:.3} a second for each thousand spent on a worker; its exchange takes at \
@@ -143,8 +146,8 @@ impl CostModel {
     }
 }
 
-/// The least of these; of those that hardly differ the first.
-fn cheapest(exchanges: &[Exchange], cost: impl Fn(&Exchange) -> f64) -> &Exchange {
+/// The cheapest of these; among those that hardly differ, the first.
+fn cheapest(exchanges: &[ExchangeCost], cost: impl Fn(&ExchangeCost) -> f64) -> &ExchangeCost {
     let least = exchanges.iter().map(&cost).fold(f64::INFINITY, f64::min);
     exchanges
         .iter()

@@ -1,4 +1,4 @@
-//! Bytes on each kind of link for each arrangement of hubs, and the time they take at least.
+//! Bytes on each kind of link for each arrangement of hubs, and a lower bound of the time they take.
 
 use std::fmt;
 
@@ -6,8 +6,9 @@ use serde::Serialize;
 
 use super::{CostModel, Network, Rate};
 
-/// Where hubs stand and how they reduce: PHub's four deployments (section 2.1), then the reductions that sum within each
-/// rack first (section 3.4). Of those, a rack has one hub, with as many interfaces as the other dedicated hubs.
+/// Where hubs run and how they reduce: PHub's four deployments (section 2.1), then the reductions that sum
+/// within each rack first (section 3.4). In the latter, a rack has one hub, with as many interfaces as the
+/// other dedicated hubs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Arrangement {
     /// CC: one hub, beside a worker.
@@ -34,18 +35,18 @@ pub enum Arrangement {
 }
 
 impl Arrangement {
-    /// Those that send every gradient straight to the hub that sums it.
+    /// The arrangements that send every gradient straight to the hub that sums it.
     pub const FLAT: [Arrangement; 4] = [
         Arrangement::HubBesideOneWorker,
         Arrangement::HubBesideEveryWorker,
         Arrangement::DedicatedHub,
         Arrangement::DedicatedHubs,
     ];
-    /// Those that sum within each rack first. Where two take equally long, the earlier one is to be preferred: it takes
-    /// fewer rounds between racks, or fewer machines.
+    /// The arrangements that sum within each rack first. If two take equally long, the earlier one is
+    /// preferable: it takes fewer rounds between racks, or fewer machines.
     pub const HIERARCHICAL: [Arrangement; 3] = [Arrangement::Sharded, Arrangement::Ring, Arrangement::Tree];
 
-    /// As the paper or `--reduction` writes it.
+    /// The name in the paper or in `--reduction`.
     pub fn name(self) -> &'static str {
         match self {
             Arrangement::HubBesideOneWorker => "CC",
@@ -79,10 +80,10 @@ impl fmt::Display for Arrangement {
 /// A kind of link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Link {
-    /// Of a worker's machine without a hub.
+pub enum LinkKind {
+    /// The link of a worker's machine without a hub.
     Worker,
-    /// Of a machine where a hub runs beside a worker.
+    /// The link of a machine where a hub runs beside a worker.
     SharedMachine,
     /// One interface of a dedicated hub.
     HubInterface,
@@ -92,72 +93,78 @@ pub enum Link {
     Core,
 }
 
-impl fmt::Display for Link {
+impl fmt::Display for LinkKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Link::Worker => "worker's link",
-            Link::SharedMachine => "link of worker and hub",
-            Link::HubInterface => "hub's interface",
-            Link::ParentInterface => "parent's interface",
-            Link::Core => "rack's link to the core",
+            LinkKind::Worker => "worker's link",
+            LinkKind::SharedMachine => "link of worker and hub",
+            LinkKind::HubInterface => "hub's interface",
+            LinkKind::ParentInterface => "parent's interface",
+            LinkKind::Core => "rack's link to the core",
         })
     }
 }
 
-/// What one link carries in a step, the busiest of its kind.
+/// What the busiest link of one kind carries in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Load {
-    /// Its kind.
-    pub link: Link,
+pub struct LinkLoad {
+    /// The kind of link.
+    pub link: LinkKind,
     /// Bytes out of the machine or rack.
     pub sent_bytes: f64,
-    /// Bytes into it.
+    /// Bytes into the machine or rack.
     pub received_bytes: f64,
-    /// What the link carries each way.
+    /// The rate of the link in each direction.
     pub rate: Rate,
-    /// How long its busier direction takes.
+    /// How long the busier direction takes.
     pub seconds: f64,
 }
 
-impl Load {
-    fn new(link: Link, sent_bytes: f64, received_bytes: f64, rate: Rate) -> Load {
-        Load { link, sent_bytes, received_bytes, rate, seconds: rate.seconds(sent_bytes.max(received_bytes)) }
+impl LinkLoad {
+    fn new(link: LinkKind, sent_bytes: f64, received_bytes: f64, rate: Rate) -> LinkLoad {
+        LinkLoad {
+            link,
+            sent_bytes,
+            received_bytes,
+            rate,
+            seconds: rate.seconds(sent_bytes.max(received_bytes)),
+        }
     }
 
-    fn both_ways(link: Link, bytes: f64, rate: Rate) -> Load {
-        Load::new(link, bytes, bytes, rate)
+    fn both_ways(link: LinkKind, bytes: f64, rate: Rate) -> LinkLoad {
+        LinkLoad::new(link, bytes, bytes, rate)
     }
 }
 
-/// What an exchange costs with one arrangement.
+/// What an exchange costs in one arrangement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Exchange {
-    /// Which.
+pub struct ExchangeCost {
+    /// The arrangement.
     pub arrangement: Arrangement,
-    /// The busiest link of each kind that there is.
-    pub loads: Vec<Load>,
+    /// The busiest link of each kind that exists.
+    pub loads: Vec<LinkLoad>,
     /// Bytes that leave racks for others in a step, all racks together.
     pub core_bytes: f64,
     /// Lower bound: no exchange is shorter than its busiest link takes.
     pub seconds: f64,
-    /// That link; of several equally busy the one nearest to the workers.
-    pub limit: Link,
+    /// The kind of that link; among equally busy links, the one nearest to the workers.
+    pub limit: LinkKind,
 }
 
-impl Exchange {
+impl ExchangeCost {
     /// The busiest link of a kind.
-    pub fn load(&self, link: Link) -> Option<&Load> {
+    pub fn load(&self, link: LinkKind) -> Option<&LinkLoad> {
         self.loads.iter().find(|load| load.link == link)
     }
 
     /// What the busiest machine with a hub must carry so that the exchange fits into `seconds` of computation, in bits per
     /// second, both directions and all its interfaces together (PHub, table 2). `hub_interfaces` is the network's.
     pub fn hub_side_bits_per_second(&self, hub_interfaces: u32, seconds: f64) -> f64 {
-        let of_machine = |load: &Load| {
+        let of_machine = |load: &LinkLoad| {
             let interfaces = match load.link {
-                Link::HubInterface | Link::ParentInterface => f64::from(hub_interfaces),
-                Link::SharedMachine => 1.0,
-                Link::Worker | Link::Core => 0.0,
+                LinkKind::HubInterface | LinkKind::ParentInterface => f64::from(hub_interfaces),
+                LinkKind::SharedMachine => 1.0,
+                LinkKind::Worker | LinkKind::Core => 0.0,
             };
             (load.sent_bytes + load.received_bytes) * interfaces
         };
@@ -167,56 +174,57 @@ impl Exchange {
 
 impl CostModel {
     /// What one exchange costs.
-    pub fn exchange(&self, arrangement: Arrangement) -> Exchange {
+    pub fn exchange(&self, arrangement: Arrangement) -> ExchangeCost {
         let mut loads = self.within_racks(arrangement);
         let mut core_bytes = 0.0;
         if let (true, Some(rate)) = (self.network.racks > 1, self.network.rates.core) {
-            // As many bytes enter a rack as leave it: a gradient that leaves comes back as parameters, and the other way
-            // round.
+            // As many bytes enter a rack as leave it: a gradient that leaves comes back as parameters, and
+            // vice versa.
             let of_racks = (0..self.network.racks).map(|rack| self.out_of(rack, arrangement));
             let (busiest, all) =
                 of_racks.fold((0.0, 0.0), |(most, all), bytes| (bytes.max(most), all + bytes));
             core_bytes = all;
-            loads.push(Load::both_ways(Link::Core, busiest, rate));
+            loads.push(LinkLoad::both_ways(LinkKind::Core, busiest, rate));
         }
         let slowest = loads
             .iter()
             .copied()
             .reduce(|slowest, load| if load.seconds > slowest.seconds { load } else { slowest })
             .expect("every arrangement has a link");
-        Exchange { arrangement, loads, core_bytes, seconds: slowest.seconds, limit: slowest.link }
+        ExchangeCost { arrangement, loads, core_bytes, seconds: slowest.seconds, limit: slowest.link }
     }
 
-    fn within_racks(&self, arrangement: Arrangement) -> Vec<Load> {
+    fn within_racks(&self, arrangement: Arrangement) -> Vec<LinkLoad> {
         let network = &self.network;
         let (model, workers) = (network.model_bytes as f64, f64::from(network.workers));
-        let worker = Load::both_ways(Link::Worker, model, network.rates.worker);
-        let beside = |bytes| Load::both_ways(Link::SharedMachine, bytes, network.rates.worker);
+        let worker = LinkLoad::both_ways(LinkKind::Worker, model, network.rates.worker);
+        let beside = |bytes| LinkLoad::both_ways(LinkKind::SharedMachine, bytes, network.rates.worker);
         let hub = |link, bytes: f64| {
-            Load::both_ways(link, bytes / f64::from(network.hub_interfaces), network.rates.hub)
+            LinkLoad::both_ways(link, bytes / f64::from(network.hub_interfaces), network.rates.hub)
         };
         match arrangement {
-            // A worker beside the hub exchanges with it without the network.
+            // The only worker is beside the hub and needs no network.
             Arrangement::HubBesideOneWorker if network.workers == 1 => vec![beside(0.0)],
             Arrangement::HubBesideOneWorker => vec![worker, beside((workers - 1.0) * model)],
-            // To the worker all but its own part, to the hub the others' contributions to that part.
+            // The machine sends its worker's gradients except those of its own part; its hub receives the
+            // others' contributions to that part.
             Arrangement::HubBesideEveryWorker => vec![beside(2.0 * (workers - 1.0) / workers * model)],
-            Arrangement::DedicatedHub => vec![worker, hub(Link::HubInterface, workers * model)],
+            Arrangement::DedicatedHub => vec![worker, hub(LinkKind::HubInterface, workers * model)],
             Arrangement::DedicatedHubs => {
-                vec![worker, hub(Link::HubInterface, workers * model / f64::from(network.hubs))]
+                vec![worker, hub(LinkKind::HubInterface, workers * model / f64::from(network.hubs))]
             }
             Arrangement::Tree => {
                 let below = f64::from(network.share(network.workers, 0));
                 let racks = f64::from(network.racks);
                 vec![
                     worker,
-                    hub(Link::HubInterface, (below + 1.0) * model),
-                    hub(Link::ParentInterface, racks * model),
+                    hub(LinkKind::HubInterface, (below + 1.0) * model),
+                    hub(LinkKind::ParentInterface, racks * model),
                 ]
             }
             Arrangement::Ring | Arrangement::Sharded => {
                 let below = f64::from(network.share(network.workers, 0));
-                vec![worker, hub(Link::HubInterface, (below + self.between_hubs()) * model)]
+                vec![worker, hub(LinkKind::HubInterface, (below + self.between_hubs()) * model)]
             }
         }
     }
@@ -227,7 +235,8 @@ impl CostModel {
         let model = network.model_bytes as f64;
         let workers = f64::from(network.workers);
         let here = f64::from(network.share(network.workers, rack));
-        // `part` of the model is summed in this rack: gradients of the rest leave, and parameters of the part.
+        // `part` of the model is summed in this rack: the gradients of the rest leave, and so do the
+        // parameters of the part.
         let flat = |part: f64| (here * (1.0 - part) + (workers - here) * part) * model;
         match arrangement {
             Arrangement::HubBesideOneWorker | Arrangement::DedicatedHub => flat(f64::from(rack == 0)),
@@ -241,8 +250,8 @@ impl CostModel {
         }
     }
 
-    /// What a rack hub sends to the others, in models: in a ring all parts but one, twice; between shards its sums of the
-    /// others' parts, and its own part to each of them.
+    /// What a rack hub sends to the others, in models: in a ring all parts but one, twice; in a sharded
+    /// reduction its sums of the others' parts, and its own part to each of them.
     fn between_hubs(&self) -> f64 {
         let racks = f64::from(self.network.racks);
         2.0 * (racks - 1.0) / racks

@@ -1,10 +1,11 @@
-//! What an exchange costs the network, as pure functions: bytes on each kind of link, the time they take at least, and
-//! which deployment or reduction takes least (PHub sections 2.1, 2.3.1 and 3.4); then what a cluster costs to buy (section 4.9).
+//! What an exchange costs the network, as pure functions: bytes on each kind of link, a lower bound of the
+//! time they take, and the deployment or reduction that takes least (PHub sections 2.1, 2.3.1 and 3.4); then
+//! what a cluster costs to buy (section 4.9).
 //!
-//! Every worker has the same gradient of M bytes at the start of a step and wants M bytes of parameters at its end. Links
-//! are full duplex, so a link takes as long as its busier direction. Hubs compute infinitely fast, chunks are small against
-//! M and spread evenly, and everything overlaps: what comes out is a lower bound of the exchange, which no implementation
-//! of that deployment can beat.
+//! Every worker has a gradient of M bytes at the start of a step and needs M bytes of parameters at its end.
+//! Links are full duplex, so a link takes as long as its busier direction. The model assumes that hubs
+//! compute infinitely fast, that chunks are small against M and spread evenly, and that everything overlaps.
+//! The result is a lower bound of the exchange, which no implementation of that deployment can beat.
 //!
 //! ```
 //! use paramhub_core::cost::{Arrangement, CostModel, Network, Rates};
@@ -25,7 +26,7 @@ mod price;
 mod rate;
 
 pub use choice::{Inequality, Recommendation, ReductionChoice};
-pub use exchange::{Arrangement, Exchange, Link, Load};
+pub use exchange::{Arrangement, ExchangeCost, LinkKind, LinkLoad};
 pub use price::{Prices, Value};
 pub use rate::{Rate, RateError};
 
@@ -43,55 +44,56 @@ pub struct Network {
     pub workers: u32,
     /// Racks, each with one link to the core that joins them.
     pub racks: u32,
-    /// Dedicated hubs where the job's keys are spread over several, dealt to the racks in turn.
+    /// Dedicated hubs in an arrangement that spreads the job's keys over several; they are dealt to the racks
+    /// in turn.
     pub hubs: u32,
     /// Interfaces of each dedicated hub.
     pub hub_interfaces: u32,
-    /// Of the links.
+    /// The rates of the links.
     pub rates: Rates,
 }
 
-/// What links carry in each direction, both at once.
+/// The rates of links, in each direction, both at once.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Rates {
-    /// A worker's machine, also where a hub runs beside the worker.
+    /// The link of a worker's machine, also if a hub runs beside the worker.
     pub worker: Rate,
     /// One interface of a dedicated hub.
     pub hub: Rate,
-    /// A rack's link to the core. Needed where there are several racks.
+    /// A rack's link to the core; required if there are several racks.
     pub core: Option<Rate>,
 }
 
-/// Why a network makes no sense.
+/// Why a network is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NetworkError {
-    /// A count beyond its bounds.
+    /// A count out of bounds.
     #[error("{count} {what}: a plan is for {least} to {most}")]
     Count {
-        /// What was counted.
+        /// The thing counted.
         what: &'static str,
-        /// How many there are.
+        /// The number found.
         count: u64,
-        /// Fewest.
+        /// The smallest number allowed.
         least: u64,
-        /// Most.
+        /// The largest number allowed.
         most: u64,
     },
-    /// Nothing to exchange.
+    /// A model of no bytes.
     #[error("a model of 0 bytes has nothing to exchange")]
     NoBytes,
-    /// Racks without a rate between them.
+    /// Several racks without a rate between them.
     #[error(
         "{racks} racks are joined by a core, whose rate is missing: name what a rack's link to it carries"
     )]
     NoCore {
-        /// How many racks.
+        /// Number of racks.
         racks: u32,
     },
 }
 
 impl Network {
-    /// One rack, with as many dedicated hubs as workers, of one interface each, as in PHub's table 2.
+    /// One rack, with as many dedicated hubs as workers, each with one interface, as in PHub's table 2.
     pub fn new(model_bytes: u64, workers: u32, rates: Rates) -> Network {
         Network { model_bytes, workers, racks: 1, hubs: workers, hub_interfaces: 1, rates }
     }
@@ -114,13 +116,13 @@ impl Network {
         Ok(())
     }
 
-    /// Of `count` things dealt to the racks in turn, how many `rack` gets.
+    /// How many of `count` things, dealt to the racks in turn, `rack` gets.
     fn share(&self, count: u32, rack: u32) -> u32 {
         count / self.racks + u32::from(rack < count % self.racks)
     }
 }
 
-/// Computes what exchanges cost on a network that makes sense.
+/// Computes what exchanges cost on a valid network.
 #[derive(Clone, Copy, Debug)]
 pub struct CostModel {
     network: Network,
@@ -133,7 +135,7 @@ impl CostModel {
         Ok(CostModel { network })
     }
 
-    /// What it computes for.
+    /// The network.
     pub fn network(&self) -> &Network {
         &self.network
     }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Arrangement, CostModel, Exchange, Network};
+use super::{Arrangement, CostModel, ExchangeCost, Network};
 
 /// Prices of a cluster's parts, all in one currency.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -17,9 +17,10 @@ pub struct Prices {
     pub hub_port: f64,
     /// A port of a switch, as fast as the machines' ports.
     pub switch_port: f64,
-    /// A cable to it.
+    /// A cable to a switch port.
     pub cable: f64,
-    /// By how much the racks' links to the core are narrower than all machines' together: 1 for full bisection bandwidth.
+    /// How many times narrower the racks' links to the core are than all machines' links together: 1 for full
+    /// bisection bandwidth.
     pub oversubscription: f64,
 }
 
@@ -28,21 +29,22 @@ pub struct Prices {
 pub struct Value {
     /// Price of everything, for each worker.
     pub price_per_worker: f64,
-    /// Steps each second, at best: the exchange overlaps with the computation altogether.
+    /// Steps per second, at best: the exchange overlaps with the computation entirely.
     pub steps_per_second: f64,
-    /// Steps each second for a thousand of the currency spent on a worker.
+    /// Steps per second for each thousand of the currency spent on a worker.
     pub steps_per_second_per_thousand: f64,
 }
 
 impl Prices {
-    /// Connecting one machine's port, the card's price given, in a network of three layers: its card, switch port and cable,
-    /// and its part of the two layers above, of four further switch ports and two cables.
+    /// The price of connecting one port of a machine in a network of three layers: the port's card at
+    /// `card_port`, cable and switch port, and its part of the two layers above, of four more switch ports
+    /// and two cables.
     pub fn connection(&self, card_port: f64) -> f64 {
         let above = 4.0 * self.switch_port + 2.0 * self.cable;
         card_port + self.switch_port + self.cable + above / self.oversubscription
     }
 
-    /// Of a worker with `hubs_per_worker` of a dedicated hub, which has so many ports.
+    /// The price of a worker with `hubs_per_worker` of a dedicated hub that has this many ports.
     pub fn per_worker(&self, hubs_per_worker: f64, hub_ports: u32) -> f64 {
         let hub = self.hub + f64::from(hub_ports) * self.connection(self.hub_port);
         self.worker + self.connection(self.worker_port) + hubs_per_worker * hub
@@ -51,7 +53,7 @@ impl Prices {
 
 impl CostModel {
     /// What an arrangement achieves for its price if each step computes for `compute_s`.
-    pub fn value(&self, exchange: &Exchange, compute_s: f64, prices: &Prices) -> Value {
+    pub fn value(&self, exchange: &ExchangeCost, compute_s: f64, prices: &Prices) -> Value {
         let network = self.network();
         let hubs = hubs_per_worker(network, exchange.arrangement);
         let price_per_worker = prices.per_worker(hubs, network.hub_interfaces);

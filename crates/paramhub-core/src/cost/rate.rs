@@ -1,4 +1,4 @@
-//! Rates of links, as people write them.
+//! Rates of links, and their text.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,22 +22,22 @@ pub struct RateError {
 const UNITS: [(&str, f64); 5] = [("bit", 1.0), ("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9), ("tbit", 1e12)];
 
 impl Rate {
-    /// A rate of so many bits per second; `None` unless finite and above zero.
+    /// A rate of this many bits per second; `None` unless finite and above zero.
     pub fn from_bits_per_second(bits: f64) -> Option<Rate> {
         (bits.is_finite() && bits > 0.0).then_some(Rate(bits))
     }
 
-    /// Bits per second, one way.
+    /// Bits per second, in one direction.
     pub fn bits_per_second(self) -> f64 {
         self.0
     }
 
-    /// Seconds that `bytes` take, one way.
+    /// Seconds that `bytes` take, in one direction.
     pub fn seconds(self, bytes: f64) -> f64 {
         bytes * 8.0 / self.0
     }
 
-    /// Of so many equal links together.
+    /// The rate of this many equal links together.
     pub fn times(self, links: u32) -> Rate {
         Rate(self.0 * f64::from(links.max(1)))
     }
@@ -54,7 +54,7 @@ impl FromStr for Rate {
         let unit = unit.trim_start().to_ascii_lowercase();
         let unit = unit.strip_suffix("/s").unwrap_or(&unit);
         if unit.ends_with("bps") {
-            // To `tc` that is bytes, to most people bits.
+            // `bps` means bytes to `tc` and bits to most people.
             return Err(refuse("bps means bits to some and bytes to others: write kbit, mbit or gbit"));
         }
         let Some((_, factor)) = UNITS.iter().find(|(name, _)| *name == unit) else {
@@ -87,7 +87,7 @@ impl fmt::Display for Rate {
             bits if bits >= 1e3 => ("kbit/s", 1e3),
             _ => ("bit/s", 1.0),
         };
-        // Three digits say what a measurement can; trailing zeros would claim more.
+        // Three digits are as precise as a measurement; trailing zeros would claim more.
         let number = format!("{:.2}", self.0 / factor);
         write!(f, "{} {unit}", number.trim_end_matches('0').trim_end_matches('.'))
     }

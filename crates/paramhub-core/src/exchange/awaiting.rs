@@ -1,11 +1,11 @@
-//! What members wait for at a chunk, and whose it is to send.
+//! What members wait for at a chunk, and which member must send it.
 
-use super::offence::Awaited;
-use super::rules::{Exchange, Request, Stage};
+use super::rules::{Exchange, MemberRequest, StepStage};
+use super::violation::Awaited;
 use crate::consistency::Consistency;
 
 impl Exchange {
-    /// What others wait for at this chunk, if they do. It stays the same until it has come.
+    /// What members wait for at this chunk, if they do. The answer stays the same until it has come.
     pub fn awaits(&self, slot: u32) -> Option<Awaited> {
         let chunk = self.chunks[slot as usize];
         let step = chunk.version as u32;
@@ -13,21 +13,22 @@ impl Exchange {
             return self.has_waiting(slot).then_some(Awaited::Parameters);
         }
         match (chunk.stage, self.rules.consistency) {
-            // All that it takes from here is here. Where a sum went up, the site above knows what is missing.
-            (Stage::Making | Stage::Raised, _) => None,
-            // Before all chunks are held, something else is awaited at another.
-            (Stage::Held, _) => self.held_step().map(Awaited::Release),
-            (Stage::Open, Consistency::Synchronous) => {
+            // All contributions from below are here. If the sum went up, the site above knows what is
+            // missing.
+            (StepStage::Making | StepStage::Raised, _) => None,
+            // Until all chunks are held, members wait for something at another chunk.
+            (StepStage::Held, _) => self.held_step().map(Awaited::Release),
+            (StepStage::Open, Consistency::Synchronous) => {
                 (chunk.arrived > 0).then_some(Awaited::Contribution(step))
             }
-            (Stage::Open, Consistency::Asynchronous) => None,
-            (Stage::Open, Consistency::BoundedStaleness(_)) => {
+            (StepStage::Open, Consistency::Asynchronous) => None,
+            (StepStage::Open, Consistency::BoundedStaleness(_)) => {
                 self.has_waiting(slot).then(|| Awaited::Contribution(self.slowest(slot)))
             }
         }
     }
 
-    /// The members that others wait for, ascending, where [`awaits`](Self::awaits) says that contributions are awaited.
+    /// The members that others wait for, ascending, if [`awaits`](Self::awaits) returns a contribution.
     pub fn late(&self, slot: u32) -> impl Iterator<Item = u32> + '_ {
         let chunk = self.chunks[slot as usize];
         let last = match self.rules.consistency {
@@ -35,19 +36,19 @@ impl Exchange {
             Consistency::Asynchronous | Consistency::BoundedStaleness(_) => self.slowest(slot).into(),
         };
         (0..self.members_of(slot)).filter(move |&member| {
-            !self.left[member as usize] && u64::from(self.book(slot, member).next_step) <= last
+            !self.left[member as usize] && u64::from(self.member(slot, member).next_step) <= last
         })
     }
 
     fn has_waiting(&self, slot: u32) -> bool {
-        let waits = |member| matches!(self.book(slot, member).request, Request::Waiting(_));
+        let waits = |member| matches!(self.member(slot, member).request, MemberRequest::Waiting(_));
         (0..self.rules.members).any(waits)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::rules::{Answer, Reach, Rules, Then};
+    use super::super::rules::{Answer, ChunkReach, Rules, SumAction};
     use super::*;
 
     fn rules(consistency: Consistency, two_phase: bool) -> Rules {
@@ -145,7 +146,7 @@ mod tests {
     #[test]
     fn what_a_sum_that_went_up_lacks_is_not_awaited_here() {
         let rules = Rules { workers: 6, ..rules(Consistency::Synchronous, false) };
-        let reach = Reach { members: 3, has_above: true };
+        let reach = ChunkReach { members: 3, has_above: true };
         let mut exchange = Exchange::among_sites(rules, [reach]);
         exchange.initialise(0, Some(0), 0).unwrap();
         answer(&mut exchange, 0);
@@ -153,7 +154,7 @@ mod tests {
         assert_eq!(exchange.awaits(0), Some(Awaited::Contribution(0)));
         push(&mut exchange, 0, 2, 0);
         assert_eq!(exchange.awaits(0), None);
-        assert!(matches!(exchange.lower(0, 0), Ok(Then::Update(_))));
+        assert!(matches!(exchange.lower(0, 0), Ok(SumAction::Update(_))));
         answer(&mut exchange, 0);
         assert_eq!(exchange.awaits(0), None);
     }

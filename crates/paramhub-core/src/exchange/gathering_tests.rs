@@ -3,7 +3,7 @@ use crate::consistency::Consistency;
 use crate::factors::tests::block;
 
 const WORKERS: u32 = 3;
-/// Chunks of an other key, of the weight and of the bias.
+/// The chunks of another key, of the weight and of the bias.
 const SLOTS: u32 = 2 + 3 + 1;
 
 fn hub(change: impl FnOnce(&mut Rules)) -> (Exchange, Gathering) {
@@ -26,14 +26,14 @@ fn hub(change: impl FnOnce(&mut Rules)) -> (Exchange, Gathering) {
     (exchange, Gathering::new(vec![layer], WORKERS))
 }
 
-/// Sends the pieces of a block that `numbers` names; what becomes of the last.
+/// Sends the pieces of a block that `numbers` names, and returns what to do after the last.
 fn send(
     (exchange, gathering): &mut (Exchange, Gathering),
     member: u32,
     step: u32,
     samples: u32,
     numbers: std::ops::Range<u32>,
-) -> Result<Gathered, Offence> {
+) -> Result<Gathered, ProtocolViolation> {
     let block = gathering.layers()[0].block;
     let mut last = None;
     for number in numbers {
@@ -52,10 +52,10 @@ fn answered(exchange: &mut Exchange, slot: u32) -> Vec<u32> {
     owed
 }
 
-/// Makes the layer and answers everybody.
+/// Makes the layer and answers all members.
 fn make((exchange, gathering): &mut (Exchange, Gathering), step: u32) {
     for slot in gathering.layers()[0].slots() {
-        let Then::Update(update) = exchange.made(slot) else { panic!("in one phase") };
+        let SumAction::Update(update) = exchange.made(slot) else { panic!("in one phase") };
         assert_eq!((update.step, update.contributions), (step, WORKERS));
         for member in answered(exchange, slot) {
             exchange.answer_begun(slot, member);
@@ -69,14 +69,14 @@ fn the_last_piece_of_the_last_rank_lets_the_layer_be_made() {
     assert_eq!(hub.1.layer_at(2), Some(0));
     assert_eq!(hub.1.layer_at(3), None, "the first chunk names the layer");
     for step in 0..3 {
-        // In different orders, with as many samples as there may be, fewer, or none.
+        // Blocks in different orders, with the most samples, fewer, or none.
         for (member, samples) in [(1, 5), (2, 2), (0, 0)] {
             let pieces = hub.1.layers()[0].block.pieces(samples);
             for number in 0..pieces - 1 {
                 assert_eq!(send(&mut hub, member, step, samples, number..number + 1).unwrap().then, None);
             }
             let last = send(&mut hub, member, step, samples, pieces - 1..pieces).unwrap();
-            assert_eq!(last.then, Some(if member == 0 { Then::Make } else { Then::Wait }));
+            assert_eq!(last.then, Some(if member == 0 { SumAction::Make } else { SumAction::Wait }));
         }
         for slot in 2..6 {
             assert!(answered(&mut hub.0, slot).is_empty(), "nothing is made yet");
@@ -93,35 +93,38 @@ fn what_breaks_the_rules_is_told_and_changes_nothing() {
     let mut refused = |member, step, samples, number, elements| {
         hub.1.piece(&mut hub.0, (0, member), step, (samples, number), elements).unwrap_err()
     };
-    assert_eq!(refused(0, 0, 6, 0, 100), Offence::Samples { most: 5, got: 6 });
-    assert_eq!(refused(0, 0, 5, 1, 100), Offence::Piece { expected: 0, got: 1 });
-    assert_eq!(refused(0, 0, 5, 0, 99), Offence::PieceElements { piece: 0, expected: 100, got: 99 });
-    assert_eq!(refused(0, 1, 5, 0, 100), Offence::StepAhead { expected: 0, got: 1 });
+    assert_eq!(refused(0, 0, 6, 0, 100), ProtocolViolation::Samples { most: 5, got: 6 });
+    assert_eq!(refused(0, 0, 5, 1, 100), ProtocolViolation::Piece { expected: 0, got: 1 });
+    assert_eq!(
+        refused(0, 0, 5, 0, 99),
+        ProtocolViolation::PieceElements { piece: 0, expected: 100, got: 99 }
+    );
+    assert_eq!(refused(0, 1, 5, 0, 100), ProtocolViolation::StepAhead { expected: 0, got: 1 });
     send(&mut hub, 0, 0, 5, 0..2).unwrap();
     let mut refused = |member, step, samples, number, elements| {
         hub.1.piece(&mut hub.0, (0, member), step, (samples, number), elements).unwrap_err()
     };
-    assert_eq!(refused(0, 0, 5, 1, 100), Offence::Piece { expected: 2, got: 1 }, "it came before");
-    assert_eq!(refused(0, 0, 4, 2, 50), Offence::OtherSamples { expected: 5, got: 4 });
-    assert_eq!(refused(0, 1, 5, 2, 50), Offence::StepAhead { expected: 0, got: 1 });
+    assert_eq!(refused(0, 0, 5, 1, 100), ProtocolViolation::Piece { expected: 2, got: 1 }, "it came before");
+    assert_eq!(refused(0, 0, 4, 2, 50), ProtocolViolation::OtherSamples { expected: 5, got: 4 });
+    assert_eq!(refused(0, 1, 5, 2, 50), ProtocolViolation::StepAhead { expected: 0, got: 1 });
     send(&mut hub, 0, 0, 5, 2..3).unwrap();
-    assert_eq!(send(&mut hub, 0, 0, 5, 0..1), Err(Offence::Unanswered));
+    assert_eq!(send(&mut hub, 0, 0, 5, 0..1), Err(ProtocolViolation::Unanswered));
     for member in 1..WORKERS {
         send(&mut hub, member, 0, 1, 0..1).unwrap();
     }
-    // The bias and all of the weight but its last chunk are made and answered.
+    // The bias and all chunks of the weight except the last are made and answered.
     for slot in [5, 2, 3] {
         hub.0.made(slot);
         answered(&mut hub.0, slot);
         hub.0.answer_begun(slot, 0);
     }
-    assert_eq!(send(&mut hub, 0, 1, 5, 0..1), Err(Offence::Unanswered), "its place is still read");
+    assert_eq!(send(&mut hub, 0, 1, 5, 0..1), Err(ProtocolViolation::Unanswered), "its place is still read");
 }
 
 #[test]
 fn factors_wait_for_the_parameters_to_start_from() {
     let mut hub = hub(|rules| rules.has_parameters = true);
-    assert_eq!(send(&mut hub, 1, 7, 5, 0..1), Err(Offence::NotInitialised));
+    assert_eq!(send(&mut hub, 1, 7, 5, 0..1), Err(ProtocolViolation::NotInitialised));
     for slot in 0..SLOTS {
         hub.0.initialise(slot, Some(0), 7).unwrap();
         hub.0.settle(slot, |_, _| ());
@@ -150,7 +153,7 @@ fn in_two_phases_what_is_made_is_held() {
     }
     for slot in hub.1.layers()[0].slots() {
         assert_eq!(hub.0.held_step(), None);
-        assert_eq!(hub.0.made(slot), Then::Hold);
+        assert_eq!(hub.0.made(slot), SumAction::Hold);
     }
     assert_eq!(hub.0.held_step(), Some(0));
 }
@@ -165,18 +168,18 @@ fn a_block_is_sent_again_on_another_stream_whatever_of_it_was_here() {
     };
     resume(&mut hub);
     let again = send(&mut hub, 0, 0, 5, 0..3).unwrap();
-    assert_eq!((again.piece.is_some(), again.then), (true, Some(Then::Wait)), "a part of it was here");
+    assert_eq!((again.piece.is_some(), again.then), (true, Some(SumAction::Wait)), "a part of it was here");
     resume(&mut hub);
     let again = send(&mut hub, 0, 0, 5, 0..3).unwrap();
-    assert_eq!(again, Gathered { piece: None, then: Some(Then::Repeated) }, "all of it was here");
+    assert_eq!(again, Gathered { piece: None, then: Some(SumAction::Repeated) }, "all of it was here");
     for member in 1..WORKERS {
         send(&mut hub, member, 0, 5, 0..3).unwrap();
     }
-    // In the middle of making it.
+    // While the layer is being made.
     hub.0.made(5);
     assert_eq!(answered(&mut hub.0, 5), [0, 1, 2]);
     resume(&mut hub);
-    assert_eq!(send(&mut hub, 0, 0, 5, 0..3).unwrap().then, Some(Then::Repeated));
+    assert_eq!(send(&mut hub, 0, 0, 5, 0..3).unwrap().then, Some(SumAction::Repeated));
     assert_eq!(answered(&mut hub.0, 5), [0], "it is answered again");
     for slot in 2..5 {
         hub.0.made(slot);
@@ -185,5 +188,5 @@ fn a_block_is_sent_again_on_another_stream_whatever_of_it_was_here() {
     for slot in 2..6 {
         (0..WORKERS).for_each(|member| hub.0.answer_begun(slot, member));
     }
-    assert_eq!(send(&mut hub, 0, 1, 5, 0..3).unwrap().then, Some(Then::Wait));
+    assert_eq!(send(&mut hub, 0, 1, 5, 0..3).unwrap().then, Some(SumAction::Wait));
 }

@@ -1,38 +1,44 @@
-//! What a hub may do with a chunk next: the rules of Push, Pull and PushPull for one route's chunks.
+//! What a hub may do with a chunk next: the rules of Push, Pull and PushPull for the chunks of one route.
 //!
-//! One [`Exchange`] keeps the books of the chunks that one core owns for one job on one route. It never sees a byte of
-//! data, a socket or a clock. The core tells it what has arrived, whole; it answers what to do with the payload, whether
-//! to run the optimizer, and which ranks may be answered. Synchronous, asynchronous and bounded-staleness jobs differ in
-//! a few lines of [`Exchange::push`] and [`Exchange::settle`], not in machinery.
+//! One [`Exchange`] keeps the state of the chunks that one core owns for one job on one route. It never sees
+//! a byte of data, a socket or a clock. The core reports each frame that has arrived whole. The exchange
+//! answers what to do with the payload, whether to run the optimizer, and which ranks may be answered.
+//! Synchronous, asynchronous and bounded-staleness jobs share this code, except for a few lines of
+//! [`Exchange::push`] and [`Exchange::settle`].
 //!
-//! A chunk's *version* counts the updates its parameters have seen: a synchronous step, or one contribution. A worker's
-//! push of `step` t contributes to the update that makes version t + 1. Between a member's request for a chunk and the
-//! hub's answer it may not ask for that chunk again; so no queue is ever needed.
+//! The *version* of a chunk is the number of updates that its parameters have had: an update is a synchronous
+//! step, or one contribution. A worker's push of `step` t contributes to the update that makes version t + 1.
+//! A member may not request a chunk again until the hub has answered its last request for it, so no queue is
+//! ever needed.
 //!
-//! Where a member's stream was cut and another takes its place, it asks again for all that was not answered whole. What the hub
-//! has taken before it drops, and what it has answered it answers again; see [`Exchange::resume`].
+//! If a member's stream is cut and another replaces it, the member repeats every request that was not
+//! answered whole. The hub drops contributions that it has already taken, and answers again what it has
+//! already answered; see [`Exchange::resume`].
 //!
-//! In two phases a complete chunk is held instead of updated. When all are, their norm is told, and rank 0 releases the step:
-//! chunks then have their updates one after the other, and may meanwhile take contributions to the next step.
+//! In a two-phase step a complete chunk is held instead of updated. When all chunks are held, the hub sends
+//! their norm, and rank 0 releases the step. The chunks are then updated one after the other, and may
+//! meanwhile take contributions to the next step.
 //!
-//! Where [stragglers](crate::stragglers) are left out, a synchronous step ends without those that are late. A late contribution
-//! is dropped whole, and its sender is answered at once and contributes to the step that it then has the parameters of.
+//! In a job that leaves out [stragglers](crate::stragglers), a synchronous step ends without late members.
+//! The hub drops a late contribution whole and answers its sender at once; the sender then contributes to the
+//! step whose parameters it has received.
 //!
-//! Where a layer's [factors](crate::factors) come instead of its gradient, [`Gathering`] keeps the books of their pieces, and the
-//! layer's chunks, complete all at once, are made one after the other.
+//! If the [factors](crate::factors) of a layer come instead of its gradient, [`Gathering`] keeps the state of
+//! their pieces. All chunks of the layer become complete at once, and the hub makes their sums one after the
+//! other.
 //!
-//! In a job of several [sites](crate::composition) members are workers and sites alike. A sum that is complete here is raised
-//! to the site above, if there is one, and the step goes on with its answer.
+//! In a job of several [sites](crate::composition), members are workers and sites alike. A sum that is
+//! complete here goes to the site above, if there is one, and the step continues with that site's answer.
 
 mod awaiting;
 mod gathering;
-mod offence;
 mod rules;
 mod stragglers;
+mod violation;
 
 pub use gathering::{Gathered, GatheredLayer, Gathering};
-pub use offence::{Awaited, Offence, Stranded};
-pub use rules::{Answer, Arrival, Exchange, Fold, Reach, Rules, Then, Update};
+pub use rules::{Answer, Arrival, ChunkReach, Exchange, Fold, Rules, SumAction, Update};
+pub use violation::{Awaited, LeftWhileAwaited, ProtocolViolation};
 
 #[cfg(test)]
 mod gathering_tests;

@@ -1,4 +1,4 @@
-//! Streams that are cut at any point and resumed: what a hub makes of it, against a run that nothing disturbs.
+//! Streams that are cut at any point and resumed: what the hub ends up with, against a run without cuts.
 
 use std::collections::VecDeque;
 
@@ -10,10 +10,10 @@ use crate::consistency::Consistency;
 
 const SLOTS: u32 = 3;
 const STEPS: u32 = 4;
-/// The version rank 0 starts from.
+/// The version of the initial parameters.
 const START: u32 = 5;
 
-/// What a worker asks for on a slot.
+/// A worker's request for a slot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Ask {
     Initialise,
@@ -22,29 +22,29 @@ enum Ask {
     Push(u32, Answer),
 }
 
-/// One worker with its stream, of which every frame may be under way for as long as chance wants.
+/// One worker with its stream. Each frame may be in flight for a random time.
 struct Worker {
     to_hub: VecDeque<(u32, Ask)>,
     to_worker: VecDeque<(u32, Answer, u32)>,
-    /// Of every slot: what was asked and not answered whole.
+    /// For each slot: the request that was not answered whole.
     waits: Vec<Option<Ask>>,
     next_step: Vec<u32>,
     has_begun: Vec<bool>,
 }
 
-struct World {
+struct TestJob {
     exchange: Exchange,
     rules: Rules,
     workers: Vec<Worker>,
-    /// Of every slot: the ranks in the sum, those parked, and those of every update so far.
+    /// For each slot: the ranks in the sum, those parked, and those of each update so far.
     sums: Vec<Vec<u32>>,
     parked: Vec<Vec<bool>>,
     model: Vec<Vec<Vec<u32>>>,
     repeats: u32,
 }
 
-impl World {
-    fn new(workers: u32, reproducible: bool, has_parameters: bool) -> World {
+impl TestJob {
+    fn new(workers: u32, reproducible: bool, has_parameters: bool) -> TestJob {
         let rules = Rules {
             workers,
             members: workers,
@@ -64,7 +64,7 @@ impl World {
             next_step: vec![first; SLOTS as usize],
             has_begun: vec![!has_parameters; SLOTS as usize],
         };
-        World {
+        TestJob {
             exchange: Exchange::new(rules, SLOTS),
             rules,
             workers: (0..workers).map(|_| worker()).collect(),
@@ -79,7 +79,7 @@ impl World {
         if self.rules.has_parameters { START } else { 0 }
     }
 
-    /// A worker asks for a slot that it waits for nothing on.
+    /// A worker makes a request for a slot at which it waits for nothing.
     fn ask(&mut self, rank: u32, slot: u32, rng: &mut TestRng) {
         let worker = &mut self.workers[rank as usize];
         let at = slot as usize;
@@ -107,7 +107,7 @@ impl World {
             Ask::Push(step, answer) => {
                 let is_repeat = self.exchange.is_repeat(slot, rank, step);
                 let arrival = self.exchange.push(slot, rank, step, answer).unwrap();
-                assert_eq!(is_repeat, arrival.then == Then::Repeated);
+                assert_eq!(is_repeat, arrival.then == SumAction::Repeated);
                 self.repeats += u32::from(is_repeat);
                 match arrival.fold {
                     Fold::Drop => assert!(is_repeat),
@@ -121,7 +121,7 @@ impl World {
                         }
                     }
                 }
-                if let Then::Update(update) = arrival.then {
+                if let SumAction::Update(update) = arrival.then {
                     assert_eq!(update.step, self.first_step() + self.model[at].len() as u32);
                     self.model[at].push(std::mem::take(&mut self.sums[at]));
                 }
@@ -163,7 +163,8 @@ impl World {
         );
     }
 
-    /// All that is under way is lost, both ways, and the worker asks again for what it lacks, in any order.
+    /// All frames in flight are lost, both ways, and the worker repeats the requests that are not answered,
+    /// in any order.
     fn cut(&mut self, rank: u32, rng: &mut TestRng) {
         self.exchange.resume(rank);
         let worker = &mut self.workers[rank as usize];
@@ -192,7 +193,7 @@ impl World {
             let rank = rng.random_range(0..self.rules.workers);
             let slot = rng.random_range(0..SLOTS);
             match rng.random_range(0..16u32) {
-                // Rarely enough that something comes through.
+                // Cuts are rare enough that some frames arrive.
                 0 if cuts => self.cut(rank, rng),
                 0..=4 => self.take(rank),
                 5..=8 => self.answer(rank, slot),
@@ -219,10 +220,10 @@ proptest! {
         rng in any::<u32>().prop_perturb(|_, rng| rng),
     ) {
         let mut rng = rng;
-        let mut quiet = World::new(workers, reproducible, has_parameters);
+        let mut quiet = TestJob::new(workers, reproducible, has_parameters);
         quiet.run(false, &mut rng);
         prop_assert_eq!(quiet.repeats, 0);
-        let mut cut = World::new(workers, reproducible, has_parameters);
+        let mut cut = TestJob::new(workers, reproducible, has_parameters);
         cut.run(true, &mut rng);
         if !reproducible {
             for model in [&mut quiet.model, &mut cut.model] {
@@ -237,16 +238,24 @@ proptest! {
 
 #[test]
 fn what_was_taken_is_dropped_and_what_was_answered_is_answered_again() {
-    let mut world = World::new(2, false, false);
-    let exchange = &mut world.exchange;
+    let mut job = TestJob::new(2, false, false);
+    let exchange = &mut job.exchange;
     exchange.push(0, 0, 0, Answer::Parameters).unwrap();
-    assert_eq!(exchange.push(0, 0, 0, Answer::Parameters), Err(Offence::Unanswered), "nothing was cut");
+    assert_eq!(
+        exchange.push(0, 0, 0, Answer::Parameters),
+        Err(ProtocolViolation::Unanswered),
+        "nothing was cut"
+    );
     exchange.resume(0);
-    let repeated = Arrival { fold: Fold::Drop, then: Then::Repeated };
+    let repeated = Arrival { fold: Fold::Drop, then: SumAction::Repeated };
     assert_eq!(exchange.push(0, 0, 0, Answer::Parameters), Ok(repeated.clone()));
-    assert_eq!(exchange.push(0, 0, 0, Answer::Parameters), Err(Offence::Unanswered), "repeated once a cut");
+    assert_eq!(
+        exchange.push(0, 0, 0, Answer::Parameters),
+        Err(ProtocolViolation::Unanswered),
+        "repeated once a cut"
+    );
     let arrival = exchange.push(0, 1, 0, Answer::Parameters).unwrap();
-    assert!(matches!(arrival.then, Then::Update(Update { contributions: 2, .. })), "{arrival:?}");
+    assert!(matches!(arrival.then, SumAction::Update(Update { contributions: 2, .. })), "{arrival:?}");
     exchange.settle(0, |_, _| {});
     exchange.answer_begun(0, 0);
     exchange.resume(0);
@@ -257,8 +266,8 @@ fn what_was_taken_is_dropped_and_what_was_answered_is_answered_again() {
     exchange.answer_begun(0, 0);
     exchange.resume(0);
     let arrival = exchange.push(0, 0, 1, Answer::Parameters).unwrap();
-    assert_eq!(arrival.then, Then::Wait, "it had: the next step is no repetition");
+    assert_eq!(arrival.then, SumAction::Wait, "it had: the next step is no repetition");
     exchange.resume(1);
     let ahead = exchange.push(0, 1, 3, Answer::Parameters);
-    assert_eq!(ahead, Err(Offence::StepAhead { expected: 1, got: 3 }), "the rules are the same");
+    assert_eq!(ahead, Err(ProtocolViolation::StepAhead { expected: 1, got: 3 }), "the rules are the same");
 }

@@ -1,4 +1,4 @@
-//! Jobs that leave late workers out: whole programs against several chunks, in any order of arrival.
+//! Jobs that leave out late workers: whole programs against several chunks, in any order of arrival.
 
 use proptest::prelude::*;
 
@@ -33,18 +33,18 @@ fn begun(workers: u32, quorum: Quorum, chunks: u32) -> Exchange {
     exchange
 }
 
-/// Whom a slot owes an answer.
+/// The members that a slot owes an answer.
 fn owed(exchange: &mut Exchange, slot: u32) -> Vec<u32> {
     let mut owed = Vec::new();
     exchange.settle(slot, |member, _| owed.push(member));
     owed
 }
 
-fn push(exchange: &mut Exchange, member: u32, step: u32) -> Then {
+fn push(exchange: &mut Exchange, member: u32, step: u32) -> SumAction {
     exchange.push(0, member, step, Answer::Parameters).unwrap().then
 }
 
-/// The answer to `member` leaves; what the member has then.
+/// Sends the answer to `member`, and returns the version that the member then has.
 fn answer(exchange: &mut Exchange, member: u32) -> u32 {
     let version = exchange.answer_version(0, member);
     exchange.answer_begun(0, member);
@@ -60,15 +60,15 @@ fn all_answered(exchange: &mut Exchange, members: &[u32]) {
 #[test]
 fn all_but_one_end_a_step_and_the_last_gets_what_they_made() {
     let mut exchange = begun(4, Quorum::Count(3), 1);
-    assert_eq!(push(&mut exchange, 2, 0), Then::Wait);
-    assert_eq!(push(&mut exchange, 0, 0), Then::Wait);
-    assert_eq!(push(&mut exchange, 3, 0), Then::Update(Update { step: 0, number: 1, contributions: 3 }));
+    assert_eq!(push(&mut exchange, 2, 0), SumAction::Wait);
+    assert_eq!(push(&mut exchange, 0, 0), SumAction::Wait);
+    assert_eq!(push(&mut exchange, 3, 0), SumAction::Update(Update { step: 0, number: 1, contributions: 3 }));
     assert_eq!(owed(&mut exchange, 0), [0, 2, 3]);
     for member in [0, 2, 3] {
         assert_eq!(answer(&mut exchange, member), 1);
     }
     assert_eq!(exchange.left_out(), [0, 1, 0, 0]);
-    // Two more steps go by before it comes.
+    // Two more steps end before it arrives.
     for step in 1..3 {
         for member in [0, 2, 3] {
             push(&mut exchange, member, step);
@@ -76,14 +76,18 @@ fn all_but_one_end_a_step_and_the_last_gets_what_they_made() {
         owed(&mut exchange, 0);
         all_answered(&mut exchange, &[0, 2, 3]);
     }
-    assert_eq!(push(&mut exchange, 0, 3), Then::Wait);
-    assert_eq!(push(&mut exchange, 1, 0), Then::Late);
+    assert_eq!(push(&mut exchange, 0, 3), SumAction::Wait);
+    assert_eq!(push(&mut exchange, 1, 0), SumAction::Late);
     assert_eq!(owed(&mut exchange, 0), [1], "nobody waits because it was late");
     assert_eq!(answer(&mut exchange, 1), 3);
     let again = exchange.push(0, 1, 0, Answer::Parameters);
-    assert_eq!(again, Err(Offence::StepBehind { expected: 3, got: 0 }), "it goes on from where it is");
-    assert_eq!(push(&mut exchange, 1, 3), Then::Wait);
-    assert!(matches!(push(&mut exchange, 2, 3), Then::Update(Update { step: 3, contributions: 3, .. })));
+    assert_eq!(
+        again,
+        Err(ProtocolViolation::StepBehind { expected: 3, got: 0 }),
+        "it goes on from where it is"
+    );
+    assert_eq!(push(&mut exchange, 1, 3), SumAction::Wait);
+    assert!(matches!(push(&mut exchange, 2, 3), SumAction::Update(Update { step: 3, contributions: 3, .. })));
     assert_eq!(exchange.left_out(), [0, 3, 0, 1]);
 }
 
@@ -99,16 +103,20 @@ fn who_is_behind_is_not_waited_for() {
     all_answered(&mut exchange, &[0, 1]);
     push(&mut exchange, 1, 1);
     assert!(exchange.has_median(0), "one of two");
-    assert!(matches!(push(&mut exchange, 0, 1), Then::Update(Update { contributions: 2, .. })));
+    assert!(matches!(push(&mut exchange, 0, 1), SumAction::Update(Update { contributions: 2, .. })));
     assert_eq!(exchange.end_step(0), None, "a step needs somebody");
     owed(&mut exchange, 0);
     all_answered(&mut exchange, &[0, 1]);
-    assert_eq!(push(&mut exchange, 2, 0), Then::Late);
+    assert_eq!(push(&mut exchange, 2, 0), SumAction::Late);
     push(&mut exchange, 0, 2);
-    assert_eq!(push(&mut exchange, 1, 2), Then::Wait, "its answer is on its way: it is waited for again");
+    assert_eq!(
+        push(&mut exchange, 1, 2),
+        SumAction::Wait,
+        "its answer is on its way: it is waited for again"
+    );
     owed(&mut exchange, 0);
     assert_eq!(answer(&mut exchange, 2), 2);
-    assert!(matches!(push(&mut exchange, 2, 2), Then::Update(Update { contributions: 3, .. })));
+    assert!(matches!(push(&mut exchange, 2, 2), SumAction::Update(Update { contributions: 3, .. })));
 }
 
 #[test]
@@ -119,14 +127,14 @@ fn an_answer_that_has_not_begun_leaves_with_the_newest() {
     owed(&mut exchange, 0);
     answer(&mut exchange, 0);
     assert_eq!(exchange.owed(0, 1), Some(Answer::Parameters));
-    assert_eq!(push(&mut exchange, 2, 0), Then::Late);
+    assert_eq!(push(&mut exchange, 2, 0), SumAction::Late);
     owed(&mut exchange, 0);
     answer(&mut exchange, 2);
     push(&mut exchange, 0, 1);
-    assert!(matches!(push(&mut exchange, 2, 1), Then::Update(_)), "it goes on without rank 1");
+    assert!(matches!(push(&mut exchange, 2, 1), SumAction::Update(_)), "it goes on without rank 1");
     assert_eq!(owed(&mut exchange, 0), [0, 1, 2], "rank 1 is owed newer ones now");
     assert_eq!(answer(&mut exchange, 1), 2);
-    assert_eq!(push(&mut exchange, 1, 2), Then::Wait, "and is not late with them");
+    assert_eq!(push(&mut exchange, 1, 2), SumAction::Wait, "and is not late with them");
 }
 
 #[test]
@@ -140,7 +148,7 @@ fn who_leaves_is_not_waited_for_and_strands_nobody() {
     assert_eq!(update.contributions, 1);
     assert_eq!(owed(&mut exchange, 0), [1]);
     answer(&mut exchange, 1);
-    assert_eq!(push(&mut exchange, 1, 1), Then::Update(Update { step: 1, number: 2, contributions: 1 }));
+    assert_eq!(push(&mut exchange, 1, 1), SumAction::Update(Update { step: 1, number: 2, contributions: 1 }));
     assert_eq!(exchange.left_out(), [0; 3], "who has left is not left out");
 }
 
@@ -152,22 +160,22 @@ fn pulled_parameters_may_be_contributed_to() {
     exchange.pull(0, 2, 0).unwrap();
     assert_eq!(owed(&mut exchange, 0), [0, 1, 2]);
     assert_eq!(answer(&mut exchange, 2), 1);
-    assert_eq!(push(&mut exchange, 2, 1), Then::Wait);
+    assert_eq!(push(&mut exchange, 2, 1), SumAction::Wait);
     let ahead = exchange.pull(0, 1, 9);
-    assert_eq!(ahead, Err(Offence::Unanswered));
+    assert_eq!(ahead, Err(ProtocolViolation::Unanswered));
     answer(&mut exchange, 1);
-    assert_eq!(exchange.pull(0, 1, 9), Err(Offence::StepAhead { expected: 1, got: 9 }));
+    assert_eq!(exchange.pull(0, 1, 9), Err(ProtocolViolation::StepAhead { expected: 1, got: 9 }));
 }
 
 /// A worker whose program pushes every chunk, waits for all answers, and does so again.
 #[derive(Clone)]
 struct Program {
     done: u32,
-    /// Of every chunk: the version it has.
+    /// The version that it has of each chunk.
     has: Vec<u32>,
     /// Pushes that have not arrived.
     in_flight: Vec<u32>,
-    /// Answers that have not come, those to what is in flight included.
+    /// Answers that have not come, including those to pushes in flight.
     unanswered: u32,
     gone: bool,
 }
@@ -180,16 +188,16 @@ enum Event {
     Leaves(u32),
 }
 
-struct World {
+struct TestJob {
     exchange: Exchange,
     programs: Vec<Program>,
-    /// Of every chunk: its version, and whose contributions are in the sum.
+    /// For each chunk: its version, and the members whose contributions are in the sum.
     chunks: Vec<(u32, Vec<u32>)>,
     owed: Vec<(u32, u32)>,
     left_out: Vec<u64>,
 }
 
-impl World {
+impl TestJob {
     fn new(workers: u32, quorum: Quorum, chunks: u32) -> Self {
         let program = Program {
             done: 0,
@@ -198,7 +206,7 @@ impl World {
             unanswered: chunks,
             gone: false,
         };
-        World {
+        TestJob {
             exchange: begun(workers, quorum, chunks),
             programs: vec![program; workers as usize],
             chunks: vec![(0, Vec::new()); chunks as usize],
@@ -207,7 +215,7 @@ impl World {
         }
     }
 
-    /// What may happen next; `clocks` where steps end by time, too.
+    /// The events that may happen next; `clocks` if steps end by time, too.
     fn events(&self, clocks: bool) -> Vec<Event> {
         let mut events: Vec<Event> = Vec::new();
         for (member, program) in (0..).zip(&self.programs) {
@@ -232,11 +240,11 @@ impl World {
                 let is_late = has < *version;
                 let arrival = self.exchange.push(slot, member, has, Answer::Parameters).unwrap();
                 match is_late {
-                    true => assert_eq!(arrival, Arrival { fold: Fold::Drop, then: Then::Late }),
+                    true => assert_eq!(arrival, Arrival { fold: Fold::Drop, then: SumAction::Late }),
                     false => {
                         assert_eq!(arrival.fold, Fold::Sum { first: sum.is_empty(), parked: 0..0 });
                         sum.push(member);
-                        if let Then::Update(update) = arrival.then {
+                        if let SumAction::Update(update) = arrival.then {
                             self.update(slot, update);
                         }
                     }
@@ -310,17 +318,17 @@ proptest! {
         chunks in 1_u32..4,
         choices in prop::collection::vec(any::<u16>(), 0..400),
     ) {
-        let mut world = World::new(workers, quorum, chunks);
+        let mut job = TestJob::new(workers, quorum, chunks);
         let mut choices = choices.into_iter();
         for _ in 0..10_000 {
-            let events = world.events(quorum == Quorum::Clock);
+            let events = job.events(quorum == Quorum::Clock);
             if events.is_empty() {
                 break;
             }
             let choice = usize::from(choices.next().unwrap_or(0)) % events.len();
-            world.happen(events[choice]);
+            job.happen(events[choice]);
         }
-        prop_assert!(world.programs.iter().all(|program| program.gone), "somebody waits for ever");
-        prop_assert_eq!(world.exchange.left_out(), &world.left_out[..]);
+        prop_assert!(job.programs.iter().all(|program| program.gone), "somebody waits for ever");
+        prop_assert_eq!(job.exchange.left_out(), &job.left_out[..]);
     }
 }

@@ -1,4 +1,4 @@
-//! Workers and a hub in one thread, their messages interleaved at random, against a reference that keeps every
+//! Workers and a hub in one thread, their messages interleaved at random, against a reference that keeps each
 //! contribution by name instead of summing it.
 
 use proptest::prelude::*;
@@ -8,10 +8,10 @@ use super::*;
 use crate::consistency::Consistency;
 
 const STEPS: u32 = 4;
-/// Of the state that rank 0 restores, and zero where there is none to restore.
+/// The update count of the state that rank 0 restores; zero if it restores none.
 const UPDATES_BEFORE: u64 = 1000;
 
-/// Who contributed, to which step.
+/// The rank that contributed, and the step.
 type Contribution = (u32, u32);
 
 struct Worker {
@@ -20,22 +20,22 @@ struct Worker {
     left: bool,
 }
 
-/// A hub that does with names what a core does with bytes.
-struct World {
+/// A hub that handles names as a core handles bytes.
+struct TestJob {
     exchange: Exchange,
     rules: Rules,
     workers: Vec<Worker>,
     sum: Vec<Contribution>,
     parked: Vec<Option<Contribution>>,
-    /// One entry an update: the contributions in it, in the order they were summed.
+    /// For each update: its contributions, in the order in which they were summed.
     model: Vec<Vec<Contribution>>,
     owed: Vec<(u32, Answer)>,
 }
 
-impl World {
+impl TestJob {
     fn new(rules: Rules) -> Self {
         let worker = || Worker { next_step: 0, waiting: None, left: false };
-        World {
+        TestJob {
             exchange: Exchange::new(rules, 1),
             rules,
             workers: (0..rules.workers).map(|_| worker()).collect(),
@@ -51,7 +51,7 @@ impl World {
         self.exchange.settle(0, |rank, answer| owed.push((rank, answer)));
     }
 
-    fn push(&mut self, rank: u32, step: u32, answer: Answer) -> Result<(), Offence> {
+    fn push(&mut self, rank: u32, step: u32, answer: Answer) -> Result<(), ProtocolViolation> {
         let arrival = self.exchange.push(0, rank, step, answer)?;
         match arrival.fold {
             Fold::Drop => unreachable!("no stream is cut here"),
@@ -71,11 +71,11 @@ impl World {
             }
         }
         assert_eq!(
-            arrival.then == Then::Hold,
+            arrival.then == SumAction::Hold,
             self.exchange.held_step() == Some(step),
             "one chunk is all chunks"
         );
-        if let Then::Update(update) = arrival.then {
+        if let SumAction::Update(update) = arrival.then {
             self.update(Some(update));
         }
         Ok(())
@@ -92,12 +92,12 @@ impl World {
         }
     }
 
-    /// Rank 0 lets a held step have its update.
+    /// Rank 0 releases a held step.
     fn release(&mut self) {
         let step = self.model.len() as u32;
-        assert_eq!(self.exchange.release(0, step + 1), Err(Offence::Released(step + 1)));
+        assert_eq!(self.exchange.release(0, step + 1), Err(ProtocolViolation::Released(step + 1)));
         self.exchange.release(0, step).unwrap();
-        assert_eq!(self.exchange.release(0, step), Err(Offence::Released(step)), "once");
+        assert_eq!(self.exchange.release(0, step), Err(ProtocolViolation::Released(step)), "once");
         let (slot, update) = self.exchange.release_next().unwrap();
         assert_eq!((slot, self.exchange.release_next()), (0, None));
         self.update(Some(update));
@@ -135,14 +135,14 @@ impl World {
         }
     }
 
-    /// What the rules say must be refused, and must change nothing.
+    /// Makes requests that the rules must refuse, and that must change nothing.
     fn offend(&mut self, rank: u32, rng: &mut TestRng) {
         let (next, waiting) = {
             let worker = &self.workers[rank as usize];
             (worker.next_step, worker.waiting.is_some())
         };
         let before = format!("{:?}", self.exchange);
-        let offence = match rng.random_range(0..7u32) {
+        let violation = match rng.random_range(0..7u32) {
             0 if next > 0 => self.push(rank, next - 1, Answer::Applied).unwrap_err(),
             1 => self.push(rank, next + 1, Answer::Parameters).unwrap_err(),
             2 => self.exchange.pull(0, rank, next + 1 + u32::from(waiting)).unwrap_err(),
@@ -153,152 +153,156 @@ impl World {
             5 if waiting => self.exchange.pull_state(0, rank, 0).unwrap_err(),
             _ => self.exchange.initialise(0, Some(rank), 0).unwrap_err(),
         };
-        let of_request =
-            !matches!(offence, Offence::Initialised | Offence::StateInitialised | Offence::Released(_));
+        let of_request = !matches!(
+            violation,
+            ProtocolViolation::Initialised
+                | ProtocolViolation::StateInitialised
+                | ProtocolViolation::Released(_)
+        );
         if waiting && of_request {
-            assert_eq!(offence, Offence::Unanswered);
+            assert_eq!(violation, ProtocolViolation::Unanswered);
         }
-        assert_eq!(before, format!("{:?}", self.exchange), "{offence:?} left a trace");
+        assert_eq!(before, format!("{:?}", self.exchange), "{violation:?} left a trace");
     }
 }
 
 fn run(rules: Rules, losses: bool, mut rng: TestRng) {
-    let mut world = World::new(rules);
+    let mut job = TestJob::new(rules);
     if rules.has_parameters {
         for rank in 1..rules.workers {
-            assert_eq!(world.push(rank, 0, Answer::Applied), Err(Offence::NotInitialised));
-            world.exchange.pull(0, rank, 0).unwrap();
-            world.settle();
-            world.workers[rank as usize].waiting = Some(Answer::Parameters);
+            assert_eq!(job.push(rank, 0, Answer::Applied), Err(ProtocolViolation::NotInitialised));
+            job.exchange.pull(0, rank, 0).unwrap();
+            job.settle();
+            job.workers[rank as usize].waiting = Some(Answer::Parameters);
         }
-        assert!(world.owed.is_empty(), "there is nothing to answer with yet");
-        world.exchange.initialise_state(0, Some(0), 7).unwrap();
-        assert_eq!(world.exchange.initialise_state(0, Some(0), 8), Err(Offence::Unanswered));
-        assert_eq!(world.exchange.owed(0, 0), Some(Answer::Applied), "state waits for no parameters");
-        world.exchange.answer_begun(0, 0);
-        world.exchange.initialise_state(0, Some(0), UPDATES_BEFORE).unwrap();
-        world.exchange.answer_begun(0, 0);
-        world.settle();
-        assert!(world.owed.is_empty(), "state alone answers nobody");
-        world.exchange.initialise(0, Some(0), 0).unwrap();
-        world.workers[0].waiting = Some(Answer::Applied);
-        world.settle();
+        assert!(job.owed.is_empty(), "there is nothing to answer with yet");
+        job.exchange.initialise_state(0, Some(0), 7).unwrap();
+        assert_eq!(job.exchange.initialise_state(0, Some(0), 8), Err(ProtocolViolation::Unanswered));
+        assert_eq!(job.exchange.owed(0, 0), Some(Answer::Applied), "state waits for no parameters");
+        job.exchange.answer_begun(0, 0);
+        job.exchange.initialise_state(0, Some(0), UPDATES_BEFORE).unwrap();
+        job.exchange.answer_begun(0, 0);
+        job.settle();
+        assert!(job.owed.is_empty(), "state alone answers nobody");
+        job.exchange.initialise(0, Some(0), 0).unwrap();
+        job.workers[0].waiting = Some(Answer::Applied);
+        job.settle();
     }
     loop {
         let able: Vec<u32> = (0..rules.workers)
             .filter(|&rank| {
-                let worker = &world.workers[rank as usize];
+                let worker = &job.workers[rank as usize];
                 worker.waiting.is_none() && !worker.left && worker.next_step < STEPS
             })
             .collect();
-        let is_held = world.exchange.held_step().is_some();
-        if able.is_empty() && world.owed.is_empty() && !is_held {
+        let is_held = job.exchange.held_step().is_some();
+        if able.is_empty() && job.owed.is_empty() && !is_held {
             break;
         }
         if is_held && rng.random_range(0..3) == 0 {
-            world.release();
+            job.release();
             continue;
         }
         if rng.random_range(0..5) == 0 {
             let rank = rng.random_range(0..rules.workers);
-            if !world.workers[rank as usize].left && world.owed.iter().all(|&(owed, _)| owed != rank) {
-                world.offend(rank, &mut rng);
+            if !job.workers[rank as usize].left && job.owed.iter().all(|&(owed, _)| owed != rank) {
+                job.offend(rank, &mut rng);
             }
         }
         if losses && rng.random_range(0..20) == 0 {
-            if leave(&mut world, &mut rng) {
+            if leave(&mut job, &mut rng) {
                 return;
             }
             continue;
         }
-        if !world.owed.is_empty() && (able.is_empty() || rng.random_range(0..2) == 0) {
-            let index = rng.random_range(0..world.owed.len());
-            world.deliver(index);
+        if !job.owed.is_empty() && (able.is_empty() || rng.random_range(0..2) == 0) {
+            let index = rng.random_range(0..job.owed.len());
+            job.deliver(index);
         } else if !able.is_empty() {
-            act(&mut world, able[rng.random_range(0..able.len())], &mut rng);
-            if stranded(&world) {
-                assert!(world.exchange.stranded_at(0).is_err(), "a job that cannot go on must be told");
+            act(&mut job, able[rng.random_range(0..able.len())], &mut rng);
+            if stranded(&job) {
+                assert!(job.exchange.stranded_at(0).is_err(), "a job that cannot go on must be told");
                 return;
             }
-            assert_eq!(world.exchange.stranded_at(0), Ok(()));
+            assert_eq!(job.exchange.stranded_at(0), Ok(()));
         }
     }
-    for (rank, worker) in world.workers.iter().enumerate() {
+    for (rank, worker) in job.workers.iter().enumerate() {
         assert!(worker.left || worker.next_step == STEPS, "rank {rank} starved at step {}", worker.next_step);
     }
-    check_model(&world);
+    check_model(&job);
 }
 
-/// One request of a worker that waits for nothing.
-fn act(world: &mut World, rank: u32, rng: &mut TestRng) {
-    let step = world.workers[rank as usize].next_step;
+/// Makes one request of a worker that waits for nothing.
+fn act(job: &mut TestJob, rank: u32, rng: &mut TestRng) {
+    let step = job.workers[rank as usize].next_step;
     let answer = match rng.random_range(0..5) {
         0 => {
-            world.exchange.pull(0, rank, step).unwrap();
-            world.workers[rank as usize].waiting = Some(Answer::Parameters);
-            world.settle();
+            job.exchange.pull(0, rank, step).unwrap();
+            job.workers[rank as usize].waiting = Some(Answer::Parameters);
+            job.settle();
             return;
         }
         4 => {
             let answer = Answer::State(1);
-            world.exchange.pull_state(0, rank, 1).unwrap();
-            world.workers[rank as usize].waiting = Some(answer);
-            world.settle();
-            assert!(world.owed.contains(&(rank, answer)), "state is there at any time");
+            job.exchange.pull_state(0, rank, 1).unwrap();
+            job.workers[rank as usize].waiting = Some(answer);
+            job.settle();
+            assert!(job.owed.contains(&(rank, answer)), "state is there at any time");
             return;
         }
         1 => Answer::Applied,
         _ => Answer::Parameters,
     };
-    world.workers[rank as usize].waiting = Some(answer);
-    world.workers[rank as usize].next_step += 1;
-    world.push(rank, step, answer).unwrap();
+    job.workers[rank as usize].waiting = Some(answer);
+    job.workers[rank as usize].next_step += 1;
+    job.push(rank, step, answer).unwrap();
 }
 
-/// Lets a random rank leave; whether that ends the job.
-fn leave(world: &mut World, rng: &mut TestRng) -> bool {
-    let rank = rng.random_range(0..world.rules.workers);
-    if world.workers[rank as usize].left {
+/// Makes a random rank leave, and returns whether that ends the job.
+fn leave(job: &mut TestJob, rng: &mut TestRng) -> bool {
+    let rank = rng.random_range(0..job.rules.workers);
+    if job.workers[rank as usize].left {
         return false;
     }
-    world.workers[rank as usize].left = true;
-    world.workers[rank as usize].waiting = None;
-    world.owed.retain(|&(owed, _)| owed != rank);
-    let owed = &mut world.owed;
-    let outcome = world.exchange.leave(rank, |_, rank, answer| owed.push((rank, answer)));
-    assert_eq!(outcome.is_err(), stranded(world), "{outcome:?}");
+    job.workers[rank as usize].left = true;
+    job.workers[rank as usize].waiting = None;
+    job.owed.retain(|&(owed, _)| owed != rank);
+    let owed = &mut job.owed;
+    let outcome = job.exchange.leave(rank, |_, rank, answer| owed.push((rank, answer)));
+    assert_eq!(outcome.is_err(), stranded(job), "{outcome:?}");
     outcome.is_err()
 }
 
-/// Whether a rank that is here waits for a step that a rank that left never contributed to.
-fn stranded(world: &World) -> bool {
-    let step = world.model.len() as u32;
-    let incomplete = world.workers.iter().any(|worker| worker.left && worker.next_step <= step);
+/// Whether a present rank waits for a step to which a rank that left has not contributed.
+fn stranded(job: &TestJob) -> bool {
+    let step = job.model.len() as u32;
+    let incomplete = job.workers.iter().any(|worker| worker.left && worker.next_step <= step);
     let waits = |rank: usize| {
-        let worker = &world.workers[rank];
-        !worker.left && worker.waiting.is_some() && world.owed.iter().all(|&(owed, _)| owed as usize != rank)
+        let worker = &job.workers[rank];
+        !worker.left && worker.waiting.is_some() && job.owed.iter().all(|&(owed, _)| owed as usize != rank)
     };
-    let unreleased = world.workers[0].left && world.exchange.held_step().is_some();
-    world.rules.consistency == Consistency::Synchronous
+    let unreleased = job.workers[0].left && job.exchange.held_step().is_some();
+    job.rules.consistency == Consistency::Synchronous
         && (incomplete || unreleased)
-        && (0..world.workers.len()).any(waits)
+        && (0..job.workers.len()).any(waits)
 }
 
-fn check_model(world: &World) {
-    let present = world.workers.iter().filter(|worker| !worker.left).count();
-    match world.rules.consistency {
+fn check_model(job: &TestJob) {
+    let present = job.workers.iter().filter(|worker| !worker.left).count();
+    match job.rules.consistency {
         Consistency::Synchronous => {
-            for (step, update) in world.model.iter().enumerate() {
+            for (step, update) in job.model.iter().enumerate() {
                 let mut ranks: Vec<u32> = update.iter().map(|&(rank, _)| rank).collect();
-                if !world.rules.reproducible {
+                if !job.rules.reproducible {
                     ranks.sort_unstable();
                 }
-                assert_eq!(ranks, (0..world.rules.workers).collect::<Vec<_>>(), "step {step}");
+                assert_eq!(ranks, (0..job.rules.workers).collect::<Vec<_>>(), "step {step}");
             }
         }
         _ => {
-            assert!(world.model.iter().all(|update| update.len() == 1));
-            assert!(world.model.len() >= present * STEPS as usize);
+            assert!(job.model.iter().all(|update| update.len() == 1));
+            assert!(job.model.len() >= present * STEPS as usize);
         }
     }
 }
@@ -356,11 +360,14 @@ fn parameters_may_start_at_any_version_but_the_optimizers_state_starts_anew() {
     exchange.settle(0, |_, _| {});
     assert_eq!(exchange.answer_version(0, 0), 100);
     exchange.answer_begun(0, 0);
-    assert_eq!(exchange.push(0, 1, 0, Answer::Applied), Err(Offence::StepBehind { expected: 100, got: 0 }));
+    assert_eq!(
+        exchange.push(0, 1, 0, Answer::Applied),
+        Err(ProtocolViolation::StepBehind { expected: 100, got: 0 })
+    );
     exchange.push(0, 1, 100, Answer::Applied).unwrap();
     assert_eq!(exchange.missing(0).collect::<Vec<_>>(), [0]);
     let update = exchange.push(0, 0, 100, Answer::Applied).unwrap().then;
-    let Then::Update(update) = update else { panic!("{update:?}") };
+    let SumAction::Update(update) = update else { panic!("{update:?}") };
     assert_eq!(update, Update { step: 100, number: 1, contributions: 2 });
 }
 
@@ -379,9 +386,12 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
         quorum: None,
     };
     let mut exchange = Exchange::new(rules, 1);
-    assert_eq!(exchange.initialise_state(0, Some(1), 5), Err(Offence::StateInitialised));
+    assert_eq!(exchange.initialise_state(0, Some(1), 5), Err(ProtocolViolation::StateInitialised));
     let most = 1 << 48;
-    assert_eq!(exchange.initialise_state(0, Some(0), most + 1), Err(Offence::StateUpdates(most + 1)));
+    assert_eq!(
+        exchange.initialise_state(0, Some(0), most + 1),
+        Err(ProtocolViolation::StateUpdates(most + 1))
+    );
     exchange.pull_state(0, 1, 3).unwrap();
     exchange.settle(0, |rank, _| panic!("rank {rank} is answered from nothing"));
     exchange.initialise_state(0, Some(0), most).unwrap();
@@ -392,9 +402,13 @@ fn state_is_restored_by_rank_zero_before_the_parameters_and_may_be_asked_for_bef
     assert_eq!(owed, [(0, Answer::Applied), (1, Answer::State(3))]);
     assert_eq!((exchange.updates(0), exchange.owed(0, 1)), (most, Some(Answer::State(3))));
     exchange.answer_begun(0, 0);
-    assert_eq!(exchange.initialise_state(0, Some(0), 5), Err(Offence::StateInitialised), "too late");
+    assert_eq!(
+        exchange.initialise_state(0, Some(0), 5),
+        Err(ProtocolViolation::StateInitialised),
+        "too late"
+    );
     let update = exchange.push(0, 0, 9, Answer::Applied).unwrap().then;
-    let Then::Update(update) = update else { panic!("{update:?}") };
+    let SumAction::Update(update) = update else { panic!("{update:?}") };
     assert_eq!(update.number, most + 1);
 }
 
@@ -467,10 +481,10 @@ fn steps_end_where_versions_could_not_be_counted_any_more() {
     exchange.push(0, 0, u32::MAX - 1, Answer::Applied).unwrap();
     exchange.settle(0, |_, _| {});
     exchange.answer_begun(0, 0);
-    assert_eq!(exchange.push(0, 0, u32::MAX, Answer::Applied), Err(Offence::StepsExhausted));
+    assert_eq!(exchange.push(0, 0, u32::MAX, Answer::Applied), Err(ProtocolViolation::StepsExhausted));
 }
 
-/// Synchronous, of two ranks, in two phases.
+/// A synchronous job of two ranks with two phases.
 fn two_phases(chunks: u32) -> Exchange {
     let consistency = Consistency::Synchronous;
     let rules = Rules {
@@ -487,7 +501,7 @@ fn two_phases(chunks: u32) -> Exchange {
     Exchange::new(rules, chunks)
 }
 
-/// Settles a chunk and answers everybody at once; how many were.
+/// Settles a chunk, answers all members at once, and returns how many there were.
 fn answer_all(exchange: &mut Exchange, slot: u32) -> usize {
     let mut owed = vec![];
     exchange.settle(slot, |rank, _| owed.push(rank));
@@ -506,16 +520,19 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
     let push = |exchange: &mut Exchange, slot, step| {
         for rank in 0..2 {
             let arrival = exchange.push(slot, rank, step, Answer::Parameters).unwrap();
-            assert_eq!(arrival.then, if rank == 1 { Then::Hold } else { Then::Wait });
+            assert_eq!(arrival.then, if rank == 1 { SumAction::Hold } else { SumAction::Wait });
         }
     };
     for slot in [2, 0, 1] {
-        assert_eq!((exchange.held_step(), exchange.release(0, 20)), (None, Err(Offence::Released(20))));
+        assert_eq!(
+            (exchange.held_step(), exchange.release(0, 20)),
+            (None, Err(ProtocolViolation::Released(20)))
+        );
         push(&mut exchange, slot, 20);
         assert_eq!(answer_all(&mut exchange, slot), 0, "nobody is answered before the release");
     }
     assert_eq!(exchange.held_step(), Some(20));
-    assert_eq!(exchange.release(1, 20), Err(Offence::Released(20)), "from another rank");
+    assert_eq!(exchange.release(1, 20), Err(ProtocolViolation::Released(20)), "from another rank");
     exchange.release(0, 20).unwrap();
     assert_eq!(exchange.held_step(), None);
     for slot in 0..CHUNKS {
@@ -523,7 +540,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
         let update = Update { step: 20, number: 1, contributions: 2 };
         assert_eq!(exchange.release_next(), Some((slot, update)));
         assert_eq!(answer_all(&mut exchange, slot), 2);
-        // Whoever is answered goes on, while other chunks of the step before still wait.
+        // An answered member goes on, while other chunks of the previous step still wait.
         push(&mut exchange, slot, 21);
         assert_eq!(exchange.held_step(), (slot == CHUNKS - 1).then_some(21));
         assert!(exchange.release(0, 21).is_ok() == (slot == CHUNKS - 1), "one release at a time");
@@ -535,7 +552,7 @@ fn a_step_is_held_until_all_of_it_is_there_and_released_chunk_by_chunk() {
 fn in_two_phases_all_chunks_start_from_one_version() {
     let mut exchange = two_phases(2);
     exchange.initialise(1, Some(0), 5).unwrap();
-    assert_eq!(exchange.initialise(0, Some(0), 6), Err(Offence::Versions { expected: 5, got: 6 }));
+    assert_eq!(exchange.initialise(0, Some(0), 6), Err(ProtocolViolation::Versions { expected: 5, got: 6 }));
     exchange.initialise(0, Some(0), 5).unwrap();
 }
 
@@ -551,14 +568,14 @@ fn rank_zero_must_stay_to_release_what_is_held() {
         exchange.push(slot, rank, 0, Answer::Applied).unwrap();
         exchange.stranded_at(slot)
     };
-    let stranded = Err(Stranded { member: 0, awaited: Awaited::Release(0) });
-    // It has pushed its all and leaves before the others have.
+    let stranded = Err(LeftWhileAwaited { member: 0, awaited: Awaited::Release(0) });
+    // It has pushed all its chunks and leaves before the others have.
     let mut exchange = two_phases(2);
     start(&mut exchange);
     (0..2).for_each(|slot| push(&mut exchange, slot, 0).unwrap());
     assert_eq!(exchange.leave(0, |_, _, _| {}), Ok(()), "nobody waits yet");
     assert_eq!(push(&mut exchange, 0, 1), stranded);
-    // It leaves while all wait, and after it has released.
+    // It leaves while all members wait, and after it has released.
     for released in [false, true] {
         let mut exchange = two_phases(2);
         start(&mut exchange);
@@ -569,7 +586,7 @@ fn rank_zero_must_stay_to_release_what_is_held() {
         }
         let left = exchange.leave(0, |_, _, _| {});
         assert_eq!(left, if released { Ok(()) } else { stranded });
-        // The other may go as it likes.
+        // The other rank may leave at any time.
         let mut exchange = two_phases(1);
         exchange.initialise(0, Some(0), 0).unwrap();
         answer_all(&mut exchange, 0);

@@ -7,23 +7,24 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{BUILT_IN, HyperparameterError};
 
-/// Named values an optimizer may have beside the built-in ones.
+/// The number of values that an optimizer may have besides the built-in ones.
 pub const EXTRA_VALUES_MAX: usize = 8;
 
-/// Bytes of such a name.
+/// Bytes of the name of such a value.
 pub const EXTRA_NAME_BYTES_MAX: usize = 23;
 
 /// Up to [`EXTRA_VALUES_MAX`] named values, stored in place;
 /// [`Hyperparameters::with`](super::Hyperparameters::with) sets them.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub struct ExtraValues {
-    /// Those in use come first and in ascending order, so that equal sets are equal in memory and on the wire.
-    places: [Place; EXTRA_VALUES_MAX],
+    /// The entries in use come first, in ascending order, so that equal sets are equal in memory and on the
+    /// wire.
+    entries: [ExtraEntry; EXTRA_VALUES_MAX],
 }
 
 #[derive(Clone, Copy, Default, PartialEq)]
-struct Place {
-    /// 0 where no value is.
+struct ExtraEntry {
+    /// 0 if the entry is not in use.
     name_bytes: u8,
     /// A whole `str`, then zeros.
     name: [u8; EXTRA_NAME_BYTES_MAX],
@@ -31,35 +32,35 @@ struct Place {
 }
 
 impl ExtraValues {
-    const PLACE_BYTES: usize = 1 + EXTRA_NAME_BYTES_MAX + 8;
-    pub(super) const WIRE_BYTES: usize = EXTRA_VALUES_MAX * Self::PLACE_BYTES;
+    const ENTRY_BYTES: usize = 1 + EXTRA_NAME_BYTES_MAX + 8;
+    pub(super) const WIRE_BYTES: usize = EXTRA_VALUES_MAX * Self::ENTRY_BYTES;
 
     /// Names and values, by ascending name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
-        self.in_use().iter().map(|place| {
-            (std::str::from_utf8(place.name()).expect("names are copied from a str"), place.value)
+        self.in_use().iter().map(|entry| {
+            (std::str::from_utf8(entry.name()).expect("names are copied from a str"), entry.value)
         })
     }
 
     /// The value called `name`.
     pub fn value(&self, name: &str) -> Option<f64> {
-        self.find(name).ok().map(|at| self.places[at].value)
+        self.find(name).ok().map(|at| self.entries[at].value)
     }
 
     pub(super) fn set(&mut self, name: &str, value: f64) -> Result<(), HyperparameterError> {
         if BUILT_IN.contains(&name) {
             return Err(HyperparameterError::BuiltIn { name: name.into() });
         }
-        let place = Place::new(name, value)?;
+        let entry = ExtraEntry::new(name, value)?;
         let in_use = self.in_use().len();
         match self.find(name) {
-            Ok(at) => self.places[at] = place,
+            Ok(at) => self.entries[at] = entry,
             Err(_) if in_use == EXTRA_VALUES_MAX => {
                 return Err(HyperparameterError::TooMany { name: name.into() });
             }
             Err(at) => {
-                self.places.copy_within(at..in_use, at + 1);
-                self.places[at] = place;
+                self.entries.copy_within(at..in_use, at + 1);
+                self.entries[at] = entry;
             }
         }
         Ok(())
@@ -67,43 +68,43 @@ impl ExtraValues {
 
     /// Writes [`ExtraValues::WIRE_BYTES`].
     pub(super) fn write(&self, wire: &mut [u8]) {
-        for (place, wire) in self.places.iter().zip(wire.chunks_exact_mut(Self::PLACE_BYTES)) {
+        for (entry, wire) in self.entries.iter().zip(wire.chunks_exact_mut(Self::ENTRY_BYTES)) {
             let (name, value) = wire.split_at_mut(1 + EXTRA_NAME_BYTES_MAX);
-            name[0] = place.name_bytes;
-            name[1..].copy_from_slice(&place.name);
-            value.copy_from_slice(&place.value.to_le_bytes());
+            name[0] = entry.name_bytes;
+            name[1..].copy_from_slice(&entry.name);
+            value.copy_from_slice(&entry.value.to_le_bytes());
         }
     }
 
-    /// Reads every place in use, in whatever order; the caller compares what it read with what it would write.
+    /// Reads every entry in use, in any order; the caller compares it with the form that it would write.
     pub(super) fn read(wire: &[u8]) -> Option<Self> {
         let mut extra = ExtraValues::default();
-        for place in wire.chunks_exact(Self::PLACE_BYTES).filter(|place| place[0] != 0) {
-            let (name, value) = place.split_at(1 + EXTRA_NAME_BYTES_MAX);
+        for entry in wire.chunks_exact(Self::ENTRY_BYTES).filter(|entry| entry[0] != 0) {
+            let (name, value) = entry.split_at(1 + EXTRA_NAME_BYTES_MAX);
             let name = std::str::from_utf8(name[1..].get(..usize::from(name[0]))?).ok()?;
             extra.set(name, f64::from_le_bytes(value.try_into().expect("eight bytes"))).ok()?;
         }
         Some(extra)
     }
 
-    fn in_use(&self) -> &[Place] {
-        let end = self.places.iter().position(|place| place.name_bytes == 0);
-        &self.places[..end.unwrap_or(EXTRA_VALUES_MAX)]
+    fn in_use(&self) -> &[ExtraEntry] {
+        let end = self.entries.iter().position(|entry| entry.name_bytes == 0);
+        &self.entries[..end.unwrap_or(EXTRA_VALUES_MAX)]
     }
 
     fn find(&self, name: &str) -> Result<usize, usize> {
-        self.in_use().binary_search_by(|place| place.name().cmp(name.as_bytes()))
+        self.in_use().binary_search_by(|entry| entry.name().cmp(name.as_bytes()))
     }
 }
 
-impl Place {
+impl ExtraEntry {
     fn new(name: &str, value: f64) -> Result<Self, HyperparameterError> {
         if name.is_empty() || name.len() > EXTRA_NAME_BYTES_MAX {
             return Err(HyperparameterError::Name { name: name.into() });
         }
-        let mut place = Place { name_bytes: name.len() as u8, value, ..Place::default() };
-        place.name[..name.len()].copy_from_slice(name.as_bytes());
-        Ok(place)
+        let mut entry = ExtraEntry { name_bytes: name.len() as u8, value, ..ExtraEntry::default() };
+        entry.name[..name.len()].copy_from_slice(name.as_bytes());
+        Ok(entry)
     }
 
     fn name(&self) -> &[u8] {

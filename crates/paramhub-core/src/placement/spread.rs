@@ -1,4 +1,4 @@
-//! How the chunks of a key are dealt, by what is exchanged of it in a step.
+//! How the chunks of a key are dealt, depending on what of it is exchanged in a step.
 
 use super::{sizes_of, sorted};
 use crate::chunk::{ChunkId, ChunkMap};
@@ -7,18 +7,18 @@ use crate::key::KeyTable;
 /// How a key's chunks are dealt to hubs, interfaces and cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spread {
-    /// Each by itself.
+    /// Each chunk by itself.
     #[default]
     Chunks,
-    /// With those of all keys of the same number at one core: whoever makes a gradient of factors needs the layer whole, and
-    /// factors that come once come to one core.
+    /// To one core, with the chunks of all keys that have the same number. A core that makes a gradient of
+    /// factors needs the whole layer, and the factors come to one core only.
     Together(u32),
-    /// After and apart from all others, as if these were not there: no step moves any of it through a hub, only what rank 0
-    /// starts from and what somebody pulls, so that it must not take the place of what is exchanged.
+    /// After all other chunks and without an effect on them. In a step none of the key goes through a hub:
+    /// only its initial parameters from rank 0 and pulls do. So it must not displace what is exchanged.
     Aside,
 }
 
-/// Of chunks to deal, those that are exchanged and those aside, each longest first.
+/// The chunks to deal: those that are exchanged and those that are dealt aside, each longest first.
 pub(super) struct Order {
     pub(super) exchanged: Vec<ChunkId>,
     pub(super) aside: Vec<ChunkId>,
@@ -32,7 +32,8 @@ impl Order {
     }
 }
 
-/// Deals chunks, which come longest first, to bins of these weights; layers that stay together by their whole length.
+/// Deals chunks, which come longest first, to bins of these weights; a layer that stays together counts with
+/// its whole length.
 pub(super) fn deal(
     chunks: &[ChunkId],
     map: &ChunkMap,
@@ -43,7 +44,7 @@ pub(super) fn deal(
     if !spreads.iter().any(|spread| matches!(spread, Spread::Together(_))) {
         return super::longest_first(chunks, sizes, weights);
     }
-    // An item is a chunk or a whole layer, and has the place of its first chunk among those of its length.
+    // An item is a chunk or a whole layer. It has the place of its first chunk among the items of its length.
     let mut items: Vec<(u64, Vec<ChunkId>)> = Vec::new();
     let mut item_of_layer = std::collections::HashMap::new();
     for &chunk in chunks {
@@ -71,7 +72,7 @@ pub(super) fn deal(
     dealt
 }
 
-/// Sizes for measuring how even a placement is: what is aside weighs nothing.
+/// The size of each chunk for measuring how even a placement is: chunks that are dealt aside weigh nothing.
 pub(super) fn exchanged_sizes(map: &ChunkMap, spreads: &[Spread]) -> Vec<u32> {
     let mut sizes = sizes_of(map);
     let aside = (0..).zip(spreads).filter(|(_, spread)| **spread == Spread::Aside);
@@ -81,7 +82,7 @@ pub(super) fn exchanged_sizes(map: &ChunkMap, spreads: &[Spread]) -> Vec<u32> {
     sizes
 }
 
-/// Adds to a digest what is not dealt chunk by chunk; nothing where all is.
+/// Adds to a digest how keys are dealt that are not dealt chunk by chunk; adds nothing if there are none.
 pub(super) fn digest(hasher: &mut blake3::Hasher, spreads: &[Spread]) {
     for (key, spread) in (0u32..).zip(spreads) {
         let (tag, layer) = match *spread {

@@ -1,61 +1,62 @@
-//! Requests of layers whose factors go to a hub: one of weight and bias together, in as many frames as its block has pieces.
+//! Requests for layers whose factors go to a hub: one for weight and bias together, in as many frames as its
+//! block has pieces.
 
-use super::{Progress, Request, Requests, Underway, Unfinished};
+use super::{ChunkProgress, InFlightRequest, Request, RequestUnderway, Requests};
 use crate::chunk::ChunkId;
 use crate::factors::{FactorBlock, Piece};
 use crate::wire::{FACTORS_HEAD_BYTES, Header, Operation};
 
-/// A layer's block, and how far it is on its way.
+/// A layer's block, and how much of it has been sent.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sending {
+pub(super) struct BlockProgress {
     pub(super) block: FactorBlock,
     samples: u32,
-    /// The piece to be sent next.
+    /// The piece to send next.
     next: u32,
 }
 
 /// One piece of one layer's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceId {
-    /// Position among the blocks.
+    /// The block's position among the blocks.
     pub block: usize,
     /// Samples of the whole block.
     pub samples: u32,
-    /// From 0.
+    /// The piece's number, from 0.
     pub number: u32,
 }
 
 impl Requests {
-    /// For a job with layers whose factors go to a hub.
+    /// The same for a job with layers whose factors go to a hub.
     pub fn with_blocks(mut self, blocks: &[FactorBlock]) -> Self {
-        let sending = |&block: &FactorBlock| Sending { block, samples: 0, next: 0 };
+        let sending = |&block: &FactorBlock| BlockProgress { block, samples: 0, next: 0 };
         self.blocks = blocks.iter().map(sending).collect();
         self
     }
 
-    /// The blocks, in the order in which they are numbered.
+    /// The blocks, in the order of their numbers.
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = &FactorBlock> {
         self.blocks.iter().map(|sending| &sending.block)
     }
 
-    /// The chunk that names a block in frames.
+    /// The chunk whose number names the block in frames.
     pub fn chunk_of_block(&self, block: usize) -> ChunkId {
         self.map.chunks_of(self.blocks[block].block.weight).start
     }
 
-    /// Starts the request of a block with so many samples: its pieces are then to be sent, in order.
+    /// Starts the request for a block of this many samples: its pieces are then to be sent, in order.
     ///
     /// # Errors
-    /// If its weight or its bias has a request already.
-    pub fn begin_block(&mut self, block: usize, samples: u32, step: u32) -> Result<ChunkId, Unfinished> {
+    /// If its weight or its bias has a request in flight.
+    pub fn begin_block(&mut self, block: usize, samples: u32, step: u32) -> Result<ChunkId, RequestUnderway> {
         let cut = self.blocks[block].block;
         if let Some(underway) = cut.keys().find_map(|key| self.keys[key as usize]) {
-            return Err(Unfinished { request: underway.request });
+            return Err(RequestUnderway { request: underway.request });
         }
         self.blocks[block].samples = samples;
         for key in cut.keys() {
             self.keys[key as usize] =
-                Some(Underway { request: Request::Factors, step, unanswered: 0, newest: 0 });
+                Some(InFlightRequest { request: Request::Factors, step, unanswered: 0, newest: 0 });
         }
         self.start_block(block);
         Ok(self.chunk_of_block(block))
@@ -69,15 +70,15 @@ impl Requests {
         for key in block.keys() {
             let chunks = self.map.chunks_of(key);
             unanswered += chunks.len() as u32;
-            self.chunks[chunks.start as usize..chunks.end as usize].fill(Progress::Unsent);
+            self.chunks[chunks.start as usize..chunks.end as usize].fill(ChunkProgress::Unsent);
         }
         let weight = self.keys[block.weight as usize].as_mut().expect("its request is under way");
         (weight.unanswered, weight.newest) = (unanswered, 0);
     }
 
-    /// The block that is under way and named by this chunk.
+    /// The block that is in flight and that frames name by this chunk.
     pub fn block_at(&self, chunk: ChunkId) -> Option<usize> {
-        let named = |sending: &Sending| self.map.chunks_of(sending.block.weight).start == chunk;
+        let named = |sending: &BlockProgress| self.map.chunks_of(sending.block.weight).start == chunk;
         let block = self.blocks.iter().position(named)?;
         self.is_underway(block).then_some(block)
     }
@@ -87,11 +88,11 @@ impl Requests {
         weight.is_some_and(|underway| underway.request == Request::Factors)
     }
 
-    /// The next piece of a block that is under way, its header and where its values lie, if one is left; from then on the one
-    /// behind it is next.
+    /// The next piece of a block in flight, with its header and the place of its values; `None` after the
+    /// last. The following piece is next from then on.
     pub fn next_piece(&mut self, block: usize) -> Option<(PieceId, Header, Piece)> {
         let chunk = self.chunk_of_block(block);
-        let Sending { block: cut, samples, next } = &mut self.blocks[block];
+        let BlockProgress { block: cut, samples, next } = &mut self.blocks[block];
         let piece = cut.piece(*samples, *next)?;
         let id = PieceId { block, samples: *samples, number: *next };
         *next += 1;
@@ -102,19 +103,19 @@ impl Requests {
         Some((id, header, piece))
     }
 
-    /// Whether pieces of a block that is under way are left to be sent.
+    /// Whether pieces of a block in flight remain to be sent.
     pub fn has_pieces(&self, block: usize) -> bool {
-        let Sending { block: cut, samples, next } = self.blocks[block];
+        let BlockProgress { block: cut, samples, next } = self.blocks[block];
         self.is_underway(block) && next < cut.pieces(samples)
     }
 
-    /// A piece did not begin to leave, nor do those behind it: it is next again.
+    /// Notes that neither this piece nor the following ones have begun to leave: this one is next again.
     pub fn piece_back(&mut self, piece: PieceId) {
         let next = &mut self.blocks[piece.block].next;
         *next = piece.number.min(*next);
     }
 
-    /// A piece has left whole. With the last one answers may come.
+    /// Notes that a piece has left whole. After the last one answers may come.
     pub fn piece_sent(&mut self, piece: PieceId) {
         let block = self.blocks[piece.block].block;
         if piece.number + 1 < block.pieces(piece.samples) {
@@ -122,12 +123,12 @@ impl Requests {
         }
         for key in block.keys() {
             let chunks = self.map.chunks_of(key);
-            self.chunks[chunks.start as usize..chunks.end as usize].fill(Progress::Sent);
+            self.chunks[chunks.start as usize..chunks.end as usize].fill(ChunkProgress::Sent);
         }
     }
 
-    /// The stream of a block's layer was cut: if its request is under way, all of it must be sent again, and the hub answers every
-    /// chunk again. Says so.
+    /// Notes that the stream of a block's layer was cut, and returns whether the whole block must be sent
+    /// again: it must if its request is in flight. The hub then answers every chunk again.
     pub fn resend_block(&mut self, block: usize) -> bool {
         let is_underway = self.is_underway(block);
         if is_underway {
@@ -136,10 +137,11 @@ impl Requests {
         is_underway
     }
 
-    /// The key whose request counts the answers of this one's: of a bias that goes with its weight's factors the weight.
+    /// The key whose request counts the answers for this one: for a bias that goes with its weight's factors,
+    /// the weight.
     pub(super) fn counted_at(&self, key: u32) -> u32 {
         match self.keys[key as usize] {
-            Some(Underway { request: Request::Factors, .. }) => {
+            Some(InFlightRequest { request: Request::Factors, .. }) => {
                 let of_key = self.blocks.iter().find(|sending| sending.block.bias == Some(key));
                 of_key.map_or(key, |sending| sending.block.weight)
             }
@@ -147,7 +149,7 @@ impl Requests {
         }
     }
 
-    /// The request that was counted at this weight has ended: the bias' has, too.
+    /// Ends the bias' request together with the weight's, which counted the answers for both.
     pub(super) fn end_bias(&mut self, weight: u32) {
         let of_weight = self.blocks.iter().find(|sending| sending.block.weight == weight);
         if let Some(bias) = of_weight.and_then(|sending| sending.block.bias) {
@@ -161,7 +163,7 @@ mod tests {
     use super::*;
     use crate::codec::{Codec, Dtype};
     use crate::factors::tests::block;
-    use crate::requests::Unasked;
+    use crate::requests::UnexpectedAnswer;
 
     /// Key 0 has chunks 0 and 1, the weight 2 to 4, the bias 5.
     fn requests() -> Requests {
@@ -190,15 +192,18 @@ mod tests {
         assert_eq!((third.number, header.length), (2, 208));
         assert!(!requests.has_pieces(0) && requests.next_piece(0).is_none());
         requests.piece_sent(first);
-        // A write broke off before the second had begun.
+        // A write broke off before the second piece had begun.
         requests.piece_back(third);
         requests.piece_back(second);
         assert_eq!(requests.next_piece(0).unwrap().0, second);
         assert_eq!(requests.next_piece(0).unwrap().0, third);
         requests.piece_sent(second);
-        assert!(matches!(requests.expect(&answer(5, 8, 30)), Err(Unasked::Answer { .. })), "too early");
+        assert!(
+            matches!(requests.expect(&answer(5, 8, 30)), Err(UnexpectedAnswer::Answer { .. })),
+            "too early"
+        );
         requests.piece_sent(third);
-        assert!(matches!(requests.expect(&answer(5, 7, 30)), Err(Unasked::Version { .. })));
+        assert!(matches!(requests.expect(&answer(5, 7, 30)), Err(UnexpectedAnswer::Version { .. })));
         for (at, (chunk, elements)) in ANSWERS.into_iter().enumerate() {
             let answered = requests.answered(&answer(chunk, 8, elements)).unwrap();
             let finished = (at == 3).then_some(Request::Factors);

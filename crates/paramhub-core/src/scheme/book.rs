@@ -1,4 +1,5 @@
-//! Poseidon's information book (section 4.1): the cluster, the model and the schemes chosen, the same on every node.
+//! Poseidon's information book (section 4.1): the cluster, the model and the chosen schemes, the same on
+//! every node.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -10,13 +11,13 @@ use super::{Cluster, Encoding, HubPlace, LayerType, Plan, PlannedLayer, Scheme, 
 use crate::limits::PROPERTIES_MAX;
 use crate::placement::HubShape;
 
-/// What everybody knows of a job once InitService has been answered.
+/// What every node knows of a job once InitService has been answered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Book {
     /// The job's name.
     pub job: String,
-    /// Who takes part.
+    /// The workers and hubs that take part.
     pub roster: Roster,
     /// The model's layers and the scheme of each.
     pub plan: Plan,
@@ -26,9 +27,9 @@ pub struct Book {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Roster {
-    /// By rank.
+    /// The workers, by rank.
     pub workers: Vec<WorkerEntry>,
-    /// Site by site, in the order a site's placement counts them.
+    /// The hubs, site by site, in the order in which a site's placement counts them.
     pub hubs: Vec<HubEntry>,
     /// Where the hubs run.
     pub place: HubPlace,
@@ -40,13 +41,15 @@ pub struct Roster {
 pub struct WorkerEntry {
     /// Its rank.
     pub rank: u32,
-    /// Its host's name, as it told it.
+    /// The name of its host, as the worker reported it.
     pub host: String,
-    /// Where it listens for the other workers, as `address:port`; `None` if it does not.
+    /// The address at which it listens for the other workers, as `address:port`; `None` if it does not
+    /// listen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub address: Option<SocketAddr>,
-    /// Which machine it is on: machines are counted in the order of their first ranks. Those that nobody knows count as one each.
+    /// Its machine: machines are numbered in the order of their first ranks. A worker whose machine is
+    /// unknown counts as a machine of its own.
     pub machine: u32,
 }
 
@@ -54,7 +57,7 @@ pub struct WorkerEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HubEntry {
-    /// Where it listens, as `host:port`.
+    /// The addresses at which it listens, as `host:port`.
     pub addresses: Vec<String>,
     /// The site it is at.
     pub site: u16,
@@ -63,7 +66,7 @@ pub struct HubEntry {
 }
 
 impl Roster {
-    /// Of a job at one site whose hubs run beside workers, as far as is known.
+    /// The roster of a job at one site, under the assumption that its hubs run beside workers.
     pub fn beside_workers(workers: u32, hubs: &[HubShape]) -> Roster {
         let worker = |rank| WorkerEntry { rank, host: String::new(), address: None, machine: rank };
         let hub = |shape| HubEntry { addresses: addresses(shape), site: 0, is_beside_worker: true };
@@ -74,8 +77,8 @@ impl Roster {
         }
     }
 
-    /// The cluster that costs are computed for. Where all ranks are on one machine, whose link is idle, each counts as a machine
-    /// of its own: what would cross links is copied instead.
+    /// The cluster for which costs are computed. If all ranks are on one machine, its link is idle, so each
+    /// rank counts as a machine of its own: what would cross links is copied instead.
     pub fn cluster(&self) -> Cluster {
         let (workers, hubs) = (self.workers.len() as u32, self.hubs.len() as u32);
         let machines = self.workers.iter().map(|worker| worker.machine + 1).max().unwrap_or(0);
@@ -100,9 +103,10 @@ pub fn addresses(shape: &HubShape) -> Vec<String> {
 }
 
 impl HubPlace {
-    /// Where the hubs of a job at one site run: beside workers if at least one does, since then the busiest machine has both;
-    /// else dedicated. What these links carry is told by the interfaces' weights, each address counted once: a worker's link is
-    /// taken to be as wide as the least of them, and a hub as wide as all hubs are on average.
+    /// Where the hubs of a job at one site run: beside workers if at least one does, since the busiest
+    /// machine then has both; otherwise dedicated. The rates of the links follow from the weights of the
+    /// interfaces, with each address counted once: a worker's link is assumed to be as wide as the narrowest
+    /// address, and a hub as wide as the average hub.
     pub fn of_hubs<'a>(hubs: impl IntoIterator<Item = &'a HubShape>, is_any_beside_worker: bool) -> HubPlace {
         if is_any_beside_worker {
             return HubPlace::BesideWorkers;
@@ -124,21 +128,22 @@ impl HubPlace {
     }
 }
 
-/// How a layer is exchanged, next to the other ways: the answer to BestScheme.
+/// How a layer is exchanged, and the other possible schemes: the answer to BestScheme.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BestScheme {
     /// The layer.
     pub layer: String,
-    /// How it is exchanged.
+    /// The scheme that exchanges it.
     pub scheme: Scheme,
-    /// Why so.
+    /// Why this scheme was chosen.
     pub why: Why,
-    /// Bytes that each scheme would put on the machines in a step; those that cannot be are left out.
+    /// Bytes that each scheme would put on the machines in a step; schemes that cannot exchange the layer are
+    /// left out.
     pub traffic: BTreeMap<Scheme, Traffic>,
 }
 
-/// What is found for one property.
+/// The value of one property.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Found<'a> {
@@ -174,16 +179,16 @@ pub enum BookError {
     Layer {
         /// The job.
         job: String,
-        /// Asked for, shortened.
+        /// The name asked for, shortened.
         layer: String,
     },
-    /// Nothing is called so.
+    /// No such property.
     #[error(
         "the information book has no property `{0}`: it has workers, hubs, place, layers, layers.NAME and layers.NAME.FIELD, \
          where FIELD is type, outputs, inputs, samples, parameters, keys, scheme or why"
     )]
     Property(String),
-    /// Too many at once.
+    /// Too many properties in one query.
     #[error(
         "{0} properties are too many for one query: ask for up to {PROPERTIES_MAX}, or for the whole book"
     )]
@@ -239,7 +244,7 @@ impl Book {
         }
         let unknown = || BookError::Property(shortened(property));
         let rest = property.strip_prefix("layers.").ok_or_else(unknown)?;
-        // Layers' names have dots themselves.
+        // Names of layers may contain dots.
         if let Some(planned) = self.plan.layer(rest) {
             return Ok(Found::Layer(planned));
         }
@@ -270,7 +275,7 @@ fn field_of<'a>(planned: &'a PlannedLayer, field: &str) -> Option<Found<'a>> {
     })
 }
 
-/// As much of what somebody asked for as a message repeats.
+/// The text of a query, cut to the length that a message repeats.
 fn shortened(text: &str) -> String {
     text.chars().take(64).collect()
 }

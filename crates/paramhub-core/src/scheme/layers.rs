@@ -1,4 +1,5 @@
-//! The layers of a job's model: which keys belong together, and how each layer is asked to be exchanged.
+//! The layers of a job's model: which keys belong together, and by which scheme the settings ask to exchange
+//! each layer.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,23 +9,24 @@ use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
-use super::{Layer, LayerType, Scheme, Why};
+use super::{Layer, LayerType, Scheme};
 use crate::codec::Codec;
+use crate::combinations::{self, Conflict, Feature, Features, conflict_of};
 use crate::key::{Key, elements_of};
 use crate::limits::{FACTOR_ELEMENTS_MAX, KEY_NAME_BYTES_MAX, LAYERS_MAX};
 use crate::settings::Settings;
 
-/// How a layer is asked to be exchanged: `auto`, or a scheme by its name.
+/// How the settings ask to exchange a layer: `auto`, or a scheme by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SchemeChoice {
-    /// By what [`Cluster::best_scheme`](super::Cluster::best_scheme) finds cheapest.
+    /// The scheme that [`Cluster::best_scheme`](super::Cluster::best_scheme) finds cheapest.
     Auto,
-    /// By this one.
+    /// This scheme.
     Only(Scheme),
 }
 
-/// Everything through the hubs.
+/// The default is that everything goes through the hubs.
 impl Default for SchemeChoice {
     fn default() -> Self {
         SchemeChoice::Only(Scheme::Hub)
@@ -32,7 +34,7 @@ impl Default for SchemeChoice {
 }
 
 impl SchemeChoice {
-    /// The scheme that is asked for by name and is not the hub.
+    /// The scheme, if the choice names one other than the hub.
     pub fn forced(self) -> Option<Scheme> {
         match self {
             SchemeChoice::Auto | SchemeChoice::Only(Scheme::Hub) => None,
@@ -84,32 +86,35 @@ impl From<SchemeChoice> for String {
     }
 }
 
-/// A layer of a job's model. A key that is in none is a layer of its own, without factors.
+/// A layer of a job's model. A key that is in no layer is a layer of its own, without factors.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct LayerSettings {
-    /// Unique among the job's layers; by it the information book is asked.
+    /// The layer's name, unique in the job; queries of the information book use it.
     pub name: String,
     /// What it computes.
     #[serde(rename = "type", default)]
     pub kind: LayerKind,
-    /// Its keys, by their positions in the table: of a fully connected layer the weight, then the bias if it has one.
+    /// Its keys, by their positions in the table; a key is in one layer at most. For a fully connected layer
+    /// the weight of shape `[outputs, inputs]`, then the bias of shape `[outputs]` if it has one.
     pub keys: Vec<u32>,
-    /// How it is to be exchanged; by default as the job says.
+    /// How to exchange it: `auto`, `hub`, `factors` or `factors-to-hub`; the job's choice by default. A choice
+    /// that cannot be followed is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub scheme: Option<SchemeChoice>,
-    /// How its factors travel: f32, f16 or bf16; by default as its keys lie in memory.
+    /// The codec of its factors: f32, f16 or bf16; by default that of its keys' dtype.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub factor_codec: Option<Codec>,
-    /// Whether something else uses the weight, too, so that its gradient is more than this layer's factors make.
+    /// Whether another part of the model uses the weight, too; its gradient is then more than this layer's
+    /// factors make.
     #[serde(default)]
     pub tied: bool,
 }
 
-/// For messages: a layer's keys are counted only.
+/// The form for messages: it gives the number of the layer's keys only.
 impl fmt::Display for LayerSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}`", self.name)?;
@@ -138,16 +143,16 @@ impl fmt::Display for LayerSettings {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum LayerKind {
-    /// A weight of `outputs` times `inputs` numbers, by which `samples` vectors are multiplied in a step.
+    /// A weight of `outputs` times `inputs` numbers, which is multiplied with `samples` vectors in a step.
     FullyConnected {
         /// M.
         outputs: u64,
         /// N.
         inputs: u64,
-        /// K, of one worker: the batch, or in a model of sequences the batch times their length.
+        /// K, for one worker: the batch, or in a model of sequences the batch times their length.
         samples: u64,
     },
-    /// Anything else, whose gradient has no factors.
+    /// Any other layer; its gradient has no factors.
     #[default]
     Other,
 }
@@ -155,7 +160,7 @@ pub enum LayerKind {
 /// Why layers cannot be used.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum LayerError {
-    /// More than a job may have.
+    /// More layers than a job may have.
     #[error("the job has {0} layers or more, but may have {LAYERS_MAX}: leave out those without factors")]
     TooMany(usize),
     /// A name that is empty, too long, or another layer's.
@@ -166,7 +171,7 @@ pub enum LayerError {
         /// The name, shortened.
         name: String,
     },
-    /// A key that is not there, or that another layer has, or that the layer has twice.
+    /// A key that does not exist, that another layer has, or that the layer has twice.
     #[error(
         "layer `{layer}` cannot have key {key}: a key is in the table of {keys}, and in one layer at most"
     )]
@@ -181,7 +186,7 @@ pub enum LayerError {
     /// A layer without keys.
     #[error("layer `{0}` has no keys: name those that it is made of")]
     Keyless(String),
-    /// The keys do not have the form that the layer's type says.
+    /// Keys whose form does not match the layer's type.
     #[error(
         "layer `{layer}` is fully connected with {outputs} outputs and {inputs} inputs, so its keys are a weight of \
          [{outputs}, {inputs}] and perhaps a bias of [{outputs}], of one type, and it has 1 sample or more; it has {found}"
@@ -196,25 +201,13 @@ pub enum LayerError {
         /// The keys and samples found.
         found: String,
     },
-    /// A codec that factors cannot travel in, or of a layer that has none.
-    #[error("the factors of layer `{layer}` cannot travel as {codec}: {why}")]
+    /// A codec that factors cannot travel in.
+    #[error("the factors of layer `{layer}` cannot travel as {codec}: ask for f32, f16 or bf16")]
     FactorCodec {
         /// The layer.
         layer: String,
         /// The codec asked for.
         codec: Codec,
-        /// Why not.
-        why: &'static str,
-    },
-    /// A scheme by which the layer cannot be exchanged.
-    #[error("layer `{layer}` cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
-    Forced {
-        /// The layer.
-        layer: String,
-        /// The scheme asked for.
-        scheme: Scheme,
-        /// Why not.
-        why: Why,
     },
     /// More factors than a hub takes.
     #[error(
@@ -225,31 +218,28 @@ pub enum LayerError {
     TooManyFactors {
         /// The layer.
         layer: String,
-        /// Of one worker.
+        /// Number of elements in one worker's factors.
         elements: u64,
     },
-    /// A scheme by which no layer of the job can be exchanged.
-    #[error("the job's layers cannot be exchanged by {scheme}: {why}; ask for hub or auto")]
-    ForcedForAll {
-        /// The scheme asked for.
-        scheme: Scheme,
-        /// Why not.
-        why: Why,
-    },
+    /// A layer that does not combine with the scheme or the codec that it asks for, or with the job.
+    #[error(transparent)]
+    Combination(#[from] Conflict),
 }
 
 /// Checks the layers of a job against its keys and its other settings.
 ///
 /// # Errors
-/// What is wrong first.
+/// The first problem found.
 pub(crate) fn check(settings: &Settings) -> Result<(), LayerError> {
     if settings.layers.len() > LAYERS_MAX {
         return Err(LayerError::TooMany(settings.layers.len()));
     }
-    if let Some(scheme) = settings.scheme.forced()
-        && let Some(why) = Why::not_in_job(settings, scheme)
-    {
-        return Err(LayerError::ForcedForAll { scheme, why });
+    let of_job = settings.features();
+    if let Some(scheme) = settings.scheme.feature() {
+        let is_connected = |layer: &LayerSettings| layer.kind != LayerKind::Other;
+        let has_none = !settings.layers.iter().any(is_connected);
+        let asked = Features::of([(Feature::NoFullyConnectedLayer, has_none)]);
+        conflict_of(scheme, of_job.and(asked)).map_or(Ok(()), Err)?;
     }
     let keys = settings.keys.keys();
     let mut taken = vec![false; if settings.layers.is_empty() { 0 } else { keys.len() }];
@@ -267,14 +257,16 @@ pub(crate) fn check(settings: &Settings) -> Result<(), LayerError> {
             }
         }
         layer.check(keys)?;
-        if let Some(scheme) = layer.scheme.and_then(SchemeChoice::forced)
-            && let Some(why) = Why::not_for_layer(layer).or_else(|| Why::not_in_job(settings, scheme))
-        {
-            return Err(LayerError::Forced { layer: layer.name.clone(), scheme, why });
+        let about = |conflict: Conflict| conflict.about(format!("layer `{}`", layer.name));
+        let asked = layer.features();
+        combinations::check(asked).map_err(about)?;
+        let scheme = layer.scheme.and_then(SchemeChoice::feature);
+        if let Some(conflict) = scheme.and_then(|scheme| conflict_of(scheme, asked.and(of_job))) {
+            return Err(about(conflict).into());
         }
         let choice = layer.scheme.unwrap_or(settings.scheme);
         if choice.forced() == Some(Scheme::FactorsToHub)
-            && Why::not_for_layer(layer).is_none()
+            && conflict_of(Feature::FactorsToHub, asked).is_none()
             && let Some(elements) = layer.layer(keys).factors()
             && elements > FACTOR_ELEMENTS_MAX
         {
@@ -304,19 +296,19 @@ impl LayerSettings {
         }
     }
 
-    /// The same, to be exchanged by this.
+    /// The layer, to be exchanged by this scheme.
     #[must_use]
     pub fn by(self, scheme: SchemeChoice) -> Self {
         LayerSettings { scheme: Some(scheme), ..self }
     }
 
-    /// The same, whose factors travel so.
+    /// The layer, with its factors in this codec.
     #[must_use]
     pub fn with_factors_in(self, codec: Codec) -> Self {
         LayerSettings { factor_codec: Some(codec), ..self }
     }
 
-    /// How its factors travel, if it has any; the settings have been checked.
+    /// The codec of the layer's factors, if it has any. The settings must have been checked.
     pub fn factor_codec(&self, keys: &[Key]) -> Codec {
         self.factor_codec.unwrap_or_else(|| keys[self.keys[0] as usize].dtype.codec())
     }
@@ -325,12 +317,8 @@ impl LayerSettings {
         if self.keys.is_empty() {
             return Err(LayerError::Keyless(self.name.clone()));
         }
-        let is_connected = matches!(self.kind, LayerKind::FullyConnected { .. });
-        if let Some(codec) = self.factor_codec
-            && (codec.is_quantised() || !is_connected)
-        {
-            let why = if is_connected { "ask for f32, f16 or bf16" } else { "it is not fully connected" };
-            return Err(LayerError::FactorCodec { layer: self.name.clone(), codec, why });
+        if let Some(codec) = self.factor_codec.filter(|codec| codec.is_quantised()) {
+            return Err(LayerError::FactorCodec { layer: self.name.clone(), codec });
         }
         let LayerKind::FullyConnected { outputs, inputs, samples } = self.kind else { return Ok(()) };
         let mut own = self.keys.iter().map(|&key| &keys[key as usize]);
@@ -343,14 +331,14 @@ impl LayerSettings {
         if fits {
             return Ok(());
         }
-        // A message names a few of them.
+        // A message names only a few of them.
         let listed: Vec<String> =
             self.keys.iter().take(4).map(|&key| keys[key as usize].to_string()).collect();
         let found = format!("{} keys ({}) and {samples} samples", self.keys.len(), listed.join(", "));
         Err(LayerError::Shape { layer: self.name.clone(), outputs, inputs, found })
     }
 
-    /// As costs see it; the settings have been checked.
+    /// The layer in the form that costs are computed for. The settings must have been checked.
     pub(super) fn layer(&self, keys: &[Key]) -> Layer {
         let kind = match self.kind {
             LayerKind::FullyConnected { outputs, inputs, samples } => {
@@ -365,7 +353,7 @@ impl LayerSettings {
     }
 }
 
-/// Reads no more layers than a job may have: a layer takes several times the bytes of its shortest text.
+/// Reads no more layers than a job may have: a layer takes several times as many bytes as its shortest text.
 pub(crate) fn read_layers<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Vec<LayerSettings>, D::Error> {
@@ -466,7 +454,12 @@ mod tests {
         let told = refused(vec![fc().with_factors_in(Codec::OneBit)]);
         assert!(told.contains("cannot travel as one-bit: ask for f32, f16 or bf16"), "{told}");
         let told = refused(vec![LayerSettings::other("conv", [0]).with_factors_in(Codec::F16)]);
-        assert!(told.contains("it is not fully connected"), "{told}");
+        assert!(
+            told.starts_with(
+                "layer `conv`: `factor_codec` would have no effect with a layer that is not fully"
+            ),
+            "{told}"
+        );
     }
 
     #[test]
@@ -474,7 +467,10 @@ mod tests {
         let factors = SchemeChoice::Only(Scheme::Factors);
         assert_eq!(settings(vec![fc().by(factors)]).check(), Ok(()));
         let told = refused(vec![LayerSettings::other("conv", [0]).by(factors)]);
-        assert!(told.starts_with("layer `conv` cannot be exchanged by factors: "), "{told}");
+        assert!(
+            told.starts_with("layer `conv`: the scheme factors cannot be combined with a layer that"),
+            "{told}"
+        );
         assert!(refused(vec![LayerSettings { tied: true, ..fc() }.by(factors)]).contains("tied"));
         let asynchronous =
             Settings { consistency: Consistency::Asynchronous, ..settings(vec![fc().by(factors)]) };
@@ -483,7 +479,9 @@ mod tests {
         assert_eq!(by_all.check(), Ok(()), "layers without factors go to the hub all the same");
         let clipped =
             Settings { optimizer: OptimizerChoice::named("sgd"), clip_norm: Some(1.0), ..by_all.clone() };
-        assert!(clipped.check().unwrap_err().to_string().contains("the job's layers cannot be exchanged by"));
+        assert!(
+            clipped.check().unwrap_err().to_string().starts_with("the scheme factors cannot be combined")
+        );
         let custom = Settings { aggregator: "largest".into(), ..by_all.clone() };
         assert!(custom.check().unwrap_err().to_string().contains("aggregator"));
         let custom = Settings { optimizer: OptimizerChoice::named("lion"), ..by_all };

@@ -1,12 +1,15 @@
-//! How a layer's gradients are exchanged, and what each way costs: Poseidon's hybrid communication (sections 3.2 and 4.1).
+//! How a layer's gradients are exchanged, and what each scheme costs: Poseidon's hybrid communication
+//! (sections 3.2 and 4.1).
 //!
-//! The gradient of a fully connected layer with M outputs and N inputs is a sum of K outer products, one for each sample of
-//! the batch: of `u`, what came in (N numbers), and `v`, the gradient of what came out (M numbers). These *factors* are all
-//! that another worker needs to make the gradient itself, and K (M + N) numbers are often far fewer than M N.
+//! The gradient of a fully connected layer with M outputs and N inputs is a sum of K outer products, one for
+//! each sample of the batch, of `u`, the input of the layer (N numbers), and `v`, the gradient of its output
+//! (M numbers). From these *factors* another worker can make the gradient itself, and K (M + N) numbers are
+//! often far fewer than M N.
 //!
-//! [`published`] has the paper's own formulas, which count what a machine sends and receives together. [`Traffic`] counts the
-//! two directions apart, since links are full duplex, knows hubs on machines of their own, and encodings that shrink bytes.
-//! Where hubs stand beside workers and nothing is encoded, both lead to the same choice.
+//! [`published`] has the paper's own formulas, which count what a machine sends and what it receives
+//! together. [`Traffic`] counts the two directions apart, since links are full duplex; it also covers hubs on
+//! machines of their own, and encodings that shrink the bytes. If hubs run beside workers and nothing is
+//! encoded, both lead to the same choice.
 //!
 //! ```
 //! use paramhub_core::scheme::{Cluster, Layer, Scheme};
@@ -35,7 +38,9 @@ pub(crate) use layers::{check, read_layers};
 pub use plan::{Plan, PlannedLayer, Why};
 pub use traffic::{Cluster, Direction, Encoding, HubPlace, Traffic};
 
-/// How a layer is exchanged.
+/// How a layer is exchanged. `hub`: gradients go to the hubs, parameters come back. `factors`: workers send one
+/// another factors, and each makes the gradient and the update itself. `factors-to-hub`: factors go to the one
+/// hub that has the whole layer, parameters come back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -49,10 +54,10 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    /// The one that is preferred where two cost the same first.
+    /// All schemes; of two that cost the same, the first one is preferred.
     pub const ALL: [Scheme; 3] = [Scheme::Hub, Scheme::Factors, Scheme::FactorsToHub];
 
-    /// As users write it.
+    /// The name that users write.
     pub fn name(self) -> &'static str {
         match self {
             Scheme::Hub => "hub",
@@ -77,26 +82,26 @@ impl FromStr for Scheme {
     }
 }
 
-/// What a layer computes, as far as its gradient's form depends on it.
+/// What a layer computes, as far as the form of its gradient depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case", tag = "type")]
 pub enum LayerType {
-    /// A matrix of `outputs` times `inputs` by which each of `samples` vectors is multiplied in a step: the batch, or in a
-    /// model of sequences the batch times their length.
+    /// A matrix of `outputs` times `inputs` that is multiplied with each of `samples` vectors in a step: the
+    /// batch, or in a model of sequences the batch times their length.
     FullyConnected {
         /// M.
         outputs: u64,
         /// N.
         inputs: u64,
-        /// K, of one worker.
+        /// K, for one worker.
         samples: u64,
-        /// Whether `outputs` numbers are added; their gradient follows from the factors.
+        /// Whether the layer adds a vector of `outputs` numbers; its gradient follows from the factors.
         has_bias: bool,
     },
-    /// Anything else, whose gradient has no factors.
+    /// Any other layer; its gradient has no factors.
     Other {
-        /// How many numbers it has.
+        /// Number of its parameters.
         parameters: u64,
     },
 }
@@ -105,7 +110,7 @@ pub enum LayerType {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Layer {
-    /// As the model calls it.
+    /// The layer's name in the model.
     pub name: String,
     /// What it computes.
     #[serde(flatten)]
@@ -113,18 +118,18 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// M outputs, N inputs, K samples, without a bias.
+    /// A fully connected layer of M outputs, N inputs and K samples, without a bias.
     pub fn fully_connected(name: &str, outputs: u64, inputs: u64, samples: u64) -> Layer {
         let kind = LayerType::FullyConnected { outputs, inputs, samples, has_bias: false };
         Layer { name: name.to_owned(), kind }
     }
 
-    /// One whose gradient has no factors.
+    /// A layer whose gradient has no factors.
     pub fn other(name: &str, parameters: u64) -> Layer {
         Layer { name: name.to_owned(), kind: LayerType::Other { parameters } }
     }
 
-    /// The same with another number of samples; one without factors as it is.
+    /// The layer with another number of samples; unchanged if it has no factors.
     #[must_use]
     pub fn with_samples(&self, samples: u64) -> Layer {
         let mut layer = self.clone();
@@ -134,7 +139,7 @@ impl Layer {
         layer
     }
 
-    /// How many numbers it has, a bias included.
+    /// Number of parameters, with the bias.
     pub fn parameters(&self) -> u64 {
         match self.kind {
             LayerType::FullyConnected { outputs, inputs, has_bias, .. } => {
@@ -144,7 +149,7 @@ impl Layer {
         }
     }
 
-    /// How many numbers one worker's factors have; `None` where there are none.
+    /// How many numbers one worker's factors have; `None` if the layer has none.
     pub fn factors(&self) -> Option<u64> {
         match self.kind {
             LayerType::FullyConnected { outputs, inputs, samples, .. } => {

@@ -1,27 +1,25 @@
-//! How each layer of a job is exchanged, why, and what that moves: computed alike on every node.
+//! How each layer of a job is exchanged, why, and what traffic that makes. Every node computes the same plan.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    Cluster, Direction, Encoding, HubPlace, Layer, LayerKind, LayerSettings, Scheme, SchemeChoice, Traffic,
-};
+use super::{Cluster, Direction, Encoding, HubPlace, Layer, LayerSettings, Scheme, SchemeChoice, Traffic};
 use crate::codec::Codec;
-use crate::consistency::Consistency;
+use crate::combinations::{Feature, Features, conflict_of, reason};
 use crate::key::{Key, elements_of};
 use crate::placement::Spread;
-use crate::settings::{Settings, is_built_in};
+use crate::settings::Settings;
 
 /// The schemes of all layers of a job on its cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Plan {
-    /// Whom it was made for; of the encoding, each layer has its own.
+    /// The cluster of the plan; the encoding in it does not apply, because each layer has its own.
     pub cluster: Cluster,
-    /// In the order of [`Settings::layers`].
+    /// The layers, in the order of [`Settings::layers`].
     pub layers: Vec<PlannedLayer>,
-    /// The keys that are in none of these, together; none where every key is in a layer.
+    /// All keys that are in no layer, together; `None` if every key is in a layer.
     pub rest: Option<PlannedLayer>,
 }
 
@@ -29,37 +27,37 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PlannedLayer {
-    /// Its name and form.
+    /// The layer's name and form.
     pub layer: Layer,
-    /// Its keys, by their positions in the table: of a fully connected layer the weight, then the bias if it has one. Empty
-    /// for the keys that are in no layer.
+    /// Its keys, by their positions in the table: for a fully connected layer the weight, then the bias if it
+    /// has one. Empty for the keys that are in no layer.
     pub keys: Vec<u32>,
-    /// How it is exchanged.
+    /// The scheme that exchanges it.
     pub scheme: Scheme,
-    /// Why so.
+    /// Why this scheme was chosen.
     pub why: Why,
-    /// How its numbers travel.
+    /// How its numbers are encoded.
     pub encoding: Encoding,
 }
 
-/// Why a layer is exchanged as it is, or cannot be as it was asked.
+/// Why a layer is exchanged by its scheme, or cannot be exchanged by the one that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
     /// The settings ask for it.
     Asked,
-    /// It costs least.
+    /// The scheme costs least.
     Cheapest,
     /// The layer's gradient has no factors.
     NoFactors,
-    /// Something else uses the weight, too.
+    /// Another part of the model uses the weight, too.
     Tied,
     /// Steps do not end for all workers at once.
     NotSynchronous,
     /// The step waits for the norm of the whole gradient.
     TwoPhase,
-    /// Contributions are combined by something that only hubs have.
+    /// The aggregator is one that only hubs have.
     Aggregator,
     /// The optimizer is one that only hubs have.
     Optimizer,
@@ -72,54 +70,40 @@ impl fmt::Display for Why {
         f.write_str(match self {
             Why::Asked => "as asked",
             Why::Cheapest => "it moves least over the busiest link",
-            Why::NoFactors => "its gradient has no factors, as only fully connected layers have them",
-            Why::Tied => "its weight is tied, so that its factors make only a part of the gradient",
-            Why::NotSynchronous => {
-                "factors belong to a step of all workers, which takes synchronous consistency"
-            }
-            Why::TwoPhase => {
-                "the steps have two phases, and the norm of the whole gradient would need this layer's sum at the hubs"
-            }
-            Why::Aggregator => "factors can only be summed up, and the job's aggregator is another, registered at hubs",
-            Why::Optimizer => "workers have the built-in optimizers only, and the job's optimizer is registered at hubs",
-            Why::SeveralSites => "the job's hubs serve racks or hosts, and only the sums of these cross between them",
+            other => other.obstacle().map_or("", |obstacle| reason(Feature::Factors, obstacle)),
         })
     }
 }
 
 impl Why {
-    /// What keeps all layers of a job from being exchanged by `scheme`, if something does.
-    pub(super) fn not_in_job(settings: &Settings, scheme: Scheme) -> Option<Why> {
-        if scheme == Scheme::Hub {
-            return None;
-        }
-        if settings.consistency != Consistency::Synchronous {
-            return Some(Why::NotSynchronous);
-        }
-        if settings.aggregator != "sum" {
-            return Some(Why::Aggregator);
-        }
-        // A gradient that is made at a hub goes on there as any other.
-        if scheme == Scheme::FactorsToHub {
-            return None;
-        }
-        if settings.is_two_phase() {
-            return Some(Why::TwoPhase);
-        }
-        (!is_built_in(&settings.optimizer.name)).then_some(Why::Optimizer)
+    /// The feature that keeps a layer from being exchanged by its factors; `None` if nothing does.
+    fn obstacle(self) -> Option<Feature> {
+        Why::OBSTACLES.iter().find(|(why, _)| *why == self).map(|(_, features)| features[0])
     }
 
-    /// What keeps a layer from being exchanged by its factors, if something does.
-    pub(super) fn not_for_layer(layer: &LayerSettings) -> Option<Why> {
-        match layer.kind {
-            LayerKind::Other => Some(Why::NoFactors),
-            LayerKind::FullyConnected { .. } => layer.tied.then_some(Why::Tied),
-        }
+    /// Why a layer cannot be exchanged by a scheme that conflicts with `obstacle`.
+    fn of(obstacle: Feature) -> Why {
+        let found = Why::OBSTACLES.iter().find(|(_, features)| features.contains(&obstacle));
+        found.map(|(why, _)| *why).expect("every obstacle to factors has a reason")
     }
+
+    /// The reasons that the table of [combinations] gives.
+    ///
+    /// [combinations]: crate::combinations
+    const OBSTACLES: [(Why, &[Feature]); 7] = [
+        (Why::NoFactors, &[Feature::LayerWithoutFactors]),
+        (Why::Tied, &[Feature::TiedLayer]),
+        (Why::NotSynchronous, &[Feature::Asynchronous, Feature::BoundedStaleness]),
+        (Why::TwoPhase, &[Feature::TwoPhase]),
+        (Why::Aggregator, &[Feature::RegisteredAggregator]),
+        (Why::Optimizer, &[Feature::RegisteredOptimizer]),
+        (Why::SeveralSites, &[Feature::SeveralSites]),
+    ];
 }
 
 impl Plan {
-    /// The layers of the settings it was made from that go by `scheme`, in the plan's order.
+    /// The layers that go by `scheme`, in the plan's order. `settings` must be those that the plan was made
+    /// from.
     pub fn going_by<'a>(
         &'a self,
         scheme: Scheme,
@@ -128,7 +112,7 @@ impl Plan {
         self.layers.iter().zip(&settings.layers).filter(move |(planned, _)| planned.scheme == scheme)
     }
 
-    /// Plans a job whose settings have been checked.
+    /// Plans a job. The settings must have been checked.
     pub fn new(settings: &Settings, cluster: &Cluster) -> Plan {
         let keys = settings.keys.keys();
         let mut listed = vec![false; if settings.layers.is_empty() { 0 } else { keys.len() }];
@@ -140,7 +124,8 @@ impl Plan {
             let costed = layer.layer(keys);
             let (scheme, why) = choose(settings, &Cluster { encoding, ..*cluster }, layer, &costed);
             let encoding = match scheme {
-                // Its codec is for gradients, of which none travels, and there is no change that would be quantised.
+                // The key's codec is for gradients, and no gradient travels here; nor is there a change of
+                // the parameters to quantise.
                 Scheme::FactorsToHub => Encoding { parameter: bytes(key.dtype.codec()), ..encoding },
                 Scheme::Hub | Scheme::Factors => encoding,
             };
@@ -166,12 +151,12 @@ impl Plan {
         Plan { cluster: *cluster, layers, rest }
     }
 
-    /// A layer by its name.
+    /// A layer, by its name.
     pub fn layer(&self, name: &str) -> Option<&PlannedLayer> {
         self.layers.iter().find(|planned| planned.layer.name == name)
     }
 
-    /// All layers, then the keys that are in none.
+    /// All layers, then the keys that are in no layer.
     pub fn rows(&self) -> impl Iterator<Item = &PlannedLayer> {
         self.layers.iter().chain(&self.rest)
     }
@@ -181,17 +166,18 @@ impl Plan {
         self.layers.iter().all(|planned| planned.scheme == Scheme::Hub)
     }
 
-    /// Bytes that one layer's exchange by `scheme` puts on the machines; `None` where it cannot be exchanged so.
+    /// Bytes that the exchange of one layer by `scheme` puts on the machines; `None` if the scheme cannot
+    /// exchange it.
     pub fn traffic(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
         Cluster { encoding: planned.encoding, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
-    /// The same in numbers, whatever encodes them: parameters moved, as the paper counts them.
+    /// As [`Self::traffic`], in numbers instead of bytes: parameters moved, as the paper counts them.
     pub fn numbers(&self, planned: &PlannedLayer, scheme: Scheme) -> Option<Traffic> {
         Cluster { encoding: Encoding::NUMBERS, ..self.cluster }.traffic(&planned.layer, scheme)
     }
 
-    /// How long one layer's exchange as planned keeps the busiest link busy, in bytes of a worker's link.
+    /// How long the planned exchange of one layer keeps the busiest link busy, in bytes of a worker's link.
     pub fn cost(&self, planned: &PlannedLayer) -> f64 {
         self.traffic(planned, planned.scheme).map_or(0.0, |traffic| self.cluster.busiest(&traffic))
     }
@@ -201,7 +187,7 @@ impl Plan {
         self.sum(|planned| self.traffic(planned, planned.scheme))
     }
 
-    /// Bytes of a whole step that goes through the hubs.
+    /// Bytes of a whole step in which every layer goes through the hubs.
     pub fn total_by_hub(&self) -> Traffic {
         self.sum(|planned| self.traffic(planned, Scheme::Hub))
     }
@@ -211,17 +197,19 @@ impl Plan {
         self.sum(|planned| self.numbers(planned, planned.scheme))
     }
 
-    /// Numbers of a whole step that goes through the hubs.
+    /// Numbers of a whole step in which every layer goes through the hubs.
     pub fn total_numbers_by_hub(&self) -> Traffic {
         self.sum(|planned| self.numbers(planned, Scheme::Hub))
     }
 
-    /// How long a step as planned, or one that goes through the hubs, keeps the busiest link busy, in bytes of a worker's link.
+    /// How long a step keeps the busiest link busy, as planned and through the hubs, in bytes of a worker's
+    /// link.
     pub fn costs(&self) -> (f64, f64) {
         (self.cluster.busiest(&self.total()), self.cluster.busiest(&self.total_by_hub()))
     }
 
-    /// Of every key, how its chunks are dealt to the hubs; empty where all go through them alike.
+    /// How the chunks of each key are dealt to the hubs; empty if all keys go through the hubs in the same
+    /// way.
     pub fn spreads(&self, keys: usize) -> Vec<Spread> {
         if self.is_hub_only() {
             return Vec::new();
@@ -260,11 +248,11 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
     if choice == SchemeChoice::Only(Scheme::Hub) {
         return (Scheme::Hub, Why::Asked);
     }
-    // What is forced has been checked; the job's own choice is not for layers without factors.
-    let at_sites = || (cluster.place == HubPlace::Sites).then_some(Why::SeveralSites);
-    let why_not = Why::not_for_layer(layer)
-        .or_else(|| Why::not_in_job(settings, choice.forced().unwrap_or(Scheme::Factors)))
-        .or_else(at_sites);
+    // Forced schemes have been checked. The job's own choice does not apply to layers without factors.
+    let by = choice.forced().and_then(Scheme::feature).unwrap_or(Feature::Factors);
+    let at_sites = Features::of([(Feature::SeveralSites, cluster.place == HubPlace::Sites)]);
+    let asked = layer.features().and(settings.features()).and(at_sites);
+    let why_not = conflict_of(by, asked).map(|conflict| Why::of(conflict.other_than(by)));
     match (why_not, choice) {
         (Some(why), _) => (Scheme::Hub, why),
         (None, SchemeChoice::Only(scheme)) => (scheme, Why::Asked),
@@ -272,25 +260,26 @@ fn choose(settings: &Settings, cluster: &Cluster, layer: &LayerSettings, costed:
     }
 }
 
-/// Parameters travel as the layer's keys lie in memory, unless the changes to them are quantised, and factors unless another codec
-/// was asked for.
+/// How the numbers of a layer travel: parameters in the dtype of the layer's key, unless changes to them are
+/// quantised, and factors in that dtype, too, unless another codec was asked for.
 fn encoding(settings: &Settings, key: &Key) -> Encoding {
     let (codec, memory) = (settings.codec_of(key), key.dtype.codec());
     let parameter = if codec.is_quantised() { codec } else { memory };
     Encoding { gradient: bytes(codec), parameter: bytes(parameter), factor: bytes(memory) }
 }
 
-/// Of an element.
+/// Mean bytes of an element.
 fn bytes(codec: Codec) -> f64 {
-    // Of a whole number of the blocks that have levels of their own.
+    // A whole number of blocks, so that the levels of each block count in full.
     const MANY: usize = 1 << 20;
     codec.payload_bytes(MANY) as f64 / MANY as f64
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::published::Problem;
+    use super::super::published::FullyConnectedLayer;
     use super::*;
+    use crate::consistency::Consistency;
     use crate::key::KeyTable;
     use crate::settings::OptimizerChoice;
 
@@ -317,7 +306,8 @@ mod tests {
 
     const HUB_AS_ASKED: (Scheme, Why) = (Scheme::Hub, Why::Asked);
 
-    /// Section 3.2, by a plan: what moves for 4096 x 4096, 32 samples and 8 machines with a worker and a hub each.
+    /// Section 3.2 computed by a plan: what moves for 4096 x 4096, 32 samples and 8 machines with a worker
+    /// and a hub each.
     #[test]
     fn the_example_of_section_3_2() {
         let cluster = Cluster::beside_workers(8);
@@ -330,7 +320,7 @@ mod tests {
         };
         assert!((both(Scheme::Hub) - 58.7).abs() < 0.1, "{}", both(Scheme::Hub));
         assert!((both(Scheme::Factors) - 3.67).abs() < 0.01, "{}", both(Scheme::Factors));
-        let problem = Problem { m: 4096.0, n: 4096.0, k: 32.0, workers: 8.0, servers: 8.0 };
+        let problem = FullyConnectedLayer { m: 4096.0, n: 4096.0, k: 32.0, workers: 8.0, servers: 8.0 };
         assert_eq!(Some(both(Scheme::FactorsToHub) * 1e6), problem.adam().both);
         let (planned, by_hub) = plan.costs();
         assert!(planned < by_hub / 10.0, "{planned} against {by_hub}");
@@ -343,7 +333,7 @@ mod tests {
         let factors = (Scheme::Factors, Why::Cheapest);
         let no_factors = (Scheme::Hub, Why::NoFactors);
         assert_eq!(found, [no_factors, factors, factors, no_factors]);
-        // A model of sequences: 32 of 2048 tokens.
+        // A model of sequences: 32 sequences of 2048 tokens.
         let found = schemes(&settings(32 * 2048, SchemeChoice::Auto), &cluster);
         assert_eq!(found[1], (Scheme::Hub, Why::Cheapest));
     }

@@ -1,4 +1,4 @@
-//! What each scheme puts on each machine's link, the two directions apart.
+//! What each scheme puts on the link of each machine, with the two directions apart.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,27 +9,28 @@ use super::{Layer, Scheme};
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum HubPlace {
-    /// On machines with a worker each: CC and CS.
+    /// On machines that also have a worker: CC and CS.
     BesideWorkers,
-    /// On machines of their own, NCC and NCS, whose links carry so many times what a worker's does.
+    /// On machines of their own: NCC and NCS.
     Dedicated {
-        /// All interfaces of one hub together by a worker's link.
+        /// The rate of all interfaces of one hub together, divided by that of a worker's link.
         width: f64,
     },
-    /// At several sites, one below or beside another, among which only sums travel. What hubs carry follows from how sites reduce
-    /// ([`cost`](crate::cost)), so only workers are counted here, and there are no factors.
+    /// At several sites, below or beside one another, which exchange only sums. The load of the hubs follows
+    /// from how the sites reduce ([`cost`](crate::cost)), so only workers are counted here, and there are no
+    /// factors.
     Sites,
 }
 
-/// Bytes a number takes on the wire.
+/// Bytes per number on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Encoding {
-    /// Of a gradient, to a hub.
+    /// A gradient on the way to a hub.
     pub gradient: f64,
-    /// Of a parameter, from a hub.
+    /// A parameter on the way from a hub.
     pub parameter: f64,
-    /// Of a factor.
+    /// A factor.
     pub factor: f64,
 }
 
@@ -40,19 +41,20 @@ impl Encoding {
     pub const NUMBERS: Encoding = Encoding { gradient: 1.0, parameter: 1.0, factor: 1.0 };
 }
 
-/// Who exchanges, and over what.
+/// The workers and hubs that exchange, and the links between them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Cluster {
     /// P1.
     pub workers: u32,
-    /// Those on which they are, as evenly as can be; the ranks of one share its link. The paper has as many as workers.
+    /// The number of machines over which the workers are spread as evenly as possible; the ranks of one
+    /// machine share its link. The paper has one machine per worker.
     pub machines: u32,
-    /// P2, over which layers are spread evenly; at most one on each machine with workers.
+    /// P2, over which layers are spread evenly; at most one on each machine that has workers.
     pub hubs: u32,
-    /// Where they run.
+    /// Where the hubs run.
     pub place: HubPlace,
-    /// How numbers travel.
+    /// How numbers are encoded.
     pub encoding: Encoding,
 }
 
@@ -60,33 +62,33 @@ pub struct Cluster {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Direction {
-    /// Out of it.
+    /// Bytes that leave the machine.
     pub sent: f64,
-    /// Into it.
+    /// Bytes that enter it.
     pub received: f64,
 }
 
 impl Direction {
-    /// The busier one, which a full-duplex link is as slow as.
+    /// The busier direction: it determines how long a full-duplex link takes.
     pub fn busier(self) -> f64 {
         self.sent.max(self.received)
     }
 }
 
-/// What one layer's exchange puts on the machines, the busiest of each kind.
+/// What the exchange of one layer puts on the busiest machine of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Traffic {
-    /// One with a worker and no hub; none where every worker has a hub beside it.
+    /// A machine with only a worker; `None` if every worker has a hub beside it.
     pub worker: Option<Direction>,
-    /// One with a hub only.
+    /// A machine with only a hub.
     pub hub: Option<Direction>,
-    /// One with both.
+    /// A machine with both.
     pub both: Option<Direction>,
 }
 
 impl Cluster {
-    /// CS: a hub beside each of the workers, f32.
+    /// CS: a hub beside each worker, f32.
     pub fn beside_workers(workers: u32) -> Cluster {
         let place = HubPlace::BesideWorkers;
         Cluster { workers, machines: workers, hubs: workers, place, encoding: Encoding::F32 }
@@ -98,14 +100,14 @@ impl Cluster {
         Cluster { workers, machines: workers, hubs: 1, place, encoding: Encoding::F32 }
     }
 
-    /// What a scheme puts on the machines; `None` for a layer that has no factors, or at several sites, where the scheme sends
-    /// factors.
+    /// What a scheme puts on the machines; `None` if the scheme sends factors and the layer has none, or
+    /// there are several sites.
     pub fn traffic(&self, layer: &Layer, scheme: Scheme) -> Option<Traffic> {
         if self.place == HubPlace::Sites {
             return self.traffic_at_sites(layer, scheme);
         }
         let (workers, hubs) = (f64::from(self.workers), f64::from(self.hubs));
-        // Of the fullest machine, and those that are not on it.
+        // Ranks of the fullest machine, and ranks of the other machines.
         let ranks = f64::from(self.workers.div_ceil(self.machines.max(1)));
         let others = workers - ranks;
         let Encoding { gradient, parameter, factor } = self.encoding;
@@ -119,14 +121,14 @@ impl Cluster {
                 worker: has_plain_workers.then_some(Direction { sent: ranks * up, received: ranks * down }),
                 hub: is_dedicated
                     .then_some(Direction { sent: workers * down / hubs, received: workers * up / hubs }),
-                // As workers to the other hubs, and as a hub to the other workers.
+                // The machine sends as a worker to the other hubs, and as a hub to the other workers.
                 both: (!is_dedicated).then_some(Direction {
                     sent: ((hubs - 1.0) * ranks * up + others * down) / hubs,
                     received: ((hubs - 1.0) * ranks * down + others * up) / hubs,
                 }),
             },
             Scheme::Factors => {
-                // To each other machine once.
+                // Factors go to each other machine once.
                 let sent = factors? * ranks * f64::from(self.machines.saturating_sub(1));
                 let direction = Some(Direction { sent, received: factors? * others });
                 Traffic {
@@ -139,7 +141,7 @@ impl Cluster {
                 let factors = factors?;
                 let worker = Direction { sent: ranks * factors, received: ranks * down };
                 Traffic {
-                    // Workers beside the other hubs are as busy as those without one.
+                    // A worker beside another hub is as busy as a worker without one.
                     worker: (has_plain_workers || self.hubs > 1).then_some(worker),
                     hub: is_dedicated
                         .then_some(Direction { sent: workers * down, received: workers * factors }),
@@ -157,7 +159,8 @@ impl Cluster {
         (scheme == Scheme::Hub).then_some(Traffic { worker: Some(worker), hub: None, both: None })
     }
 
-    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` where [`Self::traffic`] is.
+    /// How long a scheme keeps the busiest link busy, in bytes of a worker's link; `None` if
+    /// [`Self::traffic`] is `None`.
     pub fn cost(&self, layer: &Layer, scheme: Scheme) -> Option<f64> {
         self.traffic(layer, scheme).map(|traffic| self.busiest(&traffic))
     }
@@ -172,10 +175,11 @@ impl Cluster {
         busier(traffic.worker).max(busier(traffic.hub) / width).max(busier(traffic.both))
     }
 
-    /// BestScheme, extended: what costs least, of the hub and factors between workers, and the hub where both cost the same.
+    /// BestScheme, extended: the cheaper of the hub and factors between workers, and the hub if both cost the
+    /// same.
     ///
-    /// Factors to a hub are not among them: where they cost less than the hub, a hub has the whole of each layer to itself, and
-    /// the cluster waits for the one with the largest.
+    /// Factors to a hub are no candidate: where they cost less than the hub, one hub has each layer to
+    /// itself, and the cluster waits for the hub with the largest layer.
     pub fn best_scheme(&self, layer: &Layer) -> Scheme {
         let hub = self.cost(layer, Scheme::Hub).unwrap_or(0.0);
         match self.cost(layer, Scheme::Factors) {
@@ -187,14 +191,14 @@ impl Cluster {
 
 #[cfg(test)]
 mod tests {
-    use super::super::published::Problem;
+    use super::super::published::FullyConnectedLayer;
     use super::*;
 
     fn both_ways(direction: Option<Direction>) -> Option<f64> {
         direction.map(|direction| direction.sent + direction.received)
     }
 
-    /// What the paper counts is what we count, both directions together and in numbers.
+    /// The published counts are our counts, with both directions together and in numbers.
     #[test]
     fn beside_workers_it_is_table_1() {
         for (m, n, k, workers) in
@@ -202,7 +206,7 @@ mod tests {
         {
             let layer = Layer::fully_connected("fc", m, n, k);
             let cluster = Cluster { encoding: Encoding::NUMBERS, ..Cluster::beside_workers(workers) };
-            let problem = Problem {
+            let problem = FullyConnectedLayer {
                 m: m as f64,
                 n: n as f64,
                 k: k as f64,
@@ -227,7 +231,7 @@ mod tests {
             place: HubPlace::Dedicated { width: 1.0 },
             encoding: Encoding::NUMBERS,
         };
-        let problem = Problem { m: 300.0, n: 200.0, k: 8.0, workers: 6.0, servers: 3.0 };
+        let problem = FullyConnectedLayer { m: 300.0, n: 200.0, k: 8.0, workers: 6.0, servers: 3.0 };
         for (scheme, published) in
             [(Scheme::Hub, problem.parameter_server()), (Scheme::FactorsToHub, problem.adam())]
         {
@@ -240,7 +244,8 @@ mod tests {
         assert_eq!(factors.hub, Some(Direction::default()));
     }
 
-    /// A hub that is as wide as its workers costs what a worker's own link needs, so factors have to be smaller to pay.
+    /// A hub that is as wide as its workers together costs no more than a worker's own link, so factors must
+    /// be smaller to pay.
     #[test]
     fn a_balanced_hub_needs_smaller_factors() {
         let layer = Layer::fully_connected("fc", 1000, 1000, 50);
@@ -254,7 +259,8 @@ mod tests {
         assert_eq!(narrow.best_scheme(&more), Scheme::Factors);
     }
 
-    /// Ranks of one machine share its link: gradients cross it once for each, factors once for each other machine.
+    /// Ranks of one machine share its link: gradients cross it once for each rank, factors once for each
+    /// other machine.
     #[test]
     fn ranks_of_one_machine_send_their_factors_once_to_each_other() {
         let layer = Layer::fully_connected("fc", 1000, 1000, 50);
@@ -264,7 +270,7 @@ mod tests {
         let each_way = |numbers| Some(Direction { sent: numbers, received: numbers });
         assert_eq!(spread.traffic(&layer, Scheme::Factors).unwrap().both, each_way(7.0 * factors));
         assert_eq!(together.traffic(&layer, Scheme::Factors).unwrap().both, each_way(4.0 * factors));
-        // Four gradients to the other hub and four to this one; as many parameters back.
+        // Four gradients go to the other hub and four come to this one; as many parameters go back.
         assert_eq!(together.traffic(&layer, Scheme::Hub).unwrap().both, each_way(4e6));
         let dedicated = Cluster { place: HubPlace::Dedicated { width: 8.0 }, hubs: 1, ..together };
         assert_eq!(dedicated.traffic(&layer, Scheme::Hub).unwrap().worker, each_way(4e6));

@@ -1,49 +1,49 @@
-//! What a manager, hubs and operators say about the network between racks.
+//! What a manager, hubs and operators exchange about the network between racks.
 
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Namespace, Nonce};
 use crate::cost::Rate;
 
-/// One hub's part in a probe between two.
+/// One hub's part in a probe between two hubs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ProbeOrder {
-    /// Names the probe, as a namespace names a job: random, and used once.
+    /// The name of the probe, as a namespace is the name of a job: random, and used once.
     pub probe: Namespace,
-    /// The secret that both hubs prove to each other to know.
+    /// The secret of which both hubs prove their knowledge.
     pub nonce: Nonce,
-    /// Streams between them.
+    /// Number of streams between them.
     pub streams: u16,
-    /// The other hub's addresses, `host:port`, to be dialled in turn; none for the hub that is dialled.
+    /// The addresses of the other hub, `host:port`, to be dialled in turn; none for the hub that is dialled.
     pub dial: Vec<String>,
 }
 
-/// What a hub found out in a probe.
+/// What a hub found in a probe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ProbeReport {
-    /// Which.
+    /// The probe.
     pub probe: Namespace,
-    /// What arrived from the other hub, or why nothing did.
+    /// The rate at which the other hub's bytes arrived, or why none did.
     pub outcome: ProbeOutcome,
-    /// Whether the rates of the hub's own interfaces are known; where not, their weights are guesses.
+    /// Whether the rates of the hub's own interfaces are known; if not, their weights are guesses.
     pub is_rated: bool,
 }
 
-/// How a probe came out at one hub.
+/// The result of a probe at one hub.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ProbeOutcome {
-    /// Payload a second that arrived while as much as possible went the other way.
+    /// The rate at which payload arrived while the hub sent as much as possible.
     BitsPerSecond(f64),
-    /// Why nothing was measured.
+    /// The reason why nothing was measured.
     Failed(String),
 }
 
-/// `POST /v1/links`: hubs probe the network between their racks, whatever is known of it. Nothing is to be said yet; that it must
-/// be said as JSON keeps web pages from asking.
+/// `POST /v1/links`: hubs probe the network between their racks, even if its rate is known. The body has no
+/// fields yet; that it must be JSON keeps web pages from sending the request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -59,13 +59,14 @@ pub struct LinkStatus {
     pub to: String,
     /// The two hubs, in that order.
     pub hubs: [u32; 2],
-    /// What arrived while as much as possible went the other way; `None` where the probe failed.
+    /// The rate at which payload arrived while as much as possible went the other way; `None` if the probe
+    /// failed.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub rate: Option<Rate>,
-    /// Whether the link is known to carry no less than that only, since the hubs' own interfaces carry no more.
+    /// Whether the rate is only a lower bound of the link's, since the hubs' own interfaces carry no more.
     pub is_at_least: bool,
-    /// Why the probe failed; empty where it did not.
+    /// Why the probe failed; empty if it did not.
     pub problem: String,
-    /// Seconds since.
+    /// Seconds since the probe.
     pub age_s: f64,
 }

@@ -15,21 +15,21 @@ use crate::limits::{CONTROL_BYTES_MAX, MESSAGE_BYTES_MAX};
 pub struct Failure {
     /// The rank at fault, if one is.
     pub rank: Option<u32>,
-    /// Who, what, and what to do.
+    /// The text: who, what, and what to do.
     pub message: String,
 }
 
 /// Payload of [`Operation::Notice`](super::Operation::Notice), laid out like [`Failure`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notice {
-    /// The rank it is about, if it is about one.
+    /// The rank that the notice is about, if any.
     pub rank: Option<u32>,
-    /// Who and what.
+    /// The text: who and what.
     pub message: String,
 }
 
-/// Payload of [`Operation::Retune`](super::Operation::Retune): [`Hyperparameters::to_wire`]; the header's chunk is
-/// the number of their group, its step the first they hold for.
+/// Payload of [`Operation::Retune`](super::Operation::Retune): [`Hyperparameters::to_wire`]. The header's
+/// chunk is the number of the group, and its step is the first one for which they hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Retune(pub Hyperparameters);
 
@@ -74,7 +74,7 @@ impl Notice {
 }
 
 impl Retune {
-    /// Reads a payload; `None` if it is no wire form of hyperparameters or a number is not finite.
+    /// Reads a payload; `None` if it is not the wire form of hyperparameters, or a number is not finite.
     pub fn decode(wire: &[u8]) -> Option<Self> {
         let read = Hyperparameters::from_wire(wire.try_into().ok()?)?;
         read.is_finite().then_some(Retune(read))

@@ -1,10 +1,11 @@
 //! A piece of a worker's factors on the wire.
 
-/// Bytes ahead of the values.
+/// Bytes before the values.
 pub const FACTORS_HEAD_BYTES: usize = 8;
 
-/// Payload of [`Operation::Factors`](super::Operation::Factors): how many samples the whole block has, which of its pieces this
-/// is, and the piece's values in the header's codec. [`FactorBlock`](crate::factors::FactorBlock) says how blocks are cut.
+/// Payload of [`Operation::Factors`](super::Operation::Factors): the number of samples of the whole block,
+/// the number of this piece, and the piece's values in the header's codec.
+/// [`FactorBlock`](crate::factors::FactorBlock) states how blocks are cut.
 ///
 /// ```text
 ///  0                4              8
@@ -14,11 +15,11 @@ pub const FACTORS_HEAD_BYTES: usize = 8;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Factors<'a> {
-    /// Of the block.
+    /// Samples of the whole block.
     pub samples: u32,
-    /// From 0.
+    /// The piece's number, from 0.
     pub piece: u32,
-    /// Little-endian, at any alignment.
+    /// The values, little-endian, at any alignment.
     pub values: &'a [u8],
 }
 
@@ -30,7 +31,7 @@ impl<'a> Factors<'a> {
         Some(Factors { samples: u32::from_le_bytes(*samples), piece: u32::from_le_bytes(*piece), values })
     }
 
-    /// What stands ahead of the values.
+    /// The bytes before the values.
     pub fn head(samples: u32, piece: u32) -> [u8; FACTORS_HEAD_BYTES] {
         let mut head = [0; FACTORS_HEAD_BYTES];
         head[..4].copy_from_slice(&samples.to_le_bytes());

@@ -1,4 +1,5 @@
-//! How a stream begins: four messages of fixed size, after which the address is trusted (PHub section 3.1).
+//! The start of a stream: four messages of fixed size. Afterwards each end trusts the other's identity (PHub
+//! section 3.1).
 //!
 //! ```text
 //! worker                                   hub
@@ -8,7 +9,7 @@
 //!   | <-- Verdict: welcome and proof, or why not |
 //!   | === frames both ways ==================== |
 //! ```
-//! The hub challenges an unknown job like a known one, so that a stranger learns nothing from it.
+//! The hub challenges the caller of an unknown job too, so a stranger cannot find out which jobs exist.
 
 use thiserror::Error;
 
@@ -25,29 +26,30 @@ pub const CHALLENGE_BYTES: usize = 32;
 pub const PROOF_BYTES: usize = 32;
 /// Bytes of a [`Verdict`].
 pub const VERDICT_BYTES: usize = 4 + PROOF_BYTES + MESSAGE_BYTES_MAX;
-/// The protocol's version; both ends must speak the same.
+/// The protocol's version; both ends must have the same.
 pub const VERSION: u16 = 1;
 
-/// Random bytes that make a proof worth nothing on another connection.
+/// Random bytes that make a proof worthless on another connection.
 pub type Challenge = [u8; CHALLENGE_BYTES];
 
-/// Who opens a stream.
+/// The process that opens a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caller {
     /// A worker of the job.
     Worker {
         /// Its rank.
         rank: u32,
-        /// On a local stream: it reads parameters from the arena all workers of its host share.
+        /// Whether it reads parameters from the arena that all workers of its host share; on local streams
+        /// only.
         shares_parameters: bool,
-        /// The stream takes the place of one that the rank had by this route and lost.
+        /// Whether the stream replaces one that the rank had on this route and lost.
         resumes: bool,
     },
-    /// A hub of a site below or beside.
+    /// A hub of a site below or beside the called one.
     Hub {
         /// The site.
         site: u16,
-        /// Its route whose sums come on this stream.
+        /// The caller's route whose sums come on this stream.
         route: u16,
     },
     /// A hub that probes the network: bytes without frames follow.
@@ -64,8 +66,8 @@ pub enum Caller {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Whose stream it is: a worker's rank; flag 2: a hub's route and site, 16 bits each; flag 3: zeros, of a hub that probes;
-    /// flag 4: a rank whose stream resumes.
+    /// The caller of the stream: a worker's rank; with flag 2 a hub's route and site, 16 bits each; with flag
+    /// 3 zeros, for a hub that probes; with flag 4 a rank whose stream resumes.
     pub caller: Caller,
     /// Position of the interface in its hub.
     pub interface: u16,
@@ -73,18 +75,18 @@ pub struct Hello {
     pub core: u16,
     /// The job, or the probe.
     pub namespace: Namespace,
-    /// As given to ConnectService; of a hub zeros.
+    /// The incarnation given to ConnectService; zeros from a hub.
     pub incarnation: Incarnation,
-    /// Digest of the placement the caller computed: a worker's of its site, a hub's of all sites.
+    /// Digest of the placement that the caller computed: a worker's of its site, a hub's of all sites.
     pub placement: [u8; 32],
-    /// For the hub to answer.
+    /// The challenge that the hub must answer.
     pub challenge: Challenge,
 }
 
-/// Why bytes are no handshake.
+/// Why bytes are not a valid handshake message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum HandshakeError {
-    /// Something other than paramhub is speaking.
+    /// The bytes are not paramhub's.
     #[error("the first bytes are not paramhub's")]
     Magic,
     /// Another version of the protocol.
@@ -95,7 +97,7 @@ pub enum HandshakeError {
     /// The reserved bits are not zero.
     #[error("the reserved bits are {0:#06x}, not zero")]
     Reserved(u16),
-    /// A verdict that is none.
+    /// A verdict with an unknown number.
     #[error("the verdict {0} does not exist")]
     Verdict(u16),
 }
@@ -163,7 +165,7 @@ pub fn stream_proofs(nonce: &Nonce, hello: &Hello, hub_challenge: &Challenge) ->
     (nonce.prove(Purpose::StreamWorker, &parts), nonce.prove(Purpose::StreamHub, &parts))
 }
 
-/// Why a hub turns a stream away.
+/// Why a hub refuses a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Refusal {
@@ -204,22 +206,22 @@ impl Refusal {
 ///  | 0, refusal | text bytes   | the hub's proof| text, zero-padded    |
 ///  +------------+--------------+----------------+----------------------+
 /// ```
-/// A welcome has no text, and the number of state slots where the text's length would be.
+/// A welcome has no text; the field of the text's length then has the number of state slots.
 #[derive(Clone, Debug)]
 pub enum Verdict {
     /// Frames may follow.
     Welcome {
-        /// Proof that the hub knows the nonce too.
+        /// Proof that the hub knows the nonce, too.
         proof: Proof,
-        /// Values of state the job's optimizer keeps a parameter: what only the hub knows of an optimizer registered
-        /// there.
+        /// State values per parameter of the job's optimizer. Of an optimizer that is registered at the hub,
+        /// only the hub knows them.
         state_slots: u8,
     },
     /// The connection closes.
     Refused {
-        /// For programs.
+        /// The reason, for programs.
         refusal: Refusal,
-        /// For people.
+        /// The reason, for people.
         message: String,
     },
 }

@@ -1,5 +1,5 @@
-//! The sixteen bytes ahead of every payload. Everything else was agreed at InitService (PHub section 3.2.1, minimal
-//! metadata).
+//! The sixteen bytes before every payload. Everything else was agreed at InitService (PHub section 3.2.1,
+//! minimal metadata).
 //!
 //! ```text
 //!  0         1         2                   4                   8                  12                  16
@@ -19,17 +19,17 @@ use crate::wire::{FACTORS_HEAD_BYTES, Norm, Release, STATE_HEAD_BYTES};
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 16;
 
-/// What a frame says.
+/// What a frame means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Operation {
-    /// Worker to hub: a gradient; answered by `Applied` when it has taken effect.
+    /// Worker to hub: a gradient. The hub answers `Applied` when it has taken effect.
     Push = 1,
     /// Worker to hub, no payload: asks for parameters of at least version `step`.
     Pull = 2,
-    /// Worker to hub: a gradient; answered by `Parameters`.
+    /// Worker to hub: a gradient. The hub answers `Parameters`.
     PushPull = 3,
-    /// Rank 0 to hub: the parameters to start from, at version `step`; answered by `Applied`.
+    /// Rank 0 to hub: the initial parameters, at version `step`. The hub answers `Applied`.
     Initialise = 4,
     /// Worker to hub: hyperparameters of the group `chunk`, which hold from `step` on.
     Retune = 5,
@@ -37,27 +37,31 @@ pub enum Operation {
     Leave = 6,
     /// Either way, no payload: the sender lives.
     Heartbeat = 7,
-    /// Worker to hub, no payload: asks for the values of optimizer state slot `step`; answered by `State`.
+    /// Worker to hub, no payload: asks for the values of optimizer state slot `step`. The hub answers
+    /// `State`.
     PullState = 8,
-    /// Rank 0 to hub: the values of optimizer state slot `step` to start from; answered by `Applied`.
+    /// Rank 0 to hub: the initial values of optimizer state slot `step`. The hub answers `Applied`.
     InitialiseState = 9,
-    /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor it brings.
+    /// Rank 0 to hub: the chunks held at `step` may be updated, with their mean gradients times the factor in
+    /// the payload.
     Release = 10,
-    /// Worker to hub: a piece of its factors of the layer whose weight begins with `chunk`; the last is answered by `Parameters` of
-    /// every chunk of the layer.
+    /// Worker to hub: a piece of its factors of the layer whose weight begins with `chunk`. The hub answers
+    /// the last piece with `Parameters` for every chunk of the layer.
     Factors = 11,
     /// Hub to worker: parameters of version `step`.
     Parameters = 16,
-    /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version since.
+    /// Hub to worker, no payload: a `Push` or `Initialise` has taken effect; `step` is the version that
+    /// resulted.
     Applied = 17,
-    /// Hub to worker: the job has failed; the connection closes after it. Worker to hub: the worker cannot go on, and with it the
-    /// job.
+    /// Hub to worker: the job has failed; the connection closes after the frame. Worker to hub: the worker
+    /// cannot go on, so the job fails.
     Failure = 18,
-    /// Hub to worker: something the job's owner should know, while the job goes on.
+    /// Hub to worker: something that the job's owner should know, while the job goes on.
     Notice = 19,
     /// Hub to worker: the values of optimizer state slot `step`.
     State = 20,
-    /// Hub to worker: all chunks of the route are held at `step`; brings the sum of the squares of their mean gradients.
+    /// Hub to worker: all chunks of the route are held at `step`; the payload is the sum of the squares of
+    /// their mean gradients.
     Norm = 21,
     /// Hub to a hub below: the sum of all workers' gradients, in f32; `step` is the version that it makes.
     Total = 22,
@@ -111,14 +115,14 @@ impl Operation {
         }
     }
 
-    /// Whether its payload is a chunk of a tensor. On a stream with an arena such payloads lie there and do not follow
-    /// their headers. Optimizer state has no place in an arena: it moves at checkpoints only, and always follows. Nor have
-    /// factors, which are few.
+    /// Whether the payload is a chunk of a tensor. On a stream with an arena such payloads are in the arena
+    /// and do not follow their headers. Optimizer state moves at checkpoints only, and factors are few, so
+    /// these have no place in an arena and always follow.
     pub const fn carries_tensor(self) -> bool {
         matches!(self, Operation::Push | Operation::PushPull | Operation::Initialise | Operation::Parameters)
     }
 
-    /// Whether its header names a chunk.
+    /// Whether the header names a chunk.
     pub const fn is_about_a_chunk(self) -> bool {
         match self {
             Operation::Push
@@ -142,7 +146,7 @@ impl Operation {
         }
     }
 
-    /// Whether workers send it, hubs send it, or both.
+    /// Whether workers send the operation, hubs send it, or both do.
     pub const fn goes(self) -> Direction {
         match self {
             Operation::Heartbeat | Operation::Failure => Direction::Both,
@@ -160,11 +164,11 @@ impl Operation {
 /// Which way an operation travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From workers.
+    /// Frames from workers.
     ToHub,
-    /// From hubs.
+    /// Frames from hubs.
     ToWorker,
-    /// From either.
+    /// Frames from either.
     Both,
 }
 
@@ -175,15 +179,15 @@ pub struct Header {
     pub operation: Operation,
     /// Encoding of a tensor payload; `F32` where there is none.
     pub codec: Codec,
-    /// The chunk it is about, or the group; 0 where there is none.
+    /// The chunk that the frame is about, or the group; 0 if there is none.
     pub chunk: ChunkId,
-    /// The step it belongs to, or the slot of optimizer state it is about; 0 where there is none.
+    /// The step of the frame, or the slot of optimizer state; 0 if there is none.
     pub step: u32,
     /// Payload bytes that follow.
     pub length: u32,
 }
 
-/// Why sixteen bytes are no header.
+/// Why sixteen bytes are not a valid header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FrameError {
     /// No such operation.
@@ -203,9 +207,9 @@ pub enum FrameError {
     Length {
         /// The operation.
         operation: Operation,
-        /// What it announces.
+        /// The length announced.
         length: u32,
-        /// What it may have.
+        /// The length allowed.
         max: u32,
     },
 }
@@ -227,8 +231,8 @@ impl Header {
         wire
     }
 
-    /// Reads a header that came from a worker (`Direction::ToHub`), from a hub (`Direction::ToWorker`) or, between hubs, may
-    /// be either, and bounds what it announces.
+    /// Reads a header and checks what it announces. It came from a worker (`Direction::ToHub`), from a hub
+    /// (`Direction::ToWorker`) or, between hubs, may be either.
     pub fn decode(wire: &[u8; HEADER_BYTES], direction: Direction) -> Result<Header, FrameError> {
         let word = |at: usize| u32::from_le_bytes(wire[at..at + 4].try_into().expect("four bytes"));
         let operation = Operation::from_wire(wire[0]).ok_or(FrameError::Operation(wire[0]))?;

@@ -1,12 +1,12 @@
-//! What passes between the two phases of a step; docs/protocol.md draws them.
+//! Payloads between the two phases of a step; docs/protocol.md draws them.
 
-/// Payload of [`Operation::Norm`](super::Operation::Norm): the squares of the mean gradient's elements in the chunks of one
-/// route, added up; an f64.
+/// Payload of [`Operation::Norm`](super::Operation::Norm): the sum of the squares of the mean gradient's
+/// elements in the chunks of one route; an f64.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Norm(pub f64);
 
-/// Payload of [`Operation::Release`](super::Operation::Release): what the mean gradient is multiplied with; an f32, of any
-/// value.
+/// Payload of [`Operation::Release`](super::Operation::Release): the factor for the mean gradient; an f32, of
+/// any value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Release(pub f32);
 

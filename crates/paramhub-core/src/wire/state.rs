@@ -1,11 +1,11 @@
 //! A chunk's optimizer state on the wire.
 
-/// Bytes ahead of the values.
+/// Bytes before the values.
 pub const STATE_HEAD_BYTES: usize = 8;
 
 /// Payload of [`Operation::State`](super::Operation::State) and
-/// [`Operation::InitialiseState`](super::Operation::InitialiseState): how often the optimizer has run on the chunk, then
-/// one slot of its state, a value an element. The header's `step` is the slot's number.
+/// [`Operation::InitialiseState`](super::Operation::InitialiseState): how often the optimizer has run on the
+/// chunk, then one slot of its state, one value per element. The header's `step` is the slot's number.
 ///
 /// ```text
 ///  0                   8
@@ -17,7 +17,7 @@ pub const STATE_HEAD_BYTES: usize = 8;
 pub struct State<'a> {
     /// Updates since the state was zero.
     pub updates: u64,
-    /// Little-endian f32, at any alignment.
+    /// The values, little-endian f32, at any alignment.
     pub values: &'a [u8],
 }
 
@@ -29,12 +29,12 @@ impl<'a> State<'a> {
         values.len().is_multiple_of(size_of::<f32>()).then_some(State { updates, values })
     }
 
-    /// What stands ahead of the values.
+    /// The bytes before the values.
     pub fn head(updates: u64) -> [u8; STATE_HEAD_BYTES] {
         updates.to_le_bytes()
     }
 
-    /// Bytes of the payload for a chunk of so many elements.
+    /// Bytes of the payload for a chunk of this many elements.
     pub const fn bytes(elements: u32) -> u32 {
         STATE_HEAD_BYTES as u32 + elements * size_of::<f32>() as u32
     }

@@ -1,11 +1,13 @@
-//! Where checkpoints lie, which of them count, and which go.
+//! Where checkpoints are stored, which of them count, and which are removed.
 //!
-//! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's namespace: a job
-//! that goes on from an old checkpoint writes beside what the one before it wrote, never over it.
+//! `DIR/JOB/step-STEP.RUN/hub-N.json` is the manifest of hub N's part. RUN are the first digits of the job's
+//! namespace: a job that resumes from an old checkpoint writes beside the checkpoints of the job before it,
+//! never over them.
 //!
-//! Which checkpoint is newer does not depend on the clock, which may be set back. Steps only grow within a run. A run takes a
-//! generation that is higher than those of all runs that it finds, and writes it into its manifests. The time of writing orders
-//! only runs of one generation: those of releases that wrote none.
+//! Which checkpoint is newer does not depend on the clock, which may be set back. Steps only grow within a
+//! run. A run takes a generation that is higher than those of all runs that it finds, and writes it into its
+//! manifests. The time of writing orders only runs of the same generation: those of old releases, which wrote
+//! none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
@@ -27,30 +29,31 @@ pub(crate) struct JobFolder {
     path: PathBuf,
 }
 
-/// What lies in the folder of one run's step.
+/// The contents of the folder of one run's step.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct FoundCheckpoint {
     /// Its folder.
     pub path: PathBuf,
-    /// As its folder's name says.
+    /// The step in its folder's name.
     pub step: u32,
     /// The parts whose manifests can be read.
     pub parts: Vec<Manifest>,
-    /// Why it does not count, if so.
-    pub flaw: Option<Flaw>,
+    /// Why it does not count, if it does not.
+    pub flaw: Option<CheckpointFlaw>,
 }
 
 /// Why a checkpoint does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Flaw {
-    /// Not all parts were ever written.
+pub enum CheckpointFlaw {
+    /// Some parts are missing.
     Incomplete,
-    /// What was written is no longer what it was.
+    /// The contents have changed since they were written.
     Damaged(String),
 }
 
-impl Found {
-    /// When its last part was written, in milliseconds since the Unix epoch; of one without parts, when something last was.
+impl FoundCheckpoint {
+    /// When its last part was written, in milliseconds since the Unix epoch; without parts, when anything was
+    /// last written.
     pub fn written_ms(&self) -> u64 {
         let parts = self.parts.iter().map(|part| part.written_ms).max();
         let touched = || {
@@ -60,12 +63,12 @@ impl Found {
         parts.or_else(touched).unwrap_or(0)
     }
 
-    /// The generation of its run; 0 where a release wrote it that knew none, or where it has no parts.
+    /// The generation of its run; 0 if it has no parts, or a release wrote it that had no generations.
     fn generation(&self) -> u64 {
         self.parts.iter().map(|part| part.generation).max().unwrap_or(0)
     }
 
-    /// The run that wrote it, as its folder's name says.
+    /// The run that wrote it, from its folder's name.
     fn run(&self) -> &str {
         let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         name.split_once('.').map_or("", |(_, run)| run)
@@ -76,20 +79,20 @@ impl Found {
         self.parts.iter().map(Manifest::bytes).sum()
     }
 
-    /// Something of which only the name is known.
-    pub(super) fn unreadable(path: PathBuf, step: u32, error: &io::Error) -> Found {
-        let flaw = Some(Flaw::Damaged(format!("{} cannot be read: {error}", path.display())));
-        Found { path, step, parts: Vec::new(), flaw }
+    /// A checkpoint of which only the name is known.
+    pub(super) fn unreadable(path: PathBuf, step: u32, error: &io::Error) -> FoundCheckpoint {
+        let flaw = Some(CheckpointFlaw::Damaged(format!("{} cannot be read: {error}", path.display())));
+        FoundCheckpoint { path, step, parts: Vec::new(), flaw }
     }
 
-    fn read(path: PathBuf, step: u32) -> io::Result<Found> {
-        let mut found = Found { step, parts: Vec::new(), flaw: None, path };
+    fn read(path: PathBuf, step: u32) -> io::Result<FoundCheckpoint> {
+        let mut found = FoundCheckpoint { step, parts: Vec::new(), flaw: None, path };
         for entry in fs::read_dir(&found.path)? {
             let path = entry?.path();
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
-            let damaged = |why: String| Flaw::Damaged(format!("{}: {why}", path.display()));
+            let damaged = |why: String| CheckpointFlaw::Damaged(format!("{}: {why}", path.display()));
             let text = match fs::metadata(&path) {
                 // Another hub is removing it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -111,9 +114,9 @@ impl Found {
         Ok(found)
     }
 
-    /// What keeps its parts from being a whole.
-    fn gap(&self) -> Option<Flaw> {
-        let Some(first) = self.parts.first() else { return Some(Flaw::Incomplete) };
+    /// Why its parts do not make a whole, if they do not.
+    fn gap(&self) -> Option<CheckpointFlaw> {
+        let Some(first) = self.parts.first() else { return Some(CheckpointFlaw::Incomplete) };
         let is_like_first = |part: &Manifest| {
             part.namespace == first.namespace
                 && part.step == self.step
@@ -124,7 +127,7 @@ impl Found {
         };
         if !self.parts.iter().all(is_like_first) {
             let path = self.path.display();
-            return Some(Flaw::Damaged(format!("the parts in {path} are not of one run and step")));
+            return Some(CheckpointFlaw::Damaged(format!("the parts in {path} are not of one run and step")));
         }
         let mut ends: Vec<u64> = vec![0; first.keys.len()];
         let mut tensors: Vec<_> = self.parts.iter().flat_map(|part| &part.tensors).collect();
@@ -134,21 +137,21 @@ impl Found {
             match tensor.first.cmp(end) {
                 std::cmp::Ordering::Less => {
                     let (path, name) = (self.path.display(), &tensor.name);
-                    return Some(Flaw::Damaged(format!("`{name}` is in {path} more than once")));
+                    return Some(CheckpointFlaw::Damaged(format!("`{name}` is in {path} more than once")));
                 }
-                std::cmp::Ordering::Greater => return Some(Flaw::Incomplete),
+                std::cmp::Ordering::Greater => return Some(CheckpointFlaw::Incomplete),
                 std::cmp::Ordering::Equal => *end += tensor.elements,
             }
         }
         let is_whole = ends.iter().zip(first.keys.keys()).all(|(&end, key)| Key::elements(key) == Some(end));
-        (!is_whole).then_some(Flaw::Incomplete)
+        (!is_whole).then_some(CheckpointFlaw::Incomplete)
     }
 }
 
 impl JobFolder {
-    /// Of a job of that name, in the operator's folder.
+    /// The folder for a job of that name, in the operator's folder.
     pub(crate) fn new(folder: &Path, job: &str) -> JobFolder {
-        // A name may have slashes and dots, but must not lead anywhere.
+        // A name may have slashes and dots, but must not lead out of the folder.
         let mut name = job.replace('/', "%2F");
         if name.starts_with('.') {
             name.replace_range(..1, "%2E");
@@ -164,23 +167,24 @@ impl JobFolder {
         &self.path
     }
 
-    /// Where a run's part of a step goes.
+    /// The folder of a run's part of a step.
     pub(crate) fn of_step(&self, step: u32, run: Namespace) -> PathBuf {
         self.path.join(format!("step-{step:010}.{}", name_of_run(run)))
     }
 
-    /// A generation for a run: its own if it has written here, and one higher than those of all other runs.
+    /// A generation for a run: its own if it has written here, otherwise one higher than those of all other
+    /// runs.
     pub(super) fn next_generation(&self, run: Namespace) -> io::Result<u64> {
-        let least = |found: Found| match found.run() == name_of_run(run) {
+        let least = |found: FoundCheckpoint| match found.run() == name_of_run(run) {
             true => found.generation(),
             false => found.generation().saturating_add(1),
         };
         Ok(self.list()?.into_iter().map(least).max().unwrap_or(0).max(1))
     }
 
-    /// All that lies there, the newest first. Nothing where there is no such folder. What cannot be read is among it, with its
-    /// flaw, and hides nothing else.
-    pub(crate) fn list(&self) -> io::Result<Vec<Found>> {
+    /// All checkpoints in the folder, the newest first; none if there is no such folder. One that cannot be
+    /// read is listed with its flaw and hides no other.
+    pub(crate) fn list(&self) -> io::Result<Vec<FoundCheckpoint>> {
         let entries = match fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries?,
@@ -191,31 +195,32 @@ impl JobFolder {
             let step = path.file_name().and_then(|name| step_of(name.to_str()?));
             let Some(step) = step else { continue };
             let read = match fs::metadata(&path) {
-                // No hub has written a file of such a name.
+                // Hubs write no files with such a name.
                 Ok(entry) if !entry.is_dir() => continue,
-                Ok(_) => Found::read(path.clone(), step),
+                Ok(_) => FoundCheckpoint::read(path.clone(), step),
                 Err(error) => Err(error),
             };
             match read {
                 Ok(read) => found.push(read),
-                // Another hub was quicker to remove it.
+                // Another hub has removed it first.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => found.push(Found::unreadable(path, step, &error)),
+                Err(error) => found.push(FoundCheckpoint::unreadable(path, step, &error)),
             }
         }
         Ok(newest_first(found))
     }
 
-    /// Makes sure that the folder of a step exists, and will after a power cut.
+    /// Creates the folder of a step, and makes sure that it still exists after a power cut.
     pub(crate) fn make(&self, step: &Path) -> io::Result<()> {
         fs::create_dir_all(step)?;
         sync_folder(&self.path)?;
         self.path.parent().map_or(Ok(()), sync_folder)
     }
 
-    /// Keeps the newest so many complete ones, and what is newer than the oldest of these: of that, some may still be written to,
-    /// but no more than so many and one. What the run has just written, at `step`, stays in any case, and what its other hubs
-    /// have written later.
+    /// Keeps the newest `keep` complete checkpoints, and those that are newer than the oldest of these. Hubs
+    /// may still write to some of the incomplete ones, but at most `keep` + 1 of them stay. The checkpoint
+    /// that the run has just written, at `step`, stays in any case, and so do later ones that its other hubs
+    /// have written.
     pub(crate) fn prune(&self, keep: usize, run: Namespace, step: u32) -> io::Result<()> {
         let (mut complete, mut others) = (0, 0);
         let mut failed = None;
@@ -225,16 +230,17 @@ impl JobFolder {
                     complete += 1;
                     complete > keep
                 }
-                // Nobody has written to it for so long that others are complete since; or nobody completes any.
-                Some(Flaw::Incomplete) => {
+                // Either it is so old that later ones are complete, or no checkpoint of this job gets
+                // completed.
+                Some(CheckpointFlaw::Incomplete) => {
                     others += 1;
                     complete >= keep || others > keep + 1
                 }
-                Some(Flaw::Damaged(_)) => complete >= keep,
+                Some(CheckpointFlaw::Damaged(_)) => complete >= keep,
             };
             let is_new = found.run() == name_of_run(run) && found.step >= step;
             if goes && !is_new {
-                // What cannot be removed must not keep the others.
+                // A checkpoint that cannot be removed must not keep the others from it.
                 failed = failed.or(remove(&found.path).err());
             }
         }
@@ -242,13 +248,13 @@ impl JobFolder {
     }
 }
 
-/// The digits by which folders name a run.
+/// The digits of a run in names of folders.
 fn name_of_run(run: Namespace) -> String {
     run.to_string().chars().filter(char::is_ascii_hexdigit).take(12).collect()
 }
 
-/// Runs by generation, and where that does not tell by when they last wrote; within a run by step.
-fn newest_first(found: Vec<Found>) -> Vec<Found> {
+/// The runs by generation, then by the time when they last wrote; within a run by step.
+fn newest_first(found: Vec<FoundCheckpoint>) -> Vec<FoundCheckpoint> {
     let mut runs: HashMap<&str, (u64, u64)> = HashMap::new();
     for one in &found {
         let (generation, written_ms) = runs.entry(one.run()).or_default();
@@ -261,7 +267,7 @@ fn newest_first(found: Vec<Found>) -> Vec<Found> {
     found.into_iter().map(|(_, found)| found).collect()
 }
 
-/// Manifests first: what is half removed must not look whole.
+/// Removes manifests first: a checkpoint that is half removed must not look whole.
 fn remove(step: &Path) -> io::Result<()> {
     let gone = |result: io::Result<()>| match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -290,14 +296,14 @@ pub(super) fn write_whole(path: &Path, contents: &str) -> io::Result<()> {
     settle(&temporary, path)
 }
 
-/// The name under which a file is written before it is whole.
+/// The name of a file until it is whole.
 pub(super) fn temporary_of(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".tmp");
     path.with_file_name(name)
 }
 
-/// Gives a file that is whole and synced its name, for good.
+/// Gives a file that is whole and synced its name, durably.
 pub(super) fn settle(temporary: &Path, path: &Path) -> io::Result<()> {
     fs::rename(temporary, path)?;
     path.parent().map_or(Ok(()), sync_folder)
@@ -308,7 +314,7 @@ pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// The jobs that have checkpoints in an operator's folder, by the names of their folders.
+/// The jobs with checkpoints in an operator's folder, by the names of their folders.
 pub(super) fn jobs(folder: &Path) -> io::Result<BTreeMap<String, JobFolder>> {
     let mut jobs = BTreeMap::new();
     for entry in fs::read_dir(folder)? {
@@ -361,17 +367,17 @@ mod tests {
         };
         put(&folder, 5, 1, half(0, 0));
         let flaw = || folder.list().unwrap()[0].flaw.clone();
-        assert_eq!(flaw(), Some(Flaw::Incomplete));
+        assert_eq!(flaw(), Some(CheckpointFlaw::Incomplete));
         put(&folder, 5, 1, half(5, 1));
         assert_eq!(flaw(), None);
         put(&folder, 5, 1, half(5, 2));
-        assert!(matches!(flaw(), Some(Flaw::Damaged(why)) if why.contains("more than once")));
+        assert!(matches!(flaw(), Some(CheckpointFlaw::Damaged(why)) if why.contains("more than once")));
         put(&folder, 5, 1, |part| {
             half(5, 2)(part);
             part.state_slots = 7;
         });
-        assert!(matches!(flaw(), Some(Flaw::Damaged(why)) if why.contains("one run")));
-        // What an older run has at the same step is apart.
+        assert!(matches!(flaw(), Some(CheckpointFlaw::Damaged(why)) if why.contains("one run")));
+        // An older run's checkpoint of the same step is separate.
         put(&folder, 5, 2, half(0, 0));
         assert_eq!(folder.list().unwrap().len(), 2);
     }
@@ -385,7 +391,7 @@ mod tests {
         let steps = |folder: &JobFolder| -> Vec<u32> {
             folder.list().unwrap().iter().map(|found| found.step).collect()
         };
-        // A run of a release that knew no generations, and one after it, both before the clock went back by a day.
+        // A run of a release without generations and one after it, both before the clock went back by a day.
         put(&folder, 60_000, 7, |part| (part.generation, part.written_ms) = (0, 3 * day_ms));
         let generation = folder.next_generation(old).unwrap();
         for step in [50_000, 51_000] {
@@ -393,7 +399,7 @@ mod tests {
             folder.prune(2, old, step).unwrap();
         }
         assert_eq!(steps(&folder), [51_000, 50_000]);
-        // The run after it goes on from a step before, and its clock stands earlier and goes back once more.
+        // The next run resumes from an earlier step; its clock is behind, and goes back once more.
         let generation = folder.next_generation(new).unwrap();
         for step in 1..=4 {
             let written_ms = 2 * day_ms - u64::from(step) * 1000;
@@ -428,14 +434,16 @@ mod tests {
         for step in [100, 200, 300] {
             put(&folder, step, 1, |_| {});
         }
-        // A link that leads to itself cannot be read by any user. A file is nothing that a hub writes under such a name.
+        // No user can read a link that leads to itself. Hubs never write a file with such a name.
         let unreadable = folder.of_step(250, Namespace([1; 16]));
         std::os::unix::fs::symlink(&unreadable, &unreadable).unwrap();
         fs::write(folder.path.join("step-0000000400.notes"), "").unwrap();
         let found = folder.list().unwrap();
         assert_eq!(found.iter().map(|found| found.step).collect::<Vec<_>>(), [300, 250, 200, 100]);
-        assert!(matches!(&found[1].flaw, Some(Flaw::Damaged(why)) if why.contains("cannot be read")));
-        // Nor does it keep what is too old, though it cannot be removed itself.
+        assert!(
+            matches!(&found[1].flaw, Some(CheckpointFlaw::Damaged(why)) if why.contains("cannot be read"))
+        );
+        // Nor does it keep old checkpoints, although it cannot be removed itself.
         folder.prune(1, Namespace([1; 16]), 300).unwrap_err();
         let left: Vec<u32> = folder.list().unwrap().iter().map(|found| found.step).collect();
         assert_eq!(left, [300, 250]);
@@ -448,7 +456,7 @@ mod tests {
         for step in [100, 200, 300] {
             put(&folder, step, 1, |_| {});
         }
-        // A run that went back to 100, and a part that nobody completes.
+        // A run that went back to 100, and a part that is never completed.
         put(&folder, 150, 2, |_| {});
         put(&folder, 160, 2, |part| {
             let tensor = &mut part.tensors[0];

@@ -1,4 +1,4 @@
-//! What a new job gets from a checkpoint that an old one has left.
+//! What a new job gets from a checkpoint of an old one.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,23 +7,23 @@ use paramhub_core::checkpoint::Resume;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::limits::STATE_UPDATES_MAX;
 
-use super::folder::{Flaw, Found, JobFolder};
-use super::manifest::{Holds, Manifest, TensorEntry};
+use super::folder::{CheckpointFlaw, FoundCheckpoint, JobFolder};
+use super::manifest::{Manifest, TensorContents, TensorEntry};
 use super::tensors::{self, Shape};
 use super::write::{quantised, shape_of, state_shapes};
 use crate::core::{Restored, ShardPlan};
 
-/// What each of a hub's shards begins with, in the order of the plans, and the step.
+/// The state with which each of a hub's shards begins, in the order of the plans, and the step.
 pub(crate) type Loaded = (u32, Vec<Arc<Restored>>);
 
-/// Reads the checkpoint that was asked for.
+/// Reads the requested checkpoint.
 ///
 /// # Errors
-/// Why it cannot be used, and which one before it can.
+/// Why it cannot be used, and which earlier one can.
 pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Result<Loaded, String> {
     let path = folder.path().display();
     let found = folder.list().map_err(|error| format!("{path} cannot be read: {error}"))?;
-    let mut candidates = found.iter().filter(|found| found.flaw != Some(Flaw::Incomplete));
+    let mut candidates = found.iter().filter(|found| found.flaw != Some(CheckpointFlaw::Incomplete));
     let asked = candidates.find(|found| which == Resume::Latest || which == Resume::Step(found.step));
     let Some(asked) = asked else {
         let what = match which {
@@ -49,8 +49,8 @@ pub(crate) fn load(folder: &JobFolder, which: Resume, plans: &[ShardPlan]) -> Re
     })
 }
 
-fn load_one(found: &Found, plans: &[ShardPlan]) -> Result<Loaded, String> {
-    if let Some(Flaw::Damaged(why)) = &found.flaw {
+fn load_one(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<Loaded, String> {
+    if let Some(CheckpointFlaw::Damaged(why)) = &found.flaw {
         return Err(why.clone());
     }
     fits(found, plans)?;
@@ -75,47 +75,47 @@ fn load_one(found: &Found, plans: &[ShardPlan]) -> Result<Loaded, String> {
         place.each(tensor.key, first, elements, |shard, index, within, from, to| {
             let values = &values[from..to];
             match holds {
-                Holds::Parameters => shards[shard].put_parameters(index, within, values),
-                Holds::State => shards[shard].put_state(index, slot, within, values),
-                Holds::Received => shards[shard].put_received(index, within, values),
+                TensorContents::Parameters => shards[shard].put_parameters(index, within, values),
+                TensorContents::State => shards[shard].put_state(index, slot, within, values),
+                TensorContents::Received => shards[shard].put_received(index, within, values),
             }
         });
     })?;
     Ok((about.step, shards.into_iter().map(Arc::new).collect()))
 }
 
-/// Reads all files of all parts, and says where something is not as it was written; `take` gets the tensor, what it is, the
-/// state's slot, the position of the first value in the tensor, and the values.
+/// Reads all files of all parts, and returns an error where the contents have changed. `take` gets the
+/// tensor, its kind, the state's slot, the position of the first value in the tensor, and the values.
 pub(super) fn read(
-    found: &Found,
-    mut take: impl FnMut(&TensorEntry, Holds, usize, u64, &[f32]),
+    found: &FoundCheckpoint,
+    mut take: impl FnMut(&TensorEntry, TensorContents, usize, u64, &[f32]),
 ) -> Result<(), String> {
     match &found.flaw {
-        Some(Flaw::Damaged(why)) => return Err(why.clone()),
-        Some(Flaw::Incomplete) => return Err("not all of its parts were written".into()),
+        Some(CheckpointFlaw::Damaged(why)) => return Err(why.clone()),
+        Some(CheckpointFlaw::Incomplete) => return Err("not all of its parts were written".into()),
         None => {}
     }
     for part in &found.parts {
-        let holds: Vec<Holds> = part.files.iter().map(|file| file.holds).collect();
-        let mut expected = vec![Holds::Parameters];
-        expected.extend((part.state_slots > 0).then_some(Holds::State));
+        let holds: Vec<TensorContents> = part.files.iter().map(|file| file.holds).collect();
+        let mut expected = vec![TensorContents::Parameters];
+        expected.extend((part.state_slots > 0).then_some(TensorContents::State));
         let quantised: Vec<(usize, Shape)> = quantised(&part.tensors, part).collect();
-        expected.extend((!quantised.is_empty()).then_some(Holds::Received));
+        expected.extend((!quantised.is_empty()).then_some(TensorContents::Received));
         if holds != expected {
             return Err(format!("hub {} wrote other files than this release reads", part.hub));
         }
         for file in &part.files {
             let tensor_of = |number: usize| match file.holds {
-                Holds::Parameters => (number, 0),
-                Holds::State => (number / part.state_slots, number % part.state_slots),
-                Holds::Received => (quantised[number].0, 0),
+                TensorContents::Parameters => (number, 0),
+                TensorContents::State => (number / part.state_slots, number % part.state_slots),
+                TensorContents::Received => (quantised[number].0, 0),
             };
             let shapes = match file.holds {
-                Holds::Parameters => {
+                TensorContents::Parameters => {
                     part.tensors.iter().map(|tensor| (tensor.name.clone(), shape_of(tensor, part))).collect()
                 }
-                Holds::State => state_shapes(&part.tensors, part.state_slots, part),
-                Holds::Received => quantised.iter().map(|(_, shape)| shape.clone()).collect(),
+                TensorContents::State => state_shapes(&part.tensors, part.state_slots, part),
+                TensorContents::Received => quantised.iter().map(|(_, shape)| shape.clone()).collect(),
             };
             let path: &Path = &found.path.join(&file.name);
             tensors::read(path, &shapes, file.bytes, &file.blake3, |number, at, values| {
@@ -128,8 +128,8 @@ pub(super) fn read(
     Ok(())
 }
 
-/// Whether a checkpoint is one of such a job.
-fn fits(found: &Found, plans: &[ShardPlan]) -> Result<(), String> {
+/// Checks that a checkpoint fits this job.
+fn fits(found: &FoundCheckpoint, plans: &[ShardPlan]) -> Result<(), String> {
     let (Some(about), Some(plan)) = (found.parts.first(), plans.first()) else { return Ok(()) };
     let settings = &plan.settings;
     if let Some((index, theirs, mine)) = at_rest(&about.keys).first_difference(&at_rest(&settings.keys)) {
@@ -169,16 +169,16 @@ fn fits(found: &Found, plans: &[ShardPlan]) -> Result<(), String> {
     }
 }
 
-/// In which order keys are sent, and in which codec, is nothing that what is kept of them depends on.
+/// The table with neutral order and codecs, on which the checkpoint's contents do not depend.
 fn at_rest(keys: &KeyTable) -> KeyTable {
     let keys = keys.keys().iter().map(|key| Key { priority: 0, codec: None, ..key.clone() });
     KeyTable::new(keys.collect()).expect("it was one with priorities and codecs")
 }
 
-/// Where elements of keys lie in a hub's shards.
+/// The places of keys' elements in a hub's shards.
 struct Place<'a> {
     plans: &'a [ShardPlan],
-    /// Of every route of the site, the number of its plan.
+    /// The number of the plan of each route of the site.
     plan_of: Vec<Option<usize>>,
 }
 
@@ -192,8 +192,9 @@ impl Place<'_> {
         Place { plans, plan_of }
     }
 
-    /// Calls `each` for every chunk here that has some of `elements` of a key from `first` on: with the plan's number, the
-    /// slot, the position in the chunk, and where these elements begin and end among those asked about.
+    /// Calls `each` for every chunk here that has some of the `elements` elements of a key from `first` on,
+    /// with the plan's number, the slot, the position in the chunk, and the range of these elements among
+    /// those asked for.
     fn each(
         &self,
         key: u32,

@@ -1,11 +1,11 @@
-//! What a hub says of its part of a checkpoint, in the file that makes the part count.
+//! The description of a hub's part of a checkpoint, in the file that makes the part count.
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::key::{Key, KeyTable};
 use serde::{Deserialize, Serialize};
 
-/// What is written, and all that is read.
+/// The format that is written, and the only one that is read.
 pub(super) const FORMAT: u32 = 1;
 
 const HEAD: &str = "{\"blake3\":\"";
@@ -14,44 +14,46 @@ const TAIL: &str = "}\n";
 /// Hexadecimal digits of a digest.
 const DIGEST: usize = 64;
 
-/// A hub's part of a checkpoint. All parts of one job and step that together hold every element are a checkpoint.
+/// The manifest of a hub's part of a checkpoint. All parts of one job and step, if they have every element
+/// together, are a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// 1, which is all that there is.
+    /// 1, the only format.
     pub format: u32,
     /// The job's name.
     pub job: String,
-    /// The job: a name can belong to one after another.
+    /// The job's namespace; several jobs can have a name one after another.
     pub namespace: Namespace,
-    /// Which of the job's hubs wrote it.
+    /// The number of the hub that wrote it, among the job's hubs.
     pub hub: u32,
-    /// The version of every chunk; where workers take no steps together, the steps that all of them had contributed to all of
-    /// this part.
+    /// The version of every chunk. If workers take no steps together: the steps to which all of them had
+    /// contributed in all of this part.
     pub step: u32,
-    /// Whether all chunks are of that very version.
+    /// Whether all chunks have exactly this version.
     pub is_consistent: bool,
-    /// The run's generation, which is higher than those of the runs before it: what says which checkpoint is newer, whatever the clock did. Manifests
-    /// of releases that knew none are read as of generation 0.
+    /// The run's generation, which is higher than those of the runs before it. It decides which checkpoint is
+    /// newer, whatever the clock did. Manifests of old releases that have none are read as generation 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u64,
     /// When it was written, in milliseconds since the Unix epoch.
     pub written_ms: u64,
-    /// Ranks in the job.
+    /// Number of ranks of the job.
     pub workers: u32,
     /// The optimizer's name.
     pub optimizer: String,
-    /// Of every group, for the step to come: for people to read.
+    /// The hyperparameters of each group for the next step, for people to read.
     pub hyperparameters: Vec<Hyperparameters>,
-    /// The same in hexadecimal, as they travel: what is read, since numbers in JSON may come back with another last bit.
+    /// The same hyperparameters in their wire form, in hexadecimal. These are read, since JSON may change the
+    /// last bit of a number.
     pub(super) exact: Vec<String>,
-    /// Values of optimizer state a parameter.
+    /// Values of optimizer state per parameter.
     pub state_slots: usize,
     /// The job's key table.
     pub keys: KeyTable,
-    /// The files of this part, beside this one.
+    /// The files of this part, in the same folder.
     pub files: Vec<FileEntry>,
-    /// What is in them, in their order.
+    /// The tensors in the files, in order.
     pub tensors: Vec<TensorEntry>,
 }
 
@@ -59,57 +61,59 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// In the manifest's folder.
+    /// The file's name in the manifest's folder.
     pub name: String,
-    /// What its tensors are.
-    pub holds: Holds,
+    /// The kind of its tensors.
+    pub holds: TensorContents,
     /// Its length.
     pub bytes: u64,
-    /// Of all its bytes.
+    /// The digest of all its bytes.
     pub blake3: String,
 }
 
-/// What a file's tensors are. A reader that does not know a kind refuses the checkpoint.
+/// The kind of a file's tensors. A reader that does not know a kind refuses the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Holds {
-    /// Parameters, one tensor an entry of [`Manifest::tensors`].
+pub enum TensorContents {
+    /// Parameters: one tensor for each entry of [`Manifest::tensors`].
     Parameters,
-    /// Optimizer state: of every entry, one tensor a slot.
+    /// Optimizer state: one tensor for each entry and slot.
     State,
-    /// The parameters that ranks have, of every entry that [is quantised](TensorEntry::is_quantised), one tensor each: what the
-    /// parameters differ by is what the codec has yet to feed back.
+    /// The parameters that ranks have: one tensor for each entry that [is
+    /// quantised](TensorEntry::is_quantised). Their difference to the parameters is what the codec has yet to
+    /// feed back.
     Received,
 }
 
-/// A key, or the part of one that lies at this hub without a gap.
+/// A key, or a part of one that this hub has without a gap.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// In the parameters' file.
+    /// The name in the parameters' file.
     pub name: String,
     /// Position in the key table.
     pub key: u32,
-    /// Its first element there.
+    /// Its first element in the key.
     pub first: u64,
-    /// How many there are.
+    /// Number of its elements.
     pub elements: u64,
-    /// From the first on: so many elements, the version they are of, and the updates their state has had.
+    /// Runs of elements from the first on: the number of elements, their version, and the updates that their
+    /// state has had.
     pub updates: Vec<(u64, u32, u64)>,
-    /// Whether answers are quantised, so that what ranks have is in a file of its own.
+    /// Whether answers are quantised, so that the ranks' parameters are in a file of their own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_quantised: bool,
 }
 
 impl TensorEntry {
-    /// The name of a slot of its state.
+    /// The name of the tensor of a slot of its state.
     pub fn state_name(&self, slot: usize) -> String {
         format!("state.{slot}.{}", self.name)
     }
 }
 
 impl Manifest {
-    /// As a file, with a digest of itself.
+    /// The text of the file, with a digest of itself.
     pub fn encode(&self) -> String {
         let exact = self.hyperparameters.iter().map(|values| hex(&values.to_wire())).collect();
         let body =
@@ -118,7 +122,7 @@ impl Manifest {
         format!("{HEAD}{digest}{MIDDLE}{body}{TAIL}")
     }
 
-    /// Reads such a file, or says what is wrong with it.
+    /// Reads the text of such a file, or returns what is wrong with it.
     pub fn decode(file: &str) -> Result<Manifest, String> {
         #[derive(Deserialize)]
         struct AnyFormat {
@@ -148,7 +152,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// What its writer would not have written.
+    /// Refuses contents that its writer would not have written.
     fn check(&self) -> Result<(), String> {
         for tensor in &self.tensors {
             let key = self.keys.keys().get(tensor.key as usize);
@@ -214,7 +218,7 @@ pub(super) mod tests {
             keys: KeyTable::new(vec![Key::new("w", [10])]).unwrap(),
             files: vec![FileEntry {
                 name: "hub-0.safetensors".into(),
-                holds: Holds::Parameters,
+                holds: TensorContents::Parameters,
                 bytes: 5,
                 blake3: "00".into(),
             }],
@@ -245,7 +249,7 @@ pub(super) mod tests {
                 assert!(Manifest::decode(&text).is_err(), "flipped at {at}");
             }
         }
-        // As releases wrote them that knew no generation.
+        // The form that releases without generations wrote.
         let old = Manifest { generation: 0, ..manifest.clone() };
         assert!(!old.encode().contains("generation"));
         assert_eq!(Manifest::decode(&old.encode()), Ok(old));

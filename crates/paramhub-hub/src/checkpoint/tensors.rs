@@ -1,7 +1,8 @@
-//! Tensors in files of the safetensors format, streamed: no tensor is ever put together in memory, and what is written or
-//! read passes a digest on its way.
+//! Tensors in files of the safetensors format, streamed: no tensor is ever assembled in memory, and
+//! everything that is written or read passes through a digest.
 //!
-//! The safetensors crate makes and reads the heads. Its own writers want each tensor in one piece, and neither syncs.
+//! The safetensors crate makes and reads the headers. Its own writers need each tensor in one piece, and do
+//! not sync.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,15 +13,16 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 /// Bytes written, or read, at once.
 const BLOCK_BYTES: usize = 1 << 20;
-/// The longest head that is read.
+/// The longest header that is read.
 const HEAD_BYTES_MAX: u64 = 1 << 30;
 
 /// A tensor's name and shape; all are f32.
 pub(super) type Shape = (String, Vec<usize>);
-/// Takes some more values of the tensor being written.
+/// Takes the next values of the tensor that is being written.
 pub(super) type Put<'a> = &'a mut dyn FnMut(&[f32]) -> io::Result<()>;
 
-/// Writes a file, and syncs it; `values` gives those of the tensor of that number, in order. Its length and digest.
+/// Writes a file and syncs it; `values` supplies the values of the tensor of this number, in order. Returns
+/// the file's length and digest.
 pub(super) fn write(
     path: &Path,
     shapes: Vec<Shape>,
@@ -47,7 +49,7 @@ fn head_of(shapes: Vec<Shape>) -> io::Result<Vec<u8>> {
         end += shape.iter().product::<usize>() * size_of::<f32>();
         (name, TensorInfo { dtype: Dtype::F32, shape, data_offsets: (start, end) })
     });
-    // What loaders of PyTorch models look for.
+    // Loaders of PyTorch models require this entry.
     let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(about), infos.collect()).map_err(io::Error::other)?;
     let mut head = serde_json::to_vec(&metadata)?;
@@ -61,8 +63,9 @@ struct Hashed<W> {
     bytes: u64,
 }
 
-/// Reads a whole file that must have these tensors in this order, that length and that digest; `take` gets the number of the
-/// tensor, the position of the first value in it, and the values. What it was given counts only if this is `Ok`.
+/// Reads a whole file that must have these tensors in this order, this length and this digest. `take` gets
+/// the number of the tensor, the position of the first value in it, and the values; these are valid only if
+/// the result is `Ok`.
 pub(super) fn read(
     path: &Path,
     shapes: &[Shape],

@@ -6,15 +6,15 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::folder::{JobFolder, settle, temporary_of, write_whole};
-use super::manifest::{FileEntry, Holds, Manifest, TensorEntry};
+use super::manifest::{FileEntry, Manifest, TensorContents, TensorEntry};
 use super::tensors::{self, Put, Shape};
-use crate::core::{Mark, Snapshot};
+use crate::core::{ChunkMark, Snapshot};
 
-/// A chunk of a tensor: its snapshot, and its number there.
+/// A chunk of a tensor: the number of its snapshot, and its number there.
 type Source = (usize, usize);
 
-/// Writes the files of a part and, when they are on the disk for good, the manifest that makes it count. `about` is filled
-/// in. What a failure leaves does not count, and is removed as well as that can be done.
+/// Writes the files of a part and, once they are durable, the manifest that makes the part count. It
+/// completes `about`. Files that a failure leaves behind do not count, and are removed if possible.
 pub(super) fn write(folder: &JobFolder, snapshots: &[Snapshot], mut about: Manifest) -> io::Result<Manifest> {
     let path = folder.of_step(about.step, about.namespace);
     let written = folder.make(&path).and_then(|()| fill(&path, snapshots, &mut about));
@@ -32,7 +32,7 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
     about.files.push(file(
         path,
         &format!("hub-{}.safetensors", about.hub),
-        Holds::Parameters,
+        TensorContents::Parameters,
         of_keys,
         |tensor, put| {
             sources[tensor]
@@ -44,7 +44,7 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
     if slots > 0 {
         let of_state = state_shapes(&tensors, slots, about);
         let name = format!("hub-{}.state.safetensors", about.hub);
-        about.files.push(file(path, &name, Holds::State, of_state, |tensor, put| {
+        about.files.push(file(path, &name, TensorContents::State, of_state, |tensor, put| {
             let (tensor, slot) = (tensor / slots, tensor % slots);
             sources[tensor].iter().try_for_each(|&(snapshot, chunk)| {
                 snapshots[snapshot].state(chunk, slot).try_for_each(&mut *put)
@@ -56,7 +56,7 @@ fn fill(path: &Path, snapshots: &[Snapshot], about: &mut Manifest) -> io::Result
             .map(|(tensor, shape)| (shape, &sources[tensor]))
             .unzip::<_, _, Vec<_>, Vec<_>>();
         let name = format!("hub-{}.received.safetensors", about.hub);
-        about.files.push(file(path, &name, Holds::Received, shapes, |tensor, put| {
+        about.files.push(file(path, &name, TensorContents::Received, shapes, |tensor, put| {
             sources[tensor].iter().try_for_each(|&(snapshot, chunk)| {
                 put(snapshots[snapshot].received(chunk).expect("all chunks of a quantised key are"))
             })
@@ -76,7 +76,7 @@ pub(super) fn state_shapes(tensors: &[TensorEntry], slots: usize, about: &Manife
     tensors.iter().flat_map(slots_of).collect()
 }
 
-/// The tensors of the file of what ranks have: their numbers among all, and their shapes.
+/// The tensors of the file of the ranks' parameters: their numbers among all tensors, and their shapes.
 pub(super) fn quantised<'a>(
     tensors: &'a [TensorEntry],
     about: &'a Manifest,
@@ -85,7 +85,7 @@ pub(super) fn quantised<'a>(
     of_quantised.map(|(number, tensor)| (number, (tensor.name.clone(), shape_of(tensor, about))))
 }
 
-/// A whole key has its own shape; a part of one has none.
+/// The shape of a tensor: a whole key has its own shape, a part of one has a flat one.
 pub(super) fn shape_of(tensor: &TensorEntry, about: &Manifest) -> Vec<usize> {
     let key = &about.keys.keys()[tensor.key as usize];
     match key.elements() == Some(tensor.elements) {
@@ -97,7 +97,7 @@ pub(super) fn shape_of(tensor: &TensorEntry, about: &Manifest) -> Vec<usize> {
 fn file(
     folder: &Path,
     name: &str,
-    holds: Holds,
+    holds: TensorContents,
     shapes: Vec<Shape>,
     values: impl FnMut(usize, Put<'_>) -> io::Result<()>,
 ) -> io::Result<FileEntry> {
@@ -108,9 +108,9 @@ fn file(
     Ok(FileEntry { name: name.to_owned(), holds, bytes, blake3: digest.to_hex().to_string() })
 }
 
-/// Puts chunks together that follow each other in a key.
+/// Combines chunks that follow each other in a key.
 fn tensors_of(snapshots: &[Snapshot], about: &Manifest) -> (Vec<TensorEntry>, Vec<Vec<Source>>) {
-    let mut chunks: Vec<(u32, u64, u32, Mark, Source)> = Vec::new();
+    let mut chunks: Vec<(u32, u64, u32, ChunkMark, Source)> = Vec::new();
     for (number, snapshot) in snapshots.iter().enumerate() {
         let here = snapshot.chunks().enumerate();
         chunks.extend(
@@ -141,7 +141,7 @@ fn tensors_of(snapshots: &[Snapshot], about: &Manifest) -> (Vec<TensorEntry>, Ve
     }
     let keys = about.keys.keys();
     let names: HashSet<&str> = keys.iter().map(|key| key.name.as_str()).collect();
-    // Of a part of a key the name must not be another key's.
+    // The name of a part of a key must not be that of another key.
     let is_free = |separator: &String| {
         let name = |tensor: &TensorEntry| part_name(&keys[tensor.key as usize].name, separator, tensor.first);
         !tensors.iter().any(|tensor| names.contains(name(tensor).as_str()))
@@ -169,7 +169,7 @@ fn clear(path: &Path, hub: u32) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
-    // Fails where others have written to it.
+    // This fails if others have written to the folder.
     let _ = std::fs::remove_dir(path);
 }
 

@@ -1,4 +1,4 @@
-//! The tensors of ranks on this host, where both sides can reach them.
+//! The tensors of ranks on this host, in memory that both sides can reach.
 
 use paramhub_core::chunk::Extent;
 use paramhub_core::codec::Codec;
@@ -6,23 +6,23 @@ use paramhub_core::exchange::Answer;
 use paramhub_kernels::Aggregator;
 use paramhub_kernels::shared::Floats;
 
-use super::plan::BLOCK_ELEMENTS;
+use super::layout::BLOCK_ELEMENTS;
 use crate::local::{CommonParameters, RankArenas};
 
 /// Contributions added up in one pass.
 const SOURCES: usize = 8;
 
-/// The arenas of one job's ranks, as one route sees them.
+/// The arenas of one job's ranks, for one route.
 #[derive(Debug)]
 pub(crate) struct Arenas {
     of_rank: Vec<Option<RankArenas>>,
-    /// Ranks that have one, ascending.
+    /// The ranks that have an arena, ascending.
     ranks: Vec<u32>,
-    /// Where ranks of this host read parameters in common, if any does.
+    /// The memory from which ranks of this host read parameters in common, if any does.
     common: Option<CommonParameters>,
-    /// Of the contributions at hand: rank and place.
+    /// The contributions of the current chunk: rank and place of each.
     sources: Vec<(u32, usize)>,
-    /// Ranks in whose own arenas the parameters at hand belong; empty between frames.
+    /// The ranks to whose own arenas the current parameters go; empty between frames.
     targets: Vec<u32>,
 }
 
@@ -34,7 +34,7 @@ impl Arenas {
         Arenas { of_rank, ranks, common: None, sources, targets }
     }
 
-    /// From now on `rank` exchanges through these; `true` if they are the first that share parameters.
+    /// From now on `rank` exchanges through these arenas; `true` if they are the first that share parameters.
     pub(crate) fn attach(&mut self, rank: u32, arenas: RankArenas) -> bool {
         let is_first = self.common.is_none() && arenas.common.is_some();
         if is_first {
@@ -45,33 +45,33 @@ impl Arenas {
         is_first
     }
 
-    /// Whether tensors to and from `rank` stay in an arena.
-    pub(crate) fn has(&self, rank: u32) -> bool {
-        self.of_rank[rank as usize].is_some()
+    /// Whether tensors to and from a member stay in an arena; those of sites never do.
+    pub(crate) fn has(&self, member: u32) -> bool {
+        self.of_rank.get(member as usize).is_some_and(Option::is_some)
     }
 
-    /// Whether any rank has one.
+    /// Whether any rank has an arena.
     pub(crate) fn has_any(&self) -> bool {
         !self.ranks.is_empty()
     }
 
-    /// Finds where the contributions to a chunk lie: of every rank that has an arena, or of the `only` one.
+    /// Finds the contributions to a chunk: of every rank that has an arena, or of the `only` one.
     pub(crate) fn find_sources(&mut self, extent: &Extent, only: Option<u32>) {
         self.sources.clear();
-        // Of one rank alone that came over TCP, everything is in the sum already.
+        // If the `only` rank has no arena, its contribution came over TCP and is in the sum already.
         for &rank in self.ranks.iter().filter(|&&rank| only.is_none_or(|only| only == rank)) {
             let arenas = self.of_rank[rank as usize].as_ref().expect("a listed rank has an arena");
             self.sources.push((rank, arenas.layout.gradient_chunk(extent)));
         }
     }
 
-    /// There is nothing to be found.
+    /// Notes that there are no contributions to find.
     pub(crate) fn find_no_sources(&mut self) {
         self.sources.clear();
     }
 
-    /// Sums a block of the contributions found, from their element `first` on, in rank order; it `adds` to what is in `sum`
-    /// or begins it.
+    /// Sums a block of the contributions found, from their element `first` on, in rank order. If it `adds`,
+    /// it adds to `sum`; otherwise it overwrites it.
     pub(crate) fn gather(
         &self,
         aggregator: &dyn Aggregator,
@@ -106,8 +106,8 @@ impl Arenas {
         }
     }
 
-    /// Notes that the parameters at hand are to be written to the arena of `rank`, if they answer it and it reads them
-    /// there.
+    /// Notes that the current parameters must be written to the arena of `rank`, if the answer has parameters
+    /// and the rank reads them there.
     pub(crate) fn aim(&mut self, rank: u32, answer: Answer) {
         let own = self.of_rank[rank as usize].as_ref().filter(|arenas| arenas.common.is_none());
         if answer == Answer::Parameters && own.is_some() {
@@ -115,27 +115,27 @@ impl Arenas {
         }
     }
 
-    /// Whether any rank was aimed at.
+    /// Whether any rank is noted.
     pub(crate) fn has_targets(&self) -> bool {
         !self.targets.is_empty()
     }
 
-    /// Places that [`hand_out`](Self::hand_out) will write the parameters at hand to.
+    /// Number of places to which [`hand_out`](Self::hand_out) will write the current parameters.
     pub(crate) fn copies(&self, are_new: bool) -> usize {
         self.targets.len() + usize::from(are_new && self.common.is_some())
     }
 
-    /// The parameters at hand are where they belong.
+    /// Notes that the current parameters have been written.
     pub(crate) fn forget_targets(&mut self) {
         self.targets.clear();
     }
 
-    /// Where the gradient of a chunk starts in the arena of `rank`.
+    /// The start of a chunk's gradient in the arena of `rank`.
     pub(crate) fn gradient_place(&self, rank: u32, extent: &Extent) -> usize {
         self.of(rank).layout.gradient_chunk(extent)
     }
 
-    /// Where the parameters of a chunk start in the arena of `rank`.
+    /// The start of a chunk's parameters in the arena of `rank`.
     pub(crate) fn parameters_place(&self, rank: u32, extent: &Extent) -> usize {
         self.of(rank).layout.parameters_chunk(extent)
     }
@@ -145,8 +145,8 @@ impl Arenas {
         self.of(rank).own.read(place, wire);
     }
 
-    /// Writes a piece of a chunk of the parameters, from its element `first` on, to every rank aimed at, and to the common
-    /// place where they are new.
+    /// Writes a piece of a chunk's parameters, from its element `first` on, to every noted rank and, if they
+    /// are new, to the common memory.
     pub(crate) fn hand_out(&self, extent: &Extent, first: usize, codec: Codec, wire: &[u8], are_new: bool) {
         let at = first * codec.bytes();
         for &rank in &self.targets {

@@ -1,4 +1,4 @@
-//! The arrays of a job: aligned, and touched by the thread that will use them, a part at a time.
+//! The arrays of a job: aligned, and touched by the thread that uses them, a part at a time.
 
 use std::ops::{Deref, DerefMut, Range};
 
@@ -11,7 +11,7 @@ const LINE_ELEMENTS: usize = LINE_BYTES / size_of::<f32>();
 /// A zeroed array that starts on a cache line. It can be read and written once it has been touched.
 #[derive(Debug, Default)]
 pub(crate) struct Buffer<T = f32> {
-    /// As long as what has been touched.
+    /// The part that has been touched.
     storage: Vec<T>,
     room: usize,
     start: usize,
@@ -24,13 +24,14 @@ pub(crate) struct OutOfMemory {
     pub(crate) bytes: u64,
 }
 
-/// Memory that is taken and given back in parts, so that a core serves others in between: the system clears each page when it is
-/// first written, and takes each one back when it is freed.
+/// Memory that is taken and given back in parts, so that a core can serve other work in between: the system
+/// clears each page when it is first written, and reclaims each one when it is freed.
 pub(crate) trait Pages {
-    /// Writes the next pages, about so many bytes. Returns how many there were; 0 when all have been written.
+    /// Writes the next pages, about `bytes` bytes. Returns how many there were; 0 when all have been written.
     fn touch_some(&mut self, bytes: usize) -> usize;
 
-    /// Gives pages back, about so many bytes. Returns how many there were; 0 when none are left. Nothing can be read any more.
+    /// Gives back about `bytes` bytes of pages. Returns how many there were; 0 when none are left. Nothing
+    /// can be read any more.
     fn free_some(&mut self, bytes: usize) -> usize;
 
     /// Bytes that have been written.
@@ -39,10 +40,10 @@ pub(crate) trait Pages {
 }
 
 impl<T: Zeroable + Copy> Buffer<T> {
-    /// Room for `len` zeros, `skew` cache lines past a boundary of the allocator's, none of which has been written.
+    /// Room for `len` zeros, `skew` cache lines past a boundary of the allocator's; none has been written.
     ///
-    /// Arrays that are read together want different skews: where they lie a multiple of the page size apart, some
-    /// processors mistake one's addresses for the other's and stall.
+    /// Arrays that are read together need different skews: if they are a multiple of the page size apart,
+    /// some processors mistake the addresses of one for those of the other and stall.
     pub(crate) fn reserved(len: usize, skew: usize) -> Result<Self, OutOfMemory> {
         let line = LINE_BYTES / size_of::<T>();
         let room = len + line * (skew + 1);
@@ -60,7 +61,7 @@ impl<T: Copy> Buffer<T> {
         self.storage.len() >= self.start + len
     }
 
-    /// Some of its values, which have been touched, though others may not have been.
+    /// A range of its values. These must have been touched; others need not have been.
     pub(crate) fn part_mut(&mut self, range: Range<usize>) -> &mut [T] {
         &mut self.storage[self.start + range.start..self.start + range.end]
     }
@@ -69,8 +70,8 @@ impl<T: Copy> Buffer<T> {
 impl<T: Zeroable + Copy> Pages for Buffer<T> {
     fn touch_some(&mut self, bytes: usize) -> usize {
         let more = (self.room - self.storage.len()).min((bytes / size_of::<T>()).max(1));
-        // On the calling thread, so that the first step pays no page faults and the memory lies in this thread's NUMA node. The
-        // room was reserved: nothing moves.
+        // This runs on the calling thread, so that the first step has no page faults and the memory is in
+        // this thread's NUMA node. The memory was reserved, so nothing moves.
         self.storage.resize(self.storage.len() + more, T::zeroed());
         more * size_of::<T>()
     }
@@ -80,7 +81,7 @@ impl<T: Zeroable + Copy> Pages for Buffer<T> {
         let left = self.storage.len().saturating_sub((bytes / size_of::<T>()).max(1));
         let freed = self.storage.len() - left;
         self.storage.truncate(left);
-        // An array of this size has a mapping of its own, whose end goes without the rest being moved.
+        // An array of this size has a mapping of its own, whose end can be freed without a move of the rest.
         match left {
             0 => self.storage = Vec::new(),
             _ => self.storage.shrink_to(left),
@@ -108,7 +109,7 @@ impl<T> DerefMut for Buffer<T> {
     }
 }
 
-/// Elements rounded up so that the next chunk starts on a cache line again.
+/// Elements rounded up so that the next chunk starts on a cache line.
 pub(crate) fn whole_lines(elements: usize) -> usize {
     elements.next_multiple_of(LINE_ELEMENTS)
 }

@@ -7,15 +7,15 @@ use paramhub_kernels::Hyperparameters;
 
 use super::tests::{header, push_pull, shard, take, wire};
 use super::*;
-use crate::core::plan::memory_bytes;
 use crate::core::restored::Restored;
-use crate::core::snapshot::{Outcome, Snapshot, Wanted};
+use crate::core::shard::memory_bytes;
+use crate::core::snapshot::{Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// Chunks of 256 elements: of one key three and a bit, of another one element.
+/// Chunks of 256 elements: one key has three and a bit, another one has a single element.
 const SIZES: [u64; 2] = [3 * 256 + 9, 1];
 const CHUNKS: u32 = 5;
 
-/// A shard with snapshots that has its parameters, and memory for one.
+/// A shard that has its parameters, with memory for one snapshot.
 fn begun(change: impl FnOnce(&mut Settings)) -> (Shard, Box<Snapshot>) {
     let keys = (0..).zip(SIZES).map(|(number, size)| Key::new(format!("k{number}"), [size])).collect();
     let plan = shard(1, keys, |settings| {
@@ -56,16 +56,16 @@ fn step(shard: &mut Shard, chunk: u32) {
     forget_answers(shard, chunk);
 }
 
-/// What a chunk is after so many steps, without snapshots.
+/// A chunk after this many steps, without snapshots.
 fn expected(chunk: u32, steps: u32) -> (Vec<f32>, Vec<f32>) {
     let (mut shard, _) = begun(|_| {});
     (0..steps).for_each(|_| step(&mut shard, chunk));
     let (_, slot) = shard.slot(chunk).unwrap();
-    (shard.model[slot.range()].to_vec(), shard.state[slot.range()].to_vec())
+    (shard.model.parameters[slot.range()].to_vec(), shard.model.state[slot.range()].to_vec())
 }
 
 fn is_of_version(snapshot: &Snapshot, version: u32) {
-    assert_eq!(snapshot.outcome, Outcome::Complete);
+    assert_eq!(snapshot.outcome, SnapshotOutcome::Complete);
     for (position, (key, first, elements, mark)) in snapshot.chunks().enumerate() {
         assert_eq!((mark.version, mark.updates), (version, u64::from(version)));
         let chunk = if key == 1 { 4 } else { (first / 256) as u32 };
@@ -90,7 +90,7 @@ fn every_chunk_is_copied_at_the_version_however_chunks_and_turns_race() {
     let (mut shard, mut snapshot) = begun(|_| {});
     let mut version = 0;
     for round in 0..40 {
-        // Some chunks are there already, none is beyond.
+        // Some chunks are at the version already, none is beyond it.
         version += 1 + next(3);
         let at = |shard: &Shard, chunk: u32| shard.exchange.step(shard.slot(chunk).unwrap().0);
         for _ in 0..next(60) {
@@ -99,7 +99,7 @@ fn every_chunk_is_copied_at_the_version_however_chunks_and_turns_race() {
                 step(&mut shard, chunk);
             }
         }
-        shard.arm(Wanted::Version(version), snapshot);
+        shard.arm(SnapshotTarget::Version(version), snapshot);
         let ended = loop {
             match next(3) {
                 0 => shard.copy_some(1),
@@ -126,25 +126,25 @@ fn every_chunk_is_copied_at_the_version_however_chunks_and_turns_race() {
 fn a_version_that_is_past_is_missed_and_one_to_come_is_called_off() {
     let (mut shard, snapshot) = begun(|_| {});
     (0..4).for_each(|_| step(&mut shard, 2));
-    shard.arm(Wanted::Version(3), snapshot);
+    shard.arm(SnapshotTarget::Version(3), snapshot);
     assert!(shard.ended_snapshot().is_none());
     shard.copy_some(usize::MAX);
     let missed = shard.ended_snapshot().unwrap();
-    assert_eq!((missed.outcome, missed.newest), (Outcome::Missed, 4));
+    assert_eq!((missed.outcome, missed.newest), (SnapshotOutcome::Missed, 4));
 
-    shard.arm(Wanted::Version(5), missed);
+    shard.arm(SnapshotTarget::Version(5), missed);
     shard.copy_some(usize::MAX);
     step(&mut shard, 2);
     assert!(shard.ended_snapshot().is_none(), "four chunks are missing");
     shard.disarm();
     let off = shard.ended_snapshot().unwrap();
-    assert_eq!((off.outcome, off.newest), (Outcome::Disarmed, 5));
+    assert_eq!((off.outcome, off.newest), (SnapshotOutcome::Disarmed, 5));
 }
 
 #[test]
 fn a_chunk_that_is_not_updated_with_the_others_is_told() {
     let (mut shard, snapshot) = begun(|_| {});
-    shard.arm(Wanted::Version(2), snapshot);
+    shard.arm(SnapshotTarget::Version(2), snapshot);
     shard.copy_some(usize::MAX);
     for round in 0..11 {
         assert!(shard.ended_snapshot().is_none(), "round {round}");
@@ -152,7 +152,10 @@ fn a_chunk_that_is_not_updated_with_the_others_is_told() {
     }
     step(&mut shard, 0);
     let lagging = shard.ended_snapshot().unwrap();
-    assert_eq!((lagging.outcome, lagging.newest, lagging.missing_key()), (Outcome::Lagging, 12, Some(1)));
+    assert_eq!(
+        (lagging.outcome, lagging.newest, lagging.missing_key()),
+        (SnapshotOutcome::Lagging, 12, Some(1))
+    );
 }
 
 #[test]
@@ -160,9 +163,9 @@ fn chunks_without_a_common_version_are_copied_as_they_are() {
     let (mut shard, snapshot) = begun(|settings| settings.consistency = Consistency::Asynchronous);
     (0..3).for_each(|_| step(&mut shard, 0));
     step(&mut shard, 4);
-    shard.arm(Wanted::Now, snapshot);
+    shard.arm(SnapshotTarget::Now, snapshot);
     shard.copy_some(1);
-    // One that was copied moves on, and one that was not.
+    // A chunk that was copied moves on, and so does one that was not.
     step(&mut shard, 0);
     step(&mut shard, 1);
     shard.copy_some(usize::MAX);
@@ -180,10 +183,10 @@ fn a_shard_goes_on_from_what_another_has_left() {
     for chunk in 0..CHUNKS {
         (0..3).for_each(|_| step(&mut shard, chunk));
     }
-    shard.arm(Wanted::Version(3), snapshot);
+    shard.arm(SnapshotTarget::Version(3), snapshot);
     shard.copy_some(usize::MAX);
     let ended = shard.ended_snapshot().unwrap();
-    // Other chunks than those it was copied from.
+    // Its chunks differ from those that were copied.
     let keys = (0..).zip(SIZES).map(|(number, size)| Key::new(format!("k{number}"), [size])).collect();
     let optimizer = shard.plan.settings.optimizer.clone();
     let other = super::tests::shard(1, keys, |settings| {
@@ -212,7 +215,7 @@ fn a_shard_goes_on_from_what_another_has_left() {
     push_pull(&mut resumed, 0, 0, 3, &gradient).unwrap();
     let slot = resumed.slots.iter().find(|slot| slot.key == 0).unwrap();
     let whole: Vec<f32> = (0..4).flat_map(|chunk| expected(chunk, 4).0).collect();
-    assert_eq!(resumed.model[slot.range()], whole);
+    assert_eq!(resumed.model.parameters[slot.range()], whole);
 }
 
 #[test]
@@ -243,10 +246,16 @@ fn a_job_that_goes_on_from_a_checkpoint_needs_no_more_memory_than_another() {
     }
     assert!(parts > CHUNKS, "{parts} parts");
     for (slot, value) in resumed.slots.iter().zip(0_u32..) {
-        assert!(resumed.model[slot.range()].iter().all(|&found| found == value as f32), "chunk {value}");
-        assert!(resumed.state[slot.range()].iter().all(|&found| found == -(value as f32)), "chunk {value}");
+        assert!(
+            resumed.model.parameters[slot.range()].iter().all(|&found| found == value as f32),
+            "chunk {value}"
+        );
+        assert!(
+            resumed.model.state[slot.range()].iter().all(|&found| found == -(value as f32)),
+            "chunk {value}"
+        );
     }
-    // One that ends on its way gives all back.
+    // A shard that ends while it restores gives everything back.
     let mut restored = Restored::room(fresh.plan(), 3, vec![hyperparameters]).unwrap();
     (0..CHUNKS).for_each(|slot| restored.put_updates(slot, 3));
     let plan = ShardPlan { restored: Some(Arc::new(restored)), ..fresh.plan().clone() };

@@ -1,21 +1,23 @@
-//! When steps of chunks end without those who are late.
+//! When steps of chunks end without late members.
 
 use std::time::{Duration, Instant};
 
 use paramhub_core::stragglers::Stragglers;
 
-/// There is none.
+/// No deadline.
 const NEVER: u64 = u64::MAX;
 
-/// When the step under way of each slot began, and when it ends at the latest; allocates all it needs at once.
+/// When the step under way of each slot began, and when it ends at the latest. It allocates all its memory at
+/// once.
 #[derive(Debug)]
 pub(super) struct Deadlines {
     stragglers: Stragglers,
-    /// What times count from.
+    /// The time from which times count.
     epoch: Instant,
-    /// Of every slot.
+    /// The start of each slot's step.
     began: Vec<Instant>,
-    /// A tournament: the least of places 2n and 2n + 1 is at n, the least of all at 1, and slot s at `leaves + s`; nanoseconds.
+    /// A tournament tree of nanoseconds: the lesser of places 2n and 2n + 1 is at n, the least of all at 1,
+    /// and slot s at `leaves + s`.
     tree: Vec<u64>,
     leaves: usize,
 }
@@ -26,18 +28,18 @@ impl Deadlines {
         Deadlines { stragglers, epoch: now, began: vec![now; slots], tree: vec![NEVER; 2 * leaves], leaves }
     }
 
-    /// Bytes these take.
+    /// Bytes that the deadlines take.
     pub(super) fn memory_bytes(slots: usize) -> u64 {
         (slots * size_of::<Instant>() + 2 * slots.next_power_of_two() * size_of::<u64>()) as u64
     }
 
-    /// A step of the slot begins.
+    /// Notes that a step of the slot begins.
     pub(super) fn begin(&mut self, slot: u32, now: Instant) {
         self.began[slot as usize] = now;
         self.put(slot, NEVER);
     }
 
-    /// The step's median contribution has come, if it has not come before.
+    /// Notes that the step's median contribution has come, unless it has come before.
     pub(super) fn median(&mut self, slot: u32, now: Instant) {
         let took = now.saturating_duration_since(self.began[slot as usize]);
         if self.tree[self.leaves + slot as usize] != NEVER {
@@ -55,7 +57,7 @@ impl Deadlines {
         (at != NEVER).then(|| self.epoch.checked_add(Duration::from_nanos(at))).flatten()
     }
 
-    /// A slot whose step has had its time, the one that has waited longest.
+    /// A slot whose step is over by time, the one that has waited longest.
     pub(super) fn due(&self, now: Instant) -> Option<u32> {
         self.next().filter(|&at| at <= now)?;
         let mut place = 1;

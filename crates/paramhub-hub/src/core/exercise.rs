@@ -1,5 +1,6 @@
-//! A core whose turns are taken one by one, and workers that speak to it as they are told to by chance: over TCP and shared memory,
-//! with resumed streams, goodbyes, ends and frames that break the rules. Every sum that comes back is computed again.
+//! A core whose turns are taken one by one, and workers whose frames follow random bytes: over TCP and shared
+//! memory, with resumed streams, Leave frames, ends of jobs and invalid frames. Every sum that comes back is
+//! computed again.
 //!
 //! A module of its own because two programs run it: libFuzzer (`fuzz/fuzz_targets/hub_core.rs`) and a seeded test of this crate.
 
@@ -31,13 +32,13 @@ use paramhub_transport::{
 
 use super::ports::Ports;
 use super::{Core, CoreCommand, CoreEvent, CoreHandle, EVENTS, ShardPlan, mailbox};
-use crate::directory::{Directory, Entry, Origin};
+use crate::directory::{Directory, JobEntry, StreamOrigin};
 use crate::local::JobMemory;
 
-/// Turns in which a core must have done what it was asked; a hang takes more.
+/// Turns within which a core must have done its work; a hang takes more.
 const TURNS_MAX: u32 = 100_000;
 
-/// More than a socket takes that nobody reads.
+/// A chunk that does not fit into the buffers of a socket from which nothing is read.
 const LARGE_CHUNK_BYTES: u32 = 512 << 10;
 
 /// The plan of a job of one hub with one core.
@@ -86,36 +87,36 @@ pub(super) fn plan_with(
 }
 
 /// A core whose turns are taken one by one.
-pub(super) struct Stepped {
+pub(super) struct SteppedHub {
     core: Core,
     pub(super) handle: CoreHandle,
-    pub(super) told: Receiver<CoreEvent>,
+    pub(super) core_events: Receiver<CoreEvent>,
     events: Events,
     ended: Instant,
 }
 
-impl Stepped {
-    pub(super) fn new() -> Stepped {
-        let (sender, told) = channel();
-        let tell = Box::new(move |event| {
-            // A core that outlives its listener is about to end.
+impl SteppedHub {
+    pub(super) fn new() -> SteppedHub {
+        let (sender, core_events) = channel();
+        let send_event = Box::new(move |event| {
+            // If a core outlives its receiver, it is about to end.
             let _ = sender.send(event);
             None
         });
-        let (handle, mailbox) = mailbox(tell).expect("a mailbox");
+        let (handle, mailbox) = mailbox(send_event).expect("a mailbox");
         let core = Core::new(0, mailbox, Duration::ZERO).expect("a core");
-        Stepped { core, handle, told, events: Events::with_capacity(EVENTS), ended: Instant::now() }
+        SteppedHub { core, handle, core_events, events: Events::with_capacity(EVENTS), ended: Instant::now() }
     }
 
     pub(super) fn turn(&mut self) {
         let turned = self.core.turn(&mut self.events, self.ended, Duration::ZERO);
-        self.ended = turned.expect("the poller works").expect("nobody has told it to stop");
+        self.ended = turned.expect("the poller works").expect("nothing has stopped it");
     }
 
-    /// Takes turns until the core tells something that is wanted.
+    /// Takes turns until the core sends a wanted event.
     pub(super) fn await_event<T>(&mut self, wanted: impl Fn(&CoreEvent) -> Option<T>) -> T {
         for _ in 0..TURNS_MAX {
-            if let Some(found) = self.told.try_iter().find_map(|event| wanted(&event)) {
+            if let Some(found) = self.core_events.try_iter().find_map(|event| wanted(&event)) {
                 return found;
             }
             self.turn();
@@ -130,7 +131,7 @@ impl Stepped {
     }
 }
 
-/// The numbers of a payload, which may lie anywhere.
+/// The numbers of a payload, at any alignment.
 pub(super) fn floats(payload: &[u8]) -> Vec<f32> {
     payload
         .chunks_exact(4)
@@ -142,31 +143,32 @@ pub(super) fn is_opened(event: &CoreEvent, job: Namespace) -> bool {
     matches!(event, CoreEvent::Opened { namespace, missing_bytes: None, .. } if *namespace == job)
 }
 
-/// Speaks to a core as `chance` says until it says nothing more, and returns how many frames the core has accepted: each one is
-/// counted when its answer has come and was right.
-pub(crate) fn exercise(mut chance: impl FnMut() -> Option<u8>) -> u64 {
-    let mut hub = Stepped::new();
+/// Drives a core as the bytes of `random` select until there are none left, and returns how many frames the
+/// core has accepted: each counts when its answer has come and was right.
+pub(crate) fn exercise(mut random: impl FnMut() -> Option<u8>) -> u64 {
+    let mut hub = SteppedHub::new();
     let mut accepted = 0;
     let mut number = 0_u64;
-    while let Some(first) = chance() {
+    while let Some(first) = random() {
         number += 1;
-        let mut game = Game::begin(&mut hub, number, first);
-        while !game.is_over && game.play(&mut hub, &mut chance).is_some() {}
-        game.end(&mut hub);
-        accepted += game.accepted;
+        let mut job = FuzzJob::begin(&mut hub, number, first);
+        while !job.is_over && job.step(&mut hub, &mut random).is_some() {}
+        job.end(&mut hub);
+        accepted += job.accepted;
     }
     accepted
 }
 
 /// One job.
-struct Game {
+struct FuzzJob {
     plan: ShardPlan,
     directory: Directory,
     workers: Vec<Worker>,
     /// The sum of what workers have pushed, for each chunk and step.
     sums: Vec<Vec<Vec<f32>>>,
-    /// A worker has broken the rules, or has left others waiting: it may fail, and sums are not to be relied on.
-    is_spoilt: bool,
+    /// Whether a worker has violated the protocol or has left while others wait: it may fail, and sums are
+    /// not checked.
+    is_invalid: bool,
     is_over: bool,
     accepted: u64,
     scratch: Scratch,
@@ -175,17 +177,17 @@ struct Game {
 /// A worker and its end of the stream.
 struct Worker {
     stream: Connection,
-    /// Streams that others have taken the place of, kept open until the newest has brought something.
+    /// Streams that others have replaced, kept open until the newest has brought something.
     retired: Vec<Connection>,
-    /// Over shared memory.
+    /// The worker's arena, if it exchanges over shared memory.
     arena: Option<Segment>,
     to_send: VecDeque<(Header, Vec<u8>)>,
-    /// What was asked for each chunk and not answered.
+    /// The request for each chunk that was not answered.
     asked: Vec<Option<(Header, Vec<u8>)>>,
     steps: Vec<u32>,
-    /// It has said goodbye, or is about to.
+    /// Whether it has sent Leave, or is about to.
     has_left: bool,
-    /// The core has heard it.
+    /// Whether the core has received that Leave.
     is_gone: bool,
     has_ended: bool,
 }
@@ -213,10 +215,10 @@ impl FrameSink for Inbox {
     }
 }
 
-impl Game {
-    fn begin(hub: &mut Stepped, number: u64, shape: u8) -> Game {
+impl FuzzJob {
+    fn begin(hub: &mut SteppedHub, number: u64, shape: u8) -> FuzzJob {
         let workers = u32::from(shape % 3) + 1;
-        // Large chunks do not fit into a socket's buffers: their frames are cut anywhere when a stream is resumed.
+        // Large chunks do not fit into a socket's buffers, so a resumed stream may cut their frames anywhere.
         let (chunk_bytes, more) = match shape / 18 % 4 {
             3 => (LARGE_CHUNK_BYTES, u64::from(LARGE_CHUNK_BYTES) / 4),
             _ => (1024, 300),
@@ -233,13 +235,13 @@ impl Game {
         let plan = ShardPlan {
             namespace: Namespace(namespace),
             continues: true,
-            // No worker is to be lost because the machine is slow.
+            // A slow machine must not cost a worker.
             dead_after: Duration::from_secs(3600),
             ..plan
         };
         hub.open(plan.clone());
         let directory = Directory::default();
-        let entry = Entry {
+        let entry = JobEntry {
             name: plan.name.clone(),
             nonce: Nonce([0; 32]),
             composed: plan.composed.clone(),
@@ -250,26 +252,26 @@ impl Game {
             incarnations: Default::default(),
             taken: Default::default(),
             continues: true,
-            memory: JobMemory::new(&plan.settings, 1, true),
+            memory: JobMemory::new(&plan.settings, plan.settings.features()),
         };
         directory.insert(plan.namespace, entry);
         let chunks = plan.placement().chunks(0).len();
-        let mut game = Game {
+        let mut job = FuzzJob {
             plan,
             directory,
             workers: Vec::new(),
             sums: vec![Vec::new(); chunks],
-            is_spoilt: false,
+            is_invalid: false,
             is_over: false,
             accepted: 0,
             scratch: Scratch::default(),
         };
         for rank in 0..workers {
             let (stream, arena) = match shape >> 5 >> rank & 1 {
-                1 => game.connect_locally(hub, rank),
-                _ => (game.connect(hub, rank, false).expect("a place is free"), None),
+                1 => job.connect_locally(hub, rank),
+                _ => (job.connect(hub, rank, false).expect("a place is free"), None),
             };
-            game.workers.push(Worker {
+            job.workers.push(Worker {
                 stream,
                 retired: Vec::new(),
                 arena,
@@ -281,7 +283,7 @@ impl Game {
                 has_ended: false,
             });
         }
-        game
+        job
     }
 
     fn hello(&self, rank: u32, resumes: bool) -> Hello {
@@ -296,13 +298,14 @@ impl Game {
         }
     }
 
-    /// Lets a stream over TCP in as the hub's door does, unless it is refused.
-    fn connect(&self, hub: &Stepped, rank: u32, resumes: bool) -> Option<Connection> {
-        let admitted = self.directory.admit(&self.hello(rank, resumes), Origin::Interfaces(0..1)).ok()?;
+    /// Admits a stream over TCP as the hub's acceptor does, unless it is refused.
+    fn connect(&self, hub: &SteppedHub, rank: u32, resumes: bool) -> Option<Connection> {
+        let admitted =
+            self.directory.admit(&self.hello(rank, resumes), StreamOrigin::Interfaces(0..1)).ok()?;
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let worker =
             std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a stream");
-        // Its ports must not run out: they are closed by reset.
+        // Closing by reset keeps the ports from running out.
         rustix::net::sockopt::set_socket_linger(&worker, Some(Duration::ZERO)).expect("a socket");
         let socket = OwnedFd::from(listener.accept().expect("a stream").0);
         hub.handle.send(CoreCommand::Adopt {
@@ -317,13 +320,13 @@ impl Game {
         Some(Connection::Tcp(TcpStream::new(worker, Direction::ToWorker, max).expect("a stream")))
     }
 
-    fn connect_locally(&self, hub: &Stepped, rank: u32) -> (Connection, Option<Segment>) {
+    fn connect_locally(&self, hub: &SteppedHub, rank: u32) -> (Connection, Option<Segment>) {
         let arena =
             Segment::create("arena", ArenaLayout::new(&self.plan.settings).bytes() as usize).expect("memory");
         let rings = create_rings(RING_BYTES_DEFAULT).expect("memory");
         let brought =
             [&arena, &rings].map(|memory| memory.as_fd().try_clone_to_owned().expect("a descriptor"));
-        let origin = Origin::Local(brought.into());
+        let origin = StreamOrigin::Local(brought.into());
         let Ok(admitted) = self.directory.admit(&self.hello(rank, false), origin) else {
             panic!("a place is free")
         };
@@ -341,22 +344,22 @@ impl Game {
         (Connection::Shm(stream.expect("a stream").with_arena()), Some(arena))
     }
 
-    /// One thing that happens, of which chance says what; `None` when it says nothing more.
-    fn play(&mut self, hub: &mut Stepped, chance: &mut impl FnMut() -> Option<u8>) -> Option<()> {
-        let what = chance()?;
+    /// Does one thing, which `random` selects; `None` when there are no bytes left.
+    fn step(&mut self, hub: &mut SteppedHub, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
+        let what = random()?;
         let rank = usize::from(what >> 4) % self.workers.len();
         match what & 15 {
-            0..=6 => self.ask(rank, chance()?, Operation::PushPull),
-            7 => self.ask(rank, chance()?, Operation::Pull),
+            0..=6 => self.ask(rank, random()?, Operation::PushPull),
+            7 => self.ask(rank, random()?, Operation::Pull),
             8..=10 => hub.turn(),
             11..=12 => self.read(rank),
             13 => self.resume(hub, rank),
-            14 => match chance()? {
-                0..8 => self.spoil(rank, chance)?,
+            14 => match random()? {
+                0..8 => self.spoil(rank, random)?,
                 8..16 => self.leave(rank),
                 _ => self.send(rank, Header::bare(Operation::Heartbeat), Vec::new()),
             },
-            _ => match chance()? {
+            _ => match random()? {
                 0..4 => self.is_over = true,
                 4..12 => self.finish(hub),
                 _ => hub.turn(),
@@ -366,12 +369,12 @@ impl Game {
         Some(())
     }
 
-    /// What the steward would do about what the core tells.
-    fn look(&mut self, hub: &mut Stepped) {
-        for event in hub.told.try_iter() {
+    /// Does what the job controller would do about the core's events.
+    fn look(&mut self, hub: &mut SteppedHub) {
+        for event in hub.core_events.try_iter() {
             match event {
                 CoreEvent::Faulted { message, .. } => {
-                    assert!(self.is_spoilt, "nobody broke a rule, but it says: {message}");
+                    assert!(self.is_invalid, "nobody broke a rule, but it says: {message}");
                     self.is_over = true;
                 }
                 CoreEvent::Left { port, .. } => {
@@ -379,7 +382,7 @@ impl Game {
                     assert!(worker.has_left, "rank {port} has not said goodbye");
                     assert!(!std::mem::replace(&mut worker.is_gone, true), "rank {port} has left before");
                 }
-                // On a slow machine a game takes seconds, and the core names who keeps others waiting.
+                // On a slow machine a job takes seconds, and the core reports who keeps others waiting.
                 CoreEvent::Moved { .. } | CoreEvent::Silence { .. } | CoreEvent::Awaited { .. } => {}
                 other => panic!("nothing of the kind was asked for: {other:?}"),
             }
@@ -397,7 +400,7 @@ impl Game {
         let mut header = Header { chunk: chunk as u32, step, ..Header::bare(operation) };
         let mut payload = Vec::new();
         if operation == Operation::PushPull {
-            // Whole numbers: their sums are the same in any order.
+            // The sums of whole numbers are the same in any order.
             let values: Vec<f32> = (0..extent.elements)
                 .map(|element| ((u32::from(choice) + element * 7 + rank as u32 * 31 + step) % 1009) as f32)
                 .collect();
@@ -418,14 +421,14 @@ impl Game {
     fn send(&mut self, rank: usize, header: Header, payload: Vec<u8>) {
         let worker = &mut self.workers[rank];
         if !worker.has_left && !worker.has_ended {
-            // The core takes every Leave for a goodbye, also one that `spoil` has drawn.
+            // The core takes every Leave as valid, also one that `spoil` has made.
             worker.has_left = header.operation == Operation::Leave;
             worker.to_send.push_back((header, payload));
         }
         worker.flush();
     }
 
-    /// Takes what has come, and computes again what it must be.
+    /// Takes what has arrived, and computes again what it must be.
     fn read(&mut self, rank: usize) {
         let worker = &mut self.workers[rank];
         worker.flush();
@@ -439,12 +442,12 @@ impl Game {
         for (header, payload) in inbox.frames {
             if header.operation == Operation::Failure {
                 assert!(
-                    self.is_spoilt,
+                    self.is_invalid,
                     "{:?}",
                     Failure::decode(&payload.expect("it does not lie in an arena"))
                 );
             }
-            if header.operation != Operation::Parameters || self.is_spoilt {
+            if header.operation != Operation::Parameters || self.is_invalid {
                 continue;
             }
             let chunk = header.chunk as usize;
@@ -468,8 +471,9 @@ impl Game {
         }
     }
 
-    /// Another stream takes the place of a worker's, which says again what may be lost. One over shared memory stays.
-    fn resume(&mut self, hub: &mut Stepped, rank: usize) {
+    /// Replaces a worker's stream by another one, on which the worker repeats what may be lost. A stream over
+    /// shared memory stays.
+    fn resume(&mut self, hub: &mut SteppedHub, rank: usize) {
         if self.workers[rank].has_ended {
             return;
         }
@@ -486,8 +490,8 @@ impl Game {
         }
     }
 
-    /// A frame of any kind.
-    fn spoil(&mut self, rank: usize, chance: &mut impl FnMut() -> Option<u8>) -> Option<()> {
+    /// Sends a frame of any kind.
+    fn spoil(&mut self, rank: usize, random: &mut impl FnMut() -> Option<u8>) -> Option<()> {
         const OPERATIONS: [Operation; 11] = [
             Operation::Push,
             Operation::PushPull,
@@ -501,33 +505,33 @@ impl Game {
             Operation::Leave,
             Operation::Failure,
         ];
-        self.is_spoilt = true;
-        let operation = OPERATIONS[usize::from(chance()?) % OPERATIONS.len()];
-        let (chunk, step) = (u32::from(chance()?) % 8, u32::from(chance()?) % 8);
+        self.is_invalid = true;
+        let operation = OPERATIONS[usize::from(random()?) % OPERATIONS.len()];
+        let (chunk, step) = (u32::from(random()?) % 8, u32::from(random()?) % 8);
         let has_arena = self.workers[rank].arena.is_some() && operation.carries_tensor();
         let length =
-            (u32::from(chance()?) * 4).min(operation.length_max()).min(self.plan.frame_bytes_max() as u32);
-        let codec = if chance()? % 4 == 0 { Codec::F16 } else { Codec::F32 };
+            (u32::from(random()?) * 4).min(operation.length_max()).min(self.plan.frame_bytes_max() as u32);
+        let codec = if random()? % 4 == 0 { Codec::F16 } else { Codec::F32 };
         let header = Header { operation, codec, chunk, step, length };
-        let payload = vec![chance()?; if has_arena { 0 } else { length as usize }];
+        let payload = vec![random()?; if has_arena { 0 } else { length as usize }];
         self.send(rank, header, payload);
         Some(())
     }
 
     fn leave(&mut self, rank: usize) {
-        // Others may wait for it.
-        self.is_spoilt = true;
+        // Others may wait for this worker.
+        self.is_invalid = true;
         self.send(rank, Header::bare(Operation::Leave), Vec::new());
     }
 
-    /// Every worker ends what it has begun and says goodbye.
-    fn finish(&mut self, hub: &mut Stepped) {
-        if self.is_spoilt {
+    /// Every worker completes what it has begun, and leaves.
+    fn finish(&mut self, hub: &mut SteppedHub) {
+        if self.is_invalid {
             self.is_over = true;
             return;
         }
-        let newest = |game: &Game, chunk: usize| {
-            let steps = game.workers.iter().map(|worker| {
+        let newest = |job: &FuzzJob, chunk: usize| {
+            let steps = job.workers.iter().map(|worker| {
                 worker.steps[chunk]
                     + u32::from(matches!(&worker.asked[chunk], Some((ask, _)) if ask.operation == Operation::PushPull))
             });
@@ -569,9 +573,9 @@ impl Game {
         self.is_over = true;
     }
 
-    /// As the steward ends it.
-    fn end(&mut self, hub: &mut Stepped) {
-        self.is_spoilt = true;
+    /// Ends the job as the job controller does.
+    fn end(&mut self, hub: &mut SteppedHub) {
+        self.is_invalid = true;
         let failure = Failure { rank: None, message: "it is over".into() };
         self.directory.remove(self.plan.namespace, failure.message.clone());
         hub.handle.send(CoreCommand::End { namespace: self.plan.namespace, failure: Some(failure) });
@@ -606,10 +610,10 @@ impl Worker {
 mod tests {
     use super::*;
 
-    /// Bytes that look random.
-    struct Chance(u64);
+    /// Pseudorandom bytes.
+    struct RandomBytes(u64);
 
-    impl Chance {
+    impl RandomBytes {
         fn next(&mut self) -> u8 {
             self.0 ^= self.0 << 13;
             self.0 ^= self.0 >> 7;
@@ -624,10 +628,10 @@ mod tests {
         let seed = seed.unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
         println!("PARAMHUB_TEST_SEED={seed}");
         let choices = std::env::var("PARAMHUB_TEST_CHOICES").ok().and_then(|text| text.parse().ok());
-        let (mut chance, mut left) = (Chance(seed | 1), choices.unwrap_or(100_000_u64));
+        let (mut random, mut left) = (RandomBytes(seed | 1), choices.unwrap_or(100_000_u64));
         let accepted = exercise(|| {
             left = left.checked_sub(1)?;
-            Some(chance.next())
+            Some(random.next())
         });
         println!("{accepted} frames accepted");
         assert!(accepted > 500, "{accepted} frames accepted");

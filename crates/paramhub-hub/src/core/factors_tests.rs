@@ -4,6 +4,7 @@ use paramhub_core::key::Key;
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::Factors as Wire;
+use paramhub_kernels::convert;
 
 use super::tests::{header, push_pull, shard, wire};
 use super::*;
@@ -12,7 +13,7 @@ const WORKERS: u32 = 3;
 /// M, N and K.
 const SHAPE: [u64; 3] = [37, 91, 6];
 
-/// A dense key, and a layer whose factors come, in chunks of 257 elements: no multiple of a cache line.
+/// A dense key, and a layer exchanged by factors, in chunks of 257 elements: not a multiple of a cache line.
 fn factor_shard(dtype: Dtype, change: impl FnOnce(&mut Settings)) -> (Shard, FactorBlock) {
     let [outputs, inputs, _] = SHAPE;
     let mut keys = vec![Key::new("dense", [300]), Key::new("w", [outputs, inputs]), Key::new("b", [outputs])];
@@ -94,7 +95,7 @@ fn make_all(shard: &mut Shard) -> usize {
     turns
 }
 
-/// Takes all answers that are owed to a rank: chunk and values, by chunk.
+/// Takes all answers that are owed to a rank: chunk and values, ordered by chunk.
 fn answers(shard: &mut Shard, rank: u32) -> Vec<(u32, Vec<f32>)> {
     let mut found = Vec::new();
     while let Some(slot) = shard.outboxes[rank as usize].parameters.pop_first() {
@@ -122,7 +123,7 @@ fn the_mean_gradient_of_all_samples_is_made_and_answered() {
         for reproducible in [false, true] {
             let (mut shard, block) = factor_shard(dtype, |settings| settings.reproducible = reproducible);
             for (step, samples) in [(0, [6, 6, 6]), (1, [6, 2, 0]), (2, [1, 6, 6])] {
-                // Ranks come in any order, and their pieces between each other's.
+                // Ranks come in any order, and their pieces are interleaved.
                 for piece in 0..block.pieces(6) {
                     for rank in [2, 0, 1] {
                         let samples: u32 = samples[rank as usize];
@@ -132,7 +133,7 @@ fn the_mean_gradient_of_all_samples_is_made_and_answered() {
                         }
                     }
                 }
-                // A bias, two tiles of columns at most, and a turn for each chunk.
+                // The bias, two tiles of columns at most, and a turn for each chunk.
                 assert!(make_all(&mut shard) >= 3 + 14);
                 let first = answers(&mut shard, 0);
                 assert_near(&first, reference(step, &samples, dtype.codec()), most);
@@ -261,7 +262,7 @@ fn a_block_that_comes_again_after_a_cut_makes_no_difference() {
     assert!(shard.is_making());
     assert_eq!(answers(&mut shard, 0).len(), 1, "the bias");
     shard.resume(0);
-    // Another step's numbers: none of them is looked at.
+    // A piece with the numbers of another step; none of them is used.
     let value = block.codec.bytes();
     for piece in 0..pieces {
         let elements = block.piece(6, piece).unwrap().elements();
@@ -320,6 +321,8 @@ fn a_bias_of_many_samples_is_made_in_several_turns() {
     }
     assert_eq!(turns, 4, "87 rows a turn, and one for the only chunk");
     make_all(&mut shard);
-    let all = |range: std::ops::Range<usize>| shard.model[range].iter().all(|&value| value == SAMPLES as f32);
+    let all = |range: std::ops::Range<usize>| {
+        shard.model.parameters[range].iter().all(|&value| value == SAMPLES as f32)
+    };
     assert!(all(shard.slots[0].range()) && all(shard.slots[1].range()));
 }

@@ -1,17 +1,25 @@
-//! What a worker or another site can do wrong on a stream, in the words people will read.
+//! What a worker or another site can do wrong on a stream, in the words of the message for people.
 
 use std::time::Duration;
 
 use paramhub_core::codec::Codec;
-use paramhub_core::exchange::{Awaited, Offence};
+use paramhub_core::exchange::{Awaited, ProtocolViolation};
 use paramhub_core::service::CauseKind;
 use paramhub_core::wire::{Failure, Operation};
 use thiserror::Error;
 
-use super::mailbox::Cause;
-use super::ports::Neighbour;
+use super::ports::{Neighbour, Side};
 
-/// Why a core gives up on who is at the other end of a stream, or on the job.
+/// Where a fault was caused, as far as its report shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FaultCause {
+    /// The cause, as the connection manager receives it.
+    Kind(CauseKind),
+    /// The culprit is silent, but it may be this hub that is cut off.
+    Silence,
+}
+
+/// Why a core gives up on the neighbour at the other end of a stream, or on the job.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub(crate) enum Fault {
     #[error(
@@ -41,10 +49,10 @@ pub(crate) enum Fault {
     Factors { key: String, got: u32, codec: Codec, most: u32, expected_codec: Codec },
     #[error("sent factors of key `{key}` with a NaN or an infinity, and the job rejects such gradients")]
     NonFiniteFactors { key: String },
-    #[error("broke the rules on chunk {chunk} of key `{key}`: {offence}")]
-    Rules { chunk: u32, key: String, offence: Offence },
+    #[error("broke the rules on chunk {chunk} of key `{key}`: {violation}")]
+    Rules { chunk: u32, key: String, violation: ProtocolViolation },
     #[error("broke the rules: {0}")]
-    Release(Offence),
+    Release(ProtocolViolation),
     #[error(
         "sent a gradient of key `{key}` whose element {element} is not finite, and the job rejects such gradients"
     )]
@@ -64,7 +72,7 @@ pub(crate) enum Fault {
     GaveUp(String),
     #[error("was lost: {0}. Its own output, or its machine's log, says why")]
     Lost(String),
-    /// Its connection stands, as far as anyone can tell: it may yet hear why.
+    /// As far as can be known its connection works, so it may still receive the reason.
     #[error(
         "was lost: it has not been heard for {:.0} s. Look at its machine and at the network between; where such pauses are \
          normal, give the job a longer --dead-after",
@@ -73,41 +81,50 @@ pub(crate) enum Fault {
     Silent(Duration),
     #[error("sent {0:?}, which does not come from there")]
     NotFromThere(Operation),
-    /// Somebody else's doing.
+    /// The fault of another neighbour.
     #[error("left the job, but other ranks wait for {awaited}")]
-    Stranded { who: Neighbour, awaited: Awaited },
+    LeftWhileAwaited { who: Neighbour, awaited: Awaited },
     /// Another site has ended the job.
     #[error("{}", .0.message)]
     Failed(Failure),
 }
 
 impl Fault {
-    /// From what a rank says of its own failure.
+    /// The fault of a rank that has sent its own failure.
     pub(crate) fn gave_up(payload: &[u8]) -> Fault {
-        // Its words go into logs and terminals.
+        // The rank's text goes into logs and terminals.
         let reason = Failure::decode(payload).map(|failure| failure.message.replace(char::is_control, " "));
         Fault::GaveUp(reason.unwrap_or_else(|| "it did not say why".into()))
     }
 
-    /// Who is at fault where it showed on the stream of `neighbour`.
+    /// Why the job is over, as sent by a worker that gives up, or by another site.
+    pub(crate) fn reported(side: Side, payload: &[u8]) -> Fault {
+        match (side, Failure::decode(payload)) {
+            (Side::Worker(_), _) => Fault::gave_up(payload),
+            (Side::Below(_) | Side::Above, Some(failure)) => Fault::Failed(failure),
+            (Side::Below(_) | Side::Above, None) => Fault::Frame("a Failure that cannot be read".into()),
+        }
+    }
+
+    /// The neighbour at fault, if the fault showed on the stream of `neighbour`.
     pub(crate) fn culprit(&self, neighbour: Neighbour) -> Neighbour {
         match self {
-            Fault::Stranded { who, .. } => *who,
+            Fault::LeftWhileAwaited { who, .. } => *who,
             _ => neighbour,
         }
     }
 
-    /// How certain it is that the trouble began there.
-    pub(crate) fn cause(&self) -> Cause {
+    /// How certain it is that the culprit caused the fault.
+    pub(crate) fn cause(&self) -> FaultCause {
         match self {
-            Fault::Silent(_) => Cause::Silence,
-            Fault::Lost(_) => Cause::Kind(CauseKind::PeerLost),
-            Fault::GaveUp(_) | Fault::Failed(_) => Cause::Kind(CauseKind::GaveUp),
-            _ => Cause::Kind(CauseKind::Known),
+            Fault::Silent(_) => FaultCause::Silence,
+            Fault::Lost(_) => FaultCause::Kind(CauseKind::PeerLost),
+            Fault::GaveUp(_) | Fault::Failed(_) => FaultCause::Kind(CauseKind::GaveUp),
+            _ => FaultCause::Kind(CauseKind::Known),
         }
     }
 
-    /// The message for everybody, where `culprit` is how people call who is at fault.
+    /// The message for all ranks; `culprit` is the name of the neighbour at fault.
     pub(crate) fn message(&self, culprit: &str) -> String {
         match self {
             Fault::Failed(failure) => failure.message.clone(),

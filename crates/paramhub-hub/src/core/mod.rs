@@ -1,123 +1,134 @@
-//! A core: one thread that owns chunks end to end, their streams, sums, optimizer state and answers (PHub section 3.2.4).
+//! A core: one thread that owns chunks end to end, with their streams, sums, optimizer state and answers
+//! (PHub section 3.2.4).
 //!
-//! The thread shares nothing with other cores. It runs to completion: every frame that a read brought is summed,
-//! optimised and answered before the next stream gets its turn. Whose that is follows from what each job has had.
+//! The thread shares nothing with other cores. It runs to completion: it sums, optimises and answers every
+//! frame that a read brought before it serves the next stream. Which job is served next depends on the time
+//! that each has used.
 
 mod arenas;
 mod buffer;
 mod deadlines;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod exercise;
-mod farewell;
+mod factor_layers;
 mod fault;
+mod final_messages;
 mod lane;
+mod layout;
 mod mailbox;
 mod making;
 mod outbox;
 mod plan;
 mod ports;
 mod quantised;
+mod reports;
 mod restart;
 mod restored;
 mod resume;
 mod room;
+mod scheduler;
 mod shard;
 mod snapshot;
 mod snapshots;
 mod table;
 mod tick;
-mod turns;
 
 use std::collections::HashMap;
 use std::io;
 use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Namespace;
+use paramhub_core::liveness::{HEARTBEAT, OwnPauses};
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Header, Notice, Operation};
+use paramhub_core::wire::{Notice, Operation};
 use paramhub_transport::{Events, Interest, Poller, Scratch};
 
-use farewell::Farewells;
 use fault::Fault;
-use lane::{Arrival, Flushed, Lane, Taken};
+use final_messages::FinalMessages;
+use lane::{AcceptedStream, Flushed, Lane, ReceiveOutcome};
+use scheduler::{JobScheduler, WorkUnit};
 use table::Table;
-use turns::{Turns, Unit};
 
-pub(crate) use mailbox::{Cause, CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
-pub(crate) use plan::{ShardPlan, memory_bytes};
+pub(crate) use fault::FaultCause;
+pub(crate) use mailbox::{CoreCommand, CoreEvent, CoreHandle, Mailbox, mailbox};
+pub(crate) use plan::ShardPlan;
 pub(crate) use ports::{Neighbour, Ports, Side};
+pub(crate) use reports::{LateRank, OverdueEvent, OverdueNeighbours};
 pub(crate) use restart::panic_text;
 pub(crate) use restored::Restored;
 use shard::Shard;
-pub(crate) use shard::{Absence, AwaitedNews, Late};
-pub(crate) use snapshot::{Mark, Outcome, Snapshot, Wanted};
+pub(crate) use shard::memory_bytes;
+pub(crate) use snapshot::{ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// How often a core looks at the clock for heartbeats, silent workers and counters.
+/// How often a core checks the clock for heartbeats, silent workers and counters.
 const TICK: Duration = Duration::from_millis(250);
-/// Readiness reports taken at once.
+/// Poller events taken at once.
 const EVENTS: usize = 256;
-/// Turns a worker may be left asleep over an answer while the core serves others.
+/// Turns for which a worker may sleep although an answer is there, while the core serves others.
 const UNANNOUNCED_TURNS: u32 = 8;
-/// Elements of a released step that are updated before the streams have their turn: as many as one of them brings in its.
+/// Elements of a released step that are updated before the streams are served: as many as one stream brings
+/// in its turn.
 const RELEASE_TURN_ELEMENTS: usize = 64 << 10;
-/// How long jobs that share a core are served before the poller is asked who else has something to do: one or two turns of a
-/// stream. A job that is alone is served all that the poller has reported.
+/// How long jobs that share a core are served before the core polls again: one or two turns of a stream. For
+/// a job that is alone, the core serves everything that the poller has reported.
 const SLICE: Duration = Duration::from_micros(100);
-/// Where many streams are ready, asking takes long: of the time that is served, one part in so many at most...
+/// With many streams ready, polling takes long. So the core serves for at least this many times as long as it
+/// polled...
 const SLICE_POLLS: u32 = 16;
-/// ...unless others would wait longer than this for it.
+/// ...unless other streams would wait longer than this.
 const SLICE_MAX: Duration = Duration::from_millis(1);
 const WAKER: u64 = u64::MAX;
 
 /// The state of a core's thread.
 pub(crate) struct Core {
-    /// Its number at the hub.
+    /// The core's number at the hub.
     number: usize,
     poller: Poller,
     mailbox: Mailbox,
     spin: Duration,
     scratch: Scratch,
-    shards: Table<Hosted>,
+    shards: Table<HostedShard>,
     shard_of: HashMap<(Namespace, RouteId), usize>,
     lanes: Table<Lane>,
-    /// What is to be done, job by job.
-    turns: Turns,
-    /// Lanes whose workers may sleep over something sent.
+    /// The work to do, job by job.
+    scheduler: JobScheduler,
+    /// The lanes whose workers may sleep although an answer is there.
     unannounced: Vec<u64>,
     turns_unannounced: u32,
-    farewells: Farewells,
-    /// Shards whose steps may end by time.
+    final_messages: FinalMessages,
+    /// The shards whose steps may end by time.
     timed: Vec<usize>,
     busy: Duration,
     idle: Duration,
-    last_tick: Instant,
-    /// Panics in a row while no job was here.
+    /// The pauses of this thread, found at every tick.
+    own_pauses: OwnPauses,
+    /// Panics in a row while the core had no job.
     panics_alone: u32,
-    /// How long this thread has served, without the times in which it was not let run.
+    /// How long the thread has served, without the times in which the system did not run it.
     awake: Duration,
 }
 
 /// A shard and the lanes of its ports.
-struct Hosted {
+struct HostedShard {
     shard: Shard,
     route: RouteId,
-    /// The job's number in [`Turns`].
+    /// The job's number in [`JobScheduler`].
     job: usize,
     lane_of: Vec<Option<u64>>,
-    memory: Memory,
-    /// The job is over.
+    memory: MemoryState,
+    /// Whether the job is over.
     ending: bool,
-    /// Chunks of a released step wait for their turn.
+    /// Whether chunks of a released step wait for their turn.
     releases: bool,
-    /// Chunks wait to be copied for a snapshot.
+    /// Whether chunks wait to be copied for a snapshot.
     copies: bool,
-    /// A gradient waits to be made of factors.
+    /// Whether a gradient waits to be made of factors.
     makes: bool,
 }
 
-/// How far a shard's memory is taken, or given back.
+/// How much of a shard's memory has been taken, or given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Memory {
+enum MemoryState {
     Opening,
     Open,
     Freeing,
@@ -125,7 +136,7 @@ enum Memory {
 }
 
 impl Core {
-    /// It looks for work for `spin` before it sleeps.
+    /// A core that looks for work for `spin` before it sleeps.
     pub(crate) fn new(number: usize, mailbox: Mailbox, spin: Duration) -> io::Result<Self> {
         let poller = Poller::new()?;
         poller.add(&mailbox.waker, WAKER, Interest::READABLE)?;
@@ -138,25 +149,25 @@ impl Core {
             shards: Table::default(),
             shard_of: HashMap::new(),
             lanes: Table::default(),
-            turns: Turns::default(),
+            scheduler: JobScheduler::default(),
             unannounced: Vec::new(),
             turns_unannounced: 0,
-            farewells: Farewells::default(),
+            final_messages: FinalMessages::default(),
             timed: Vec::new(),
             busy: Duration::ZERO,
             idle: Duration::ZERO,
-            last_tick: Instant::now(),
+            own_pauses: OwnPauses::new(Instant::now(), HEARTBEAT),
             panics_alone: 0,
             awake: Duration::ZERO,
         })
     }
 
-    /// Serves until told to stop.
+    /// Serves until it receives the command to stop.
     fn serve_until_stopped(&mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS);
         let mut turn_ended = Some(Instant::now());
         while let Some(ended) = turn_ended {
-            let patience = match self.turns.is_empty() && self.unannounced.is_empty() {
+            let patience = match self.scheduler.is_empty() && self.unannounced.is_empty() {
                 true => self.wakes_at().saturating_duration_since(ended),
                 false => Duration::ZERO,
             };
@@ -165,15 +176,15 @@ impl Core {
         Ok(())
     }
 
-    /// Asks the poller, which may wait for so long, and serves for a while what there is to do. Says when it was done, unless it was
-    /// told to stop.
+    /// Polls, for `patience` at most, and then serves the work for a while. Returns when the turn ended, or
+    /// `None` after the command to stop.
     fn turn(
         &mut self,
         events: &mut Events,
         last_ended: Instant,
         patience: Duration,
     ) -> io::Result<Option<Instant>> {
-        let had_work = !self.turns.is_empty();
+        let had_work = !self.scheduler.is_empty();
         self.poller.wait_spinning(events, self.spin, Some(patience))?;
         let now = Instant::now();
         let polled = now - last_ended;
@@ -196,14 +207,14 @@ impl Core {
         let mut begun = now;
         if mail {
             self.mailbox.waker.drain();
-            if self.obey(now) {
+            if self.handle_commands(now) {
                 return Ok(None);
             }
             begun = Instant::now();
         }
         let mut turn_ended = self.serve(begun, slice);
         turn_ended = self.end_late(turn_ended);
-        if turn_ended - self.last_tick >= TICK {
+        if turn_ended - self.own_pauses.last_turn() >= TICK {
             self.tick(turn_ended);
             turn_ended = Instant::now();
         }
@@ -211,16 +222,16 @@ impl Core {
         Ok(Some(turn_ended))
     }
 
-    /// When the clock has something to do next.
+    /// When the next tick or deadline is due.
     fn wakes_at(&self) -> Instant {
         let deadlines = self.timed.iter().filter_map(|&shard| self.shards.index(shard).shard.next_deadline());
-        deadlines.fold(self.last_tick + TICK, Instant::min)
+        deadlines.fold(self.own_pauses.last_turn() + TICK, Instant::min)
     }
 
-    /// Ends steps that have had their time, some of each shard's, and says when it was done.
+    /// Ends steps whose time is over, some of each shard's, and returns when that was done.
     fn end_late(&mut self, mut now: Instant) -> Instant {
         let mut position = 0;
-        // Sending may end a job, whose shards then are not here any more.
+        // Sending may end a job and remove its shards.
         while let Some(&index) = self.timed.get(position) {
             position += 1;
             let hosted = self.shards.index_mut(index);
@@ -231,44 +242,44 @@ impl Core {
             hosted.shard.end_late(now, RELEASE_TURN_ELEMENTS);
             self.answer(index, now);
             let done = Instant::now();
-            self.turns.charge(job, done - now);
+            self.scheduler.charge(job, done - now);
             now = done;
         }
         now
     }
 
-    /// A stream has something to do, or something new to do.
+    /// Notes that a stream has work, or further work.
     fn due(&mut self, token: u64, readable: bool, writable: bool) {
         // A token of a lane that is gone may still be among the events.
         let Some(lane) = self.lanes.at_mut(token) else { return };
-        let waited = lane.due.is_any();
-        lane.due.readable |= readable;
-        lane.due.writable |= writable;
-        if !waited && lane.due.is_any() {
-            self.turns.add(self.shards.index(lane.shard).job, Unit::Lane(token));
+        let waited = lane.readiness.is_any();
+        lane.readiness.readable |= readable;
+        lane.readiness.writable |= writable;
+        if !waited && lane.readiness.is_any() {
+            self.scheduler.add(self.shards.index(lane.shard).job, WorkUnit::Lane(token));
         }
     }
 
-    /// Does what waits, job by job, and says when it was done: all of it, or where others share the core, a slice. What is
-    /// left waits for the next turn.
+    /// Serves the work job by job: all of it or, if jobs share the core, for a slice. Returns when that was
+    /// done. The rest waits for the next turn.
     fn serve(&mut self, begun: Instant, slice: Duration) -> Instant {
-        let is_shared = self.turns.is_shared();
+        let is_shared = self.scheduler.is_shared();
         let (mut now, mut served) = (begun, None);
-        // What comes back for more has its turn after the poller has been asked for others.
-        for _ in 0..self.turns.len() {
-            let Some((job, unit)) = self.turns.next() else { break };
+        // A stream with more to do is served again only after the core has polled for others.
+        for _ in 0..self.scheduler.len() {
+            let Some((job, unit)) = self.scheduler.next() else { break };
             match unit {
-                Unit::Lane(token) => self.serve_lane(token, now),
-                Unit::Release(shard) => self.release(shard, now),
-                Unit::Copy(shard) => self.copy(shard),
-                Unit::Make(shard) => self.make(shard, now),
-                Unit::Memory(shard) => self.take_or_give_memory(shard),
+                WorkUnit::Lane(token) => self.serve_lane(token, now),
+                WorkUnit::Release(shard) => self.release(shard, now),
+                WorkUnit::Copy(shard) => self.copy(shard),
+                WorkUnit::Make(shard) => self.make(shard, now),
+                WorkUnit::Memory(shard) => self.take_or_give_memory(shard),
             }
             served = Some(job);
-            // The clock is read for each unit only where there is somebody to be fair to.
+            // The clock is read for each unit only if several jobs share the core.
             if is_shared {
                 let done = Instant::now();
-                self.turns.charge(job, done - now);
+                self.scheduler.charge(job, done - now);
                 now = done;
                 if now - begun >= slice {
                     break;
@@ -279,27 +290,27 @@ impl Core {
             && !is_shared
         {
             now = Instant::now();
-            self.turns.charge(job, now - begun);
+            self.scheduler.charge(job, now - begun);
         }
         now
     }
 
     fn serve_lane(&mut self, token: u64, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
-        let due = std::mem::take(&mut lane.due);
+        let due = std::mem::take(&mut lane.readiness);
         if lane.is_cut() {
             return;
         }
-        // What a worker said before its stream broke, such as its goodbye, is heard before the break is.
+        // What a worker sent before its stream broke, such as a Leave, is handled before the break.
         if due.readable {
             self.receive(token, now);
         }
-        if due.writable || self.lanes.at_mut(token).is_some_and(|lane| lane.waits_for_bell()) {
+        if due.writable || self.lanes.at_mut(token).is_some_and(|lane| lane.waits_for_doorbell()) {
             self.flush(token, now);
         }
     }
 
-    /// Takes what a stream has brought and sends what that set free.
+    /// Takes what a stream has brought and sends the answers that result.
     fn receive(&mut self, token: u64, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let hosted = self.shards.index_mut(lane.shard);
@@ -307,28 +318,28 @@ impl Core {
         let taken = lane.receive(&mut hosted.shard, &mut self.scratch, now);
         let (shard, port) = (lane.shard, lane.port);
         if hosted.shard.is_releasing() && !std::mem::replace(&mut hosted.releases, true) {
-            self.turns.add(hosted.job, Unit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
         }
         if hosted.shard.is_making() && !std::mem::replace(&mut hosted.makes, true) {
-            self.turns.add(hosted.job, Unit::Make(shard));
+            self.scheduler.add(hosted.job, WorkUnit::Make(shard));
         }
         if hosted.shard.has_left(port) && !left_before {
             let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
-            self.mailbox.tell(CoreEvent::Left { namespace, route, port });
+            self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
         }
         self.answer(shard, now);
         self.end_snapshot(shard);
         match taken {
-            Ok(Taken::Closed) => self.drop_lane(token),
-            Ok(Taken::Open) => {}
-            Ok(Taken::Cut) => self.cut(token),
-            // Shared memory reports it once.
-            Ok(Taken::More) => self.due(token, true, true),
+            Ok(ReceiveOutcome::Closed) => self.drop_lane(token),
+            Ok(ReceiveOutcome::Open) => {}
+            Ok(ReceiveOutcome::Cut) => self.cut(token),
+            // Shared memory reports it only once.
+            Ok(ReceiveOutcome::More) => self.due(token, true, true),
             Err(fault) => self.fault(token, &fault, now),
         }
     }
 
-    /// Updates some chunks of a released step and sends what that set free.
+    /// Updates some chunks of a released step and sends the answers that result.
     fn release(&mut self, shard: usize, now: Instant) {
         let hosted = self.shards.index_mut(shard);
         hosted.releases = false;
@@ -338,16 +349,16 @@ impl Core {
         hosted.shard.update_released(RELEASE_TURN_ELEMENTS);
         if hosted.shard.is_releasing() {
             hosted.releases = true;
-            self.turns.add(hosted.job, Unit::Release(shard));
+            self.scheduler.add(hosted.job, WorkUnit::Release(shard));
         }
         self.answer(shard, now);
         self.end_snapshot(shard);
     }
 
-    /// Sends by every port of a shard that has something new. One that takes no more for now has its turn when the poller
-    /// says that it does.
+    /// Sends by every port of a shard that has something new. A stream that takes no more for now is served
+    /// when the poller reports room.
     fn answer(&mut self, shard: usize, now: Instant) {
-        while let Some(port) = self.shards.index_mut(shard).shard.dirty.pop_first() {
+        while let Some(port) = self.shards.index_mut(shard).shard.next_dirty_port() {
             if let Some(token) = self.shards.index_mut(shard).lane_of[port as usize]
                 && self.lanes.at_mut(token).is_some_and(|lane| !lane.waits_writable && !lane.is_cut())
             {
@@ -361,9 +372,9 @@ impl Core {
         let hosted = self.shards.index_mut(lane.shard);
         match lane.flush(&mut hosted.shard, now) {
             Ok(flushed) => {
-                if flushed == Flushed::All && hosted.shard.says_farewell(lane.port) {
+                if flushed == Flushed::All && hosted.shard.sends_goodbye(lane.port) {
                     let (namespace, route, port) = (hosted.shard.plan().namespace, hosted.route, lane.port);
-                    self.mailbox.tell(CoreEvent::Left { namespace, route, port });
+                    self.mailbox.send_event(CoreEvent::Left { namespace, route, port });
                 }
                 let (unfinished, is_shm) = (flushed != Flushed::All, lane.is_shm());
                 if lane.is_unannounced() && !self.unannounced.contains(&token) {
@@ -373,7 +384,8 @@ impl Core {
                     lane.waits_writable = unfinished;
                     let interest = lane.interest();
                     if is_shm {
-                        // It is told of room by the bell it always listens to.
+                        // A stream over shared memory reports room by its doorbell, to which the core always
+                        // listens.
                     } else if let Err(error) = self.poller.modify(&*lane, token, interest) {
                         return self.fault(token, &Fault::Lost(error.to_string()), now);
                     }
@@ -387,14 +399,14 @@ impl Core {
         }
     }
 
-    /// Wakes the workers that were left asleep over an answer, if there is nothing else to do for them.
+    /// Wakes the workers that sleep over an answer, once there is nothing else to do for them.
     fn announce(&mut self, now: Instant) {
         if self.unannounced.is_empty() {
             return;
         }
-        // Others' work must not keep a worker asleep over its answer for long.
+        // Work of others must not keep a worker asleep over its answer for long.
         self.turns_unannounced += 1;
-        let all = self.turns.is_empty() || self.turns_unannounced > UNANNOUNCED_TURNS;
+        let all = self.scheduler.is_empty() || self.turns_unannounced > UNANNOUNCED_TURNS;
         if all {
             self.turns_unannounced = 0;
         }
@@ -404,7 +416,7 @@ impl Core {
                 self.unannounced.swap_remove(position);
                 continue;
             };
-            if all || self.turns.rests(self.shards.index(lane.shard).job) {
+            if all || self.scheduler.rests(self.shards.index(lane.shard).job) {
                 self.unannounced.swap_remove(position);
                 if let Err(error) = lane.announce() {
                     self.fault(token, &Fault::Lost(error.to_string()), now);
@@ -413,7 +425,8 @@ impl Core {
         }
     }
 
-    /// A stream cannot go on: the steward decides about the job, and this stream waits for the reason.
+    /// Handles a stream that cannot go on: the job controller decides about the job, and the stream waits for
+    /// the reason.
     fn fault(&mut self, token: u64, fault: &Fault, now: Instant) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         let port = lane.port;
@@ -427,7 +440,7 @@ impl Core {
             let culprit = fault.culprit(plan.ports.neighbour(port));
             let message = fault.message(&plan.name(culprit));
             let cause = fault.cause();
-            self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message, cause });
+            self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
         }
         if matches!(fault, Fault::Lost(_)) {
             self.drop_lane(token);
@@ -436,16 +449,16 @@ impl Core {
 
     fn drop_lane(&mut self, token: u64) {
         let Some(lane) = self.lanes.remove(token) else { return };
-        // Fails only if the descriptor is not in the set, and then there is nothing to take out.
+        // This fails only if the descriptor is not in the set; then there is nothing to remove.
         let _ = self.poller.remove(&lane);
         let hosted = self.shards.index_mut(lane.shard);
         hosted.lane_of[lane.port as usize] = None;
-        self.turns.remove_lane(hosted.job, token);
+        self.scheduler.remove_lane(hosted.job, token);
         self.close_if_over(lane.shard);
     }
 
-    /// Does what the mailbox asks; `true` to stop.
-    fn obey(&mut self, now: Instant) -> bool {
+    /// Executes the commands in the mailbox; `true` after the command to stop.
+    fn handle_commands(&mut self, now: Instant) -> bool {
         while let Ok(command) = self.mailbox.commands.try_recv() {
             match command {
                 CoreCommand::Open(plan) => self.open(*plan),
@@ -453,11 +466,11 @@ impl Core {
                     if let Some(by) = resumed_by {
                         self.make_way(namespace, route, port, by);
                     }
-                    self.adopt(namespace, route, port, Arrival { socket, memory }, now);
+                    self.adopt(namespace, route, port, AcceptedStream { socket, memory }, now);
                 }
                 CoreCommand::Notify { namespace, rank, notice } => self.notify(namespace, rank, &notice, now),
                 CoreCommand::NotifyAll { namespace, notice } => self.notify_all(namespace, &notice, now),
-                CoreCommand::Arm { namespace, wanted, snapshot } => self.arm(namespace, wanted, snapshot),
+                CoreCommand::Arm { namespace, target, snapshot } => self.arm(namespace, target, snapshot),
                 CoreCommand::Disarm { namespace, route } => self.disarm(namespace, route),
                 CoreCommand::End { namespace, failure } => self.end(namespace, failure.as_ref(), now),
                 CoreCommand::Stop => return true,
@@ -466,19 +479,26 @@ impl Core {
         false
     }
 
-    fn adopt(&mut self, namespace: Namespace, route: RouteId, port: u32, arrival: Arrival, now: Instant) {
+    fn adopt(
+        &mut self,
+        namespace: Namespace,
+        route: RouteId,
+        port: u32,
+        accepted: AcceptedStream,
+        now: Instant,
+    ) {
         let living =
             self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
         let Some(shard) = living else {
-            // The job ended while the stream's handshake was under way.
-            return self.farewells.tell(namespace, arrival, now);
+            // The job ended during the stream's handshake.
+            return self.final_messages.send(namespace, accepted, now);
         };
         let hosted = self.shards.index_mut(shard);
         debug_assert!(hosted.lane_of[port as usize].is_none(), "a port is given once");
         let plan = hosted.shard.plan();
         let (frame_bytes_max, to) = (plan.frame_bytes_max(), plan.ports.side(port).incoming());
-        let arenas = arrival.memory.as_ref().map(|memory| memory.arenas.clone());
-        let added = arrival.connect(to, frame_bytes_max).and_then(|stream| {
+        let arenas = accepted.memory.as_ref().map(|memory| memory.arenas.clone());
+        let added = accepted.connect(to, frame_bytes_max).and_then(|stream| {
             let lane = Lane::new(stream, shard, port, now);
             let token = self.lanes.insert(lane);
             let lane = self.lanes.at_mut(token).expect("it was just put in");
@@ -492,7 +512,7 @@ impl Core {
             Ok(token) => {
                 let hosted = self.shards.index_mut(shard);
                 hosted.lane_of[port as usize] = Some(token);
-                self.turns.add_lane(hosted.job);
+                self.scheduler.add_lane(hosted.job);
                 if let Some(arenas) = arenas {
                     hosted.shard.attach(port, arenas);
                 }
@@ -504,12 +524,12 @@ impl Core {
                 let fault = Fault::Lost(format!("the hub cannot serve its stream: {error}"));
                 let message = fault.message(&plan.name(culprit));
                 let cause = fault.cause();
-                self.mailbox.tell(CoreEvent::Faulted { namespace, culprit, message, cause });
+                self.mailbox.send_event(CoreEvent::Faulted { namespace, culprit, message, cause });
             }
         }
     }
 
-    /// Tells a rank on one of its streams here.
+    /// Sends a notice to a rank on one of its streams here.
     fn notify(&mut self, namespace: Namespace, rank: u32, notice: &Notice, now: Instant) {
         let here = self.shard_of.iter().filter(|((job, _), _)| *job == namespace).map(|(_, &index)| index);
         let lane = here.filter_map(|index| {
@@ -518,14 +538,12 @@ impl Core {
             hosted.lane_of[port as usize].map(|token| (index, port, token))
         });
         if let Some((shard, port, token)) = lane.into_iter().next() {
-            let payload = notice.encode();
-            let header = Header { length: payload.len() as u32, ..Header::bare(Operation::Notice) };
-            self.shards.index_mut(shard).shard.outboxes[port as usize].message(header, payload);
+            self.shards.index_mut(shard).shard.message(port, Operation::Notice, notice.encode());
             self.flush(token, now);
         }
     }
 
-    /// Tells every rank that exchanges here.
+    /// Sends a notice to every rank that exchanges here.
     fn notify_all(&mut self, namespace: Namespace, notice: &Notice, now: Instant) {
         let here = self.shard_of.iter().find(|((job, _), _)| *job == namespace);
         let workers = here.map(|(_, &index)| self.shards.index(index).shard.plan().ports.clone());

@@ -6,50 +6,52 @@ use paramhub_core::exchange::Answer;
 use paramhub_core::ready_set::ReadySet;
 use paramhub_core::wire::{Header, Norm, Operation};
 
-/// Answers and messages for one worker, most urgent first: messages, the norm, then acknowledgements, then parameters by slot,
-/// then optimizer state. For another site: messages, what chunks begin with, then sums, up or down, by slot.
+/// Answers and messages for one worker, most urgent first: messages, the norm, then acknowledgements, then
+/// parameters by slot, then optimizer state. For another site: messages, the initial state of chunks, then
+/// sums, up or down, by slot.
 ///
-/// It holds no parameters: they leave straight from the model. Only where the model is about to change under a frame that
-/// has begun to leave is that one chunk copied, into `spill`; so no worker ever receives a chunk torn between two steps,
-/// and what has not begun leaves with the newest values. Optimizer state does not lie as it travels and is copied there
-/// whenever it is about to leave, one chunk at a time.
+/// It holds no parameters: they leave straight from the model. Only if the model is about to change under a
+/// frame that has begun to leave, that one chunk is copied into `spill`. So no worker ever receives a chunk
+/// torn between two steps, and a frame that has not begun leaves with the newest values. Optimizer state is
+/// stored in another form than it travels in; it is copied there whenever it is about to leave, one chunk at
+/// a time.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     pub(crate) parameters: ReadySet,
     pub(crate) applied: ReadySet,
-    /// Which slot of it is in the exchange's books.
+    /// The slots of chunks whose optimizer state is due; the exchange knows which slot of the state.
     pub(crate) state: ReadySet,
-    /// Chunks that begin at the site there; one in parts is finished before the next.
+    /// The chunks that begin at the other site; one that is sent in parts is completed before the next.
     pub(crate) start: ReadySet,
     pub(crate) start_at: Option<(u32, u8)>,
-    /// Failure, notices, heartbeats and, between sites, news of hyperparameters; few.
+    /// Failures, notices, heartbeats and, between sites, changes of hyperparameters; there are few.
     pub(crate) messages: VecDeque<(Header, Vec<u8>)>,
     messages_max: usize,
-    /// The route's part of the norm of the step that is held. There is one at most: the next step is not complete without
-    /// this rank, which does not push it before it is answered, behind this.
+    /// The route's part of the norm of the held step. There is at most one: the next step is not complete
+    /// without this rank, which does not push it before the answer that follows this norm.
     pub(crate) norm: Option<(Header, [u8; Norm::BYTES])>,
-    /// The frame whose first bytes have left and whose last have not.
+    /// The frame whose first bytes have left and whose last bytes have not.
     pub(crate) begun: Option<Begun>,
-    /// To a site above: nothing more will leave.
-    pub(crate) said_farewell: bool,
+    /// For a site above: whether Leave was sent, so that nothing more will leave.
+    pub(crate) sent_goodbye: bool,
     pub(crate) spill: Vec<u8>,
 }
 
-/// A frame on its way out.
+/// A frame that has begun to leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Begun {
     pub(crate) header: Header,
     pub(crate) source: Source,
 }
 
-/// Where a frame's payload lies.
+/// The place of a frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// The front of `messages`.
     Message,
     /// `norm`.
     Norm,
-    /// There is none.
+    /// No payload.
     Empty,
     /// The model, at this slot.
     Model(u32),
@@ -57,19 +59,33 @@ pub(crate) enum Source {
     Change(u32),
     /// The sum under way, at this slot.
     Sum(u32),
-    /// The sum of the step that is over, at this slot.
+    /// The sum of the previous step, at this slot.
     Total(u32),
     /// The outbox's `spill`.
     Spill,
 }
 
-/// Messages an outbox keeps beside two changes of each group's hyperparameters; who does not read them has other troubles than
-/// missing the rest.
+/// Frames combined into one write.
+pub(crate) const BATCH_FRAMES: usize = 32;
+
+/// A frame chosen for the next write.
+#[derive(Clone, Copy)]
+pub(crate) enum NextFrame {
+    Begun(Begun),
+    Message,
+    Norm,
+    /// A part of a chunk's initial state and parameters, for another site.
+    Start(u32, u8),
+    Answer(u32, Answer),
+}
+
+/// Messages that an outbox keeps besides two changes of each group's hyperparameters. A peer that does not
+/// read even these has more serious problems than the missing ones.
 const MESSAGES_MAX: usize = 64;
 
 impl Outbox {
-    /// For a route of `slots` chunks whose largest payload has `payload_bytes_max` bytes, in a job of so many groups; allocates
-    /// all it will need.
+    /// An outbox for a route of `slots` chunks whose largest payload has `payload_bytes_max` bytes, in a job
+    /// of this many groups. It allocates all the memory it will need.
     pub(crate) fn new(slots: u32, payload_bytes_max: usize, groups: usize) -> Self {
         Outbox {
             parameters: ReadySet::new(slots),
@@ -81,7 +97,7 @@ impl Outbox {
             messages_max: MESSAGES_MAX + 2 * groups,
             norm: None,
             begun: None,
-            said_farewell: false,
+            sent_goodbye: false,
             spill: Vec::with_capacity(payload_bytes_max),
         }
     }
@@ -95,7 +111,7 @@ impl Outbox {
         };
     }
 
-    /// Puts a message in, unless there are too many already: then it says `false`.
+    /// Adds a message, unless there are too many already: it then returns `false`.
     pub(crate) fn message(&mut self, header: Header, payload: Vec<u8>) -> bool {
         debug_assert_eq!(header.length as usize, payload.len());
         let has_room = self.messages.len() < self.messages_max;
@@ -105,13 +121,13 @@ impl Outbox {
         has_room
     }
 
-    /// Puts in what a held step's chunks of this route add to its norm.
-    pub(crate) fn tell_norm(&mut self, step: u32, norm: Norm) {
+    /// Adds the norm of a held step's chunks on this route.
+    pub(crate) fn send_norm(&mut self, step: u32, norm: Norm) {
         let header = Header { step, length: Norm::BYTES as u32, ..Header::bare(Operation::Norm) };
         self.norm = Some((header, norm.encode()));
     }
 
-    /// Whether `source` is that of a frame that has begun.
+    /// Whether `source` is that of the frame that has begun.
     pub(crate) fn has_begun(&self, source: Source) -> bool {
         self.begun.is_some_and(|begun| begun.source == source)
     }
@@ -128,13 +144,13 @@ impl Outbox {
             && self.start_at.is_none()
     }
 
-    /// Whether `spill` holds nothing of a frame that has begun.
+    /// Whether `spill` is free of a frame that has begun.
     pub(crate) fn may_spill(&self) -> bool {
         !self.has_begun(Source::Spill)
     }
 
-    /// Forgets how far a stream came that another takes the place of: answers, which will be asked for again, and where in a
-    /// message it was.
+    /// Forgets what a replaced stream had to send: answers, which the worker will request again, and how much
+    /// of a message has left.
     pub(crate) fn start_again(&mut self) {
         self.begun = None;
         while self.parameters.pop_first().is_some() {}
@@ -142,7 +158,7 @@ impl Outbox {
         while self.state.pop_first().is_some() {}
     }
 
-    /// Forgets all but what has begun: the job is over, and its last word finds room.
+    /// Forgets everything except the frame that has begun: the job is over, and its last message needs room.
     pub(crate) fn forget(&mut self) {
         self.messages.truncate(usize::from(self.has_begun(Source::Message)));
         if !self.has_begun(Source::Norm) {

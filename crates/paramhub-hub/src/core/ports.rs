@@ -1,40 +1,41 @@
-//! Who is at the other end of a shard's streams.
+//! The neighbours at the other ends of a shard's streams.
 //!
-//! A port is one stream's place at a shard: one for each worker of the site, one for each route of a site around that has
-//! chunks in common with this one. Both ends work the same list out from the same placements.
+//! A port is one stream's place at a shard: one for each worker of the site, and one for each route of a
+//! neighbouring site that has chunks in common with this one. Both ends compute the same list from the same
+//! placements.
 
 use std::collections::BTreeMap;
 
 use paramhub_core::composition::{Composed, SiteId};
-use paramhub_core::exchange::Reach;
+use paramhub_core::exchange::ChunkReach;
 use paramhub_core::placement::RouteId;
 use paramhub_core::wire::Direction;
 
-/// Where there is none.
+/// No port.
 const NONE: u32 = u32::MAX;
 
 /// A worker, or the hubs of another site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Neighbour {
-    /// By rank.
+    /// The worker, by its rank.
     Worker(u32),
-    /// By its place in the composition.
+    /// The site, by its number in the composition.
     Site(SiteId),
 }
 
-/// What a port is for.
+/// The role of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// Contributions come in: from the worker of that number here.
+    /// Contributions arrive from the worker of this number here.
     Worker(u32),
-    /// Contributions come in: from a part of the site that is this member.
+    /// Contributions arrive from a part of the site that is this member.
     Below(u32),
-    /// Sums go out, and come back.
+    /// Sums leave, and answers arrive.
     Above,
 }
 
 impl Side {
-    /// The way of the frames that come from there.
+    /// The direction of the frames that arrive there.
     pub(crate) fn incoming(self) -> Direction {
         match self {
             Side::Worker(_) => Direction::ToHub,
@@ -43,7 +44,7 @@ impl Side {
     }
 }
 
-/// A port to a site.
+/// A port for a site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SitePort {
     pub(crate) side: Side,
@@ -52,22 +53,23 @@ pub(crate) struct SitePort {
     pub(crate) route: RouteId,
 }
 
-/// A shard's ports: first its workers by rank, then those to members that are sites, then those to sites above.
+/// A shard's ports: first those of its workers by rank, then those of member sites, then those of sites
+/// above.
 #[derive(Clone, Debug)]
 pub(crate) struct Ports {
     workers: Vec<u32>,
     sites: Vec<SitePort>,
     member_sites: Vec<SiteId>,
-    /// Members that are sites below this one, not beside it.
+    /// The number of members that are sites below this one, not beside it.
     children: usize,
-    /// Of slot `s` and member site `j`, at `s * member_sites + j`.
+    /// The port of slot `s` and member site `j`, at `s * member_sites + j`.
     below: Vec<u32>,
-    /// Of every slot.
+    /// The port above of each slot.
     above: Vec<u32>,
 }
 
 impl Ports {
-    /// Of a route of a site.
+    /// The ports of a route of a site.
     pub(crate) fn new(composed: &Composed, site: SiteId, route: RouteId) -> Ports {
         let composition = &composed.composition;
         let member_sites = composition.member_sites(site);
@@ -78,7 +80,7 @@ impl Ports {
             let located = composed.placements[usize::from(other)].locate(chunk);
             located.expect("every site places every chunk").0
         };
-        // Ordered by member and route, so that both ends number them alike.
+        // The order is by member and route, so both ends number the ports alike.
         let mut found: BTreeMap<(usize, SiteId, RouteId), Vec<(usize, usize)>> = BTreeMap::new();
         for (slot, &chunk) in chunks.iter().enumerate() {
             for (index, &member) in member_sites.iter().enumerate() {
@@ -116,12 +118,12 @@ impl Ports {
         ports
     }
 
-    /// All of them.
+    /// Number of ports.
     pub(crate) fn len(&self) -> u32 {
         (self.workers.len() + self.sites.len()) as u32
     }
 
-    /// Workers that exchange here: the ports before this one are theirs.
+    /// Number of workers that exchange here: the ports below this number are theirs.
     pub(crate) fn workers(&self) -> u32 {
         self.workers.len() as u32
     }
@@ -131,17 +133,17 @@ impl Ports {
         &self.workers
     }
 
-    /// Those who contribute: workers and sites.
+    /// Number of members that contribute: workers and sites.
     pub(crate) fn members(&self) -> u32 {
         (self.workers.len() + self.member_sites.len()) as u32
     }
 
-    /// Whether sites contribute here, to whom answers go.
+    /// Whether sites contribute here and receive answers.
     pub(crate) fn has_member_sites(&self) -> bool {
         !self.member_sites.is_empty()
     }
 
-    /// The member that is rank 0, if it exchanges here.
+    /// The member that is rank 0, if rank 0 exchanges here.
     pub(crate) fn rank_0(&self) -> Option<u32> {
         (self.workers.first() == Some(&0)).then_some(0)
     }
@@ -153,7 +155,7 @@ impl Ports {
         }
     }
 
-    /// Who is at the other end.
+    /// The neighbour at the other end of a port.
     pub(crate) fn neighbour(&self, port: u32) -> Neighbour {
         match self.site_port(port) {
             Some(site) => Neighbour::Site(site.site),
@@ -161,7 +163,7 @@ impl Ports {
         }
     }
 
-    /// Who contributes under that number.
+    /// The neighbour that is the member of this number.
     pub(crate) fn member(&self, member: u32) -> Neighbour {
         match self.workers.get(member as usize) {
             Some(&rank) => Neighbour::Worker(rank),
@@ -169,12 +171,12 @@ impl Ports {
         }
     }
 
-    /// Whether a member's departure means that nothing of it or of anybody below it will come.
+    /// Whether nothing more arrives from a member, or from any member below it, after it has left.
     pub(crate) fn is_below(&self, member: u32) -> bool {
         (member as usize) < self.workers.len() + self.children
     }
 
-    /// The port of a member that contributes to a slot.
+    /// The port by which a member contributes to a slot.
     pub(crate) fn of_member(&self, slot: u32, member: u32) -> u32 {
         let Some(index) = (member as usize).checked_sub(self.workers.len()) else { return member };
         let port = self.below[slot as usize * self.member_sites.len() + index];
@@ -182,12 +184,12 @@ impl Ports {
         port
     }
 
-    /// The port through which a slot's sum goes on, if it does.
+    /// The port by which a slot's sum goes up, if it does.
     pub(crate) fn above(&self, slot: u32) -> Option<u32> {
         Some(self.above[slot as usize]).filter(|&port| port != NONE)
     }
 
-    /// Whether frames about a slot may come in by a port.
+    /// Whether frames about a slot may arrive by a port.
     pub(crate) fn carries(&self, port: u32, slot: u32) -> bool {
         match self.side(port) {
             Side::Worker(_) => true,
@@ -199,27 +201,27 @@ impl Ports {
         }
     }
 
-    /// Of every slot, in order.
-    pub(crate) fn reach(&self) -> impl Iterator<Item = Reach> + '_ {
+    /// The reach of each slot, in order.
+    pub(crate) fn reach(&self) -> impl Iterator<Item = ChunkReach> + '_ {
         (0..self.above.len()).map(|slot| {
             let at = slot * self.member_sites.len();
             let sites =
                 self.below[at..at + self.member_sites.len()].iter().filter(|&&port| port != NONE).count();
-            Reach { members: (self.workers.len() + sites) as u32, has_above: self.above[slot] != NONE }
+            ChunkReach { members: (self.workers.len() + sites) as u32, has_above: self.above[slot] != NONE }
         })
     }
 
-    /// The ports to sites, with their numbers.
+    /// The ports for sites, with their numbers.
     pub(crate) fn to_sites(&self) -> impl Iterator<Item = (u32, SitePort)> + '_ {
         (self.workers.len() as u32..).zip(self.sites.iter().copied())
     }
 
-    /// The port at which a rank exchanges.
+    /// The port of a rank.
     pub(crate) fn of_rank(&self, rank: u32) -> Option<u32> {
         self.workers.binary_search(&rank).ok().map(|port| port as u32)
     }
 
-    /// The port of a site's route whose sums come in here.
+    /// The port at which the sums of a site's route arrive.
     pub(crate) fn of_site(&self, site: SiteId, route: RouteId) -> Option<u32> {
         let wanted = |port: &SitePort| port.site == site && port.route == route && port.side != Side::Above;
         self.to_sites().find(|(_, port)| wanted(port)).map(|(number, _)| number)

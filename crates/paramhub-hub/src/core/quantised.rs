@@ -1,23 +1,25 @@
-//! What a shard keeps of its quantised chunks: what went out, so that the next answer makes up for what it lost.
+//! What a shard keeps of the answers for its quantised chunks, so that the next answer makes up for the loss
+//! of the last.
 
 use paramhub_kernels::{convert, quantise};
 
 use super::buffer::{Buffer, OutOfMemory, Pages};
-use super::plan::{Layout, Slot};
+use super::layout::{Layout, Slot};
 
-/// No rank has this version: a run ends before it.
+/// A version that no rank has: a run ends before it.
 const NONE: u32 = u32::MAX;
 
-/// Of all quantised chunks of a shard. In a job with an optimizer an answer is the change from the parameters that ranks have
-/// to the model, in another one the mean or the sum itself; both with what the answers before lost.
+/// The state of all quantised chunks of a shard. In a job with an optimizer an answer is the change from the
+/// ranks' parameters to the model; in another job it is the mean or the sum itself. Both include what earlier
+/// answers have lost.
 #[derive(Debug, Default)]
 pub(super) struct Quantised {
-    /// With an optimizer the parameters that ranks have once they have had every answer; what they lack is in the model.
-    /// Without one what the answers have lost so far.
+    /// With an optimizer: the parameters that ranks have after all answers so far; the model has what they
+    /// lack. Without one: what the answers have lost so far.
     kept: Buffer,
     /// The newest answers.
     answers: Buffer<u8>,
-    /// With an optimizer, of slot `s` and rank `r` at `s * ranks + r`: the version it has.
+    /// With an optimizer: the version that rank `r` has of slot `s`, at `s * ranks + r`.
     versions: Vec<u32>,
     ranks: usize,
 }
@@ -44,26 +46,35 @@ impl Quantised {
         })
     }
 
-    /// Its arrays.
+    /// Calls `each` for its arrays.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         each(&mut self.kept);
         each(&mut self.answers);
     }
 
-    /// Every rank begins with these parameters of the chunk.
+    /// Sets the parameters of the chunk with which every rank begins.
     pub(super) fn start(&mut self, slot: &Slot, parameters: &[f32]) {
         self.kept_mut(slot).copy_from_slice(parameters);
     }
 
-    /// Makes the answer that brings ranks from the parameters they have as near as it can to the chunk's new ones.
-    pub(super) fn answer_change(&mut self, slot: &Slot, model: &[f32]) {
+    /// Makes the answer that follows from a chunk's new values; without an optimizer these become what ranks
+    /// will decode.
+    pub(super) fn make_answer(&mut self, slot: &Slot, values: &mut [f32]) {
+        match self.sends_changes() {
+            true => self.answer_change(slot, values),
+            false => self.answer_whole(slot, values),
+        }
+    }
+
+    /// Makes the answer that brings ranks from their parameters as near as possible to the chunk's new ones.
+    fn answer_change(&mut self, slot: &Slot, model: &[f32]) {
         let at = slot.quantised[0];
         let kept = &mut self.kept[at..at + model.len()];
         quantise::encode_change(model, kept, &mut self.answers[answer_range(slot)], slot.gradient);
     }
 
-    /// Makes an answer of a mean or a sum, and leaves there what ranks will decode.
-    pub(super) fn answer_whole(&mut self, slot: &Slot, mean: &mut [f32]) {
+    /// Makes an answer of a mean or a sum, and leaves in `mean` what ranks will decode.
+    fn answer_whole(&mut self, slot: &Slot, mean: &mut [f32]) {
         let at = slot.quantised[0];
         let kept = &mut self.kept[at..at + mean.len()];
         let answer = &mut self.answers[answer_range(slot)];
@@ -76,26 +87,36 @@ impl Quantised {
         &self.answers[answer_range(slot)]
     }
 
-    /// The parameters that ranks have once they have had every answer, in a job with an optimizer.
-    pub(super) fn parameters(&self, slot: &Slot) -> &[f32] {
+    /// The parameters that ranks have after all answers so far; `None` in a job without an optimizer.
+    pub(super) fn parameters(&self, slot: &Slot) -> Option<&[f32]> {
+        self.sends_changes().then(|| self.kept(slot))
+    }
+
+    /// What is kept of a chunk for the next answer.
+    pub(super) fn kept(&self, slot: &Slot) -> &[f32] {
         let at = slot.quantised[0];
         &self.kept[at..at + slot.elements as usize]
     }
 
-    /// Whether the newest answer, which makes `version`, is what a rank lacks.
+    /// Whether answers are changes of parameters, because there is an optimizer.
+    fn sends_changes(&self) -> bool {
+        !self.versions.is_empty()
+    }
+
+    /// Whether a rank lacks exactly the newest answer, which makes `version`.
     pub(super) fn lacks_last(&self, index: u32, rank: u32, version: u32) -> bool {
         self.versions.is_empty()
             || self.versions[index as usize * self.ranks + rank as usize].checked_add(1) == Some(version)
     }
 
-    /// A rank has parameters of this version, or will have them before anything else.
+    /// Notes that a rank has parameters of this version, or receives them before anything else.
     pub(super) fn has(&mut self, index: u32, rank: u32, version: u32) {
         if let Some(known) = self.versions.get_mut(index as usize * self.ranks + rank as usize) {
             *known = version;
         }
     }
 
-    /// What a rank has is not known any more: it is answered whole.
+    /// Notes that the rank's versions are unknown: its next answers are whole.
     pub(super) fn forget(&mut self, rank: u32) {
         let of_rank = self.versions.iter_mut().skip(rank as usize).step_by(self.ranks.max(1));
         of_rank.for_each(|version| *version = NONE);

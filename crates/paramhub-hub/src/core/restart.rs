@@ -1,6 +1,8 @@
-//! A core that panics: its state is dropped, its jobs fail with the reason, and it starts again for others.
+//! A core that panics: its state is dropped, its jobs fail with the reason, and the core starts again for
+//! other jobs.
 //!
-//! What it did when it panicked is half done, so that nothing it keeps of any job can be trusted. Other cores share nothing with it.
+//! Whatever it was doing is half done, so nothing that it keeps of any job can be trusted. Other cores share
+//! nothing with it.
 
 use std::any::Any;
 use std::io;
@@ -12,14 +14,15 @@ use tracing::error;
 
 use super::{Core, CoreEvent};
 
-/// Panics in a row while no job was here, after which the core gives up: no job can be at fault, and it would go on for ever.
+/// Panics in a row without a job, after which the core gives up: no job can be at fault, and it would panic
+/// for ever.
 const PANICS_ALONE_MAX: u32 = 3;
 
 impl Core {
-    /// Serves until told to stop, whatever a job does to it.
+    /// Serves until it receives the command to stop, even if a job makes it panic.
     pub(crate) fn run(mut self) -> io::Result<()> {
         loop {
-            // What is left of it is looked at by `start_again` alone, which expects nothing of it.
+            // Only `start_again` uses the remaining state, and it assumes nothing about it.
             match catch_unwind(AssertUnwindSafe(|| self.serve_until_stopped())) {
                 Ok(ended) => return ended,
                 Err(panic) => self = self.start_again(&*panic)?,
@@ -27,10 +30,23 @@ impl Core {
         }
     }
 
-    /// A core like this one without any job. Each of its jobs is reported as failed, and then each of its routes as closed.
+    /// A core like this one without any jobs. It reports each job of the old core as failed, and then each of
+    /// its routes as closed.
     fn start_again(self, panic: &(dyn Any + Send)) -> io::Result<Core> {
         let what = panic_text(panic);
-        let Core { number, mailbox, spin, shards, shard_of, lanes, turns, farewells, busy, idle, .. } = self;
+        let Core {
+            number,
+            mailbox,
+            spin,
+            shards,
+            shard_of,
+            lanes,
+            scheduler,
+            final_messages,
+            busy,
+            idle,
+            ..
+        } = self;
         let panics_alone = if shard_of.is_empty() { self.panics_alone + 1 } else { 0 };
         if panics_alone == PANICS_ALONE_MAX {
             return Err(io::Error::other(format!(
@@ -39,10 +55,11 @@ impl Core {
         }
         error!("core {number} of the hub panicked: {what}. Its jobs fail, and it starts again without them");
         mailbox.report.clear_poison();
-        // Commands may be waiting that the panic came before.
+        // Commands may wait that the panic has kept from being read.
         mailbox.waker.wake();
         let mut core = Core::new(number, mailbox, spin)?;
-        (core.farewells, core.busy, core.idle, core.panics_alone) = (farewells, busy, idle, panics_alone);
+        (core.final_messages, core.busy, core.idle, core.panics_alone) =
+            (final_messages, busy, idle, panics_alone);
         let reason = format!(
             "core {number} of its hub panicked ({what}). This is a fault of the hub, or of an optimizer or aggregator registered \
              with it: report it with the hub's log, and start the job again, from its last checkpoint if it has any"
@@ -53,13 +70,15 @@ impl Core {
             let mut counters = hosted.shard.counters();
             if !failed.contains(&namespace) {
                 failed.push(namespace);
-                let busy =
-                    turns.times().find(|&(job, _)| job == namespace).map_or(0, |(_, busy)| busy.as_nanos());
+                let busy = scheduler
+                    .times()
+                    .find(|&(job, _)| job == namespace)
+                    .map_or(0, |(_, busy)| busy.as_nanos());
                 counters.busy_ns = busy as u64;
                 if !hosted.ending {
                     let message = format!("job `{}` failed: {reason}", hosted.shard.plan().name);
-                    core.farewells.remember(namespace, Failure { rank: None, message });
-                    core.mailbox.tell(CoreEvent::Panicked { namespace, reason: reason.clone() });
+                    core.final_messages.remember(namespace, Failure { rank: None, message });
+                    core.mailbox.send_event(CoreEvent::Panicked { namespace, reason: reason.clone() });
                 }
             }
             counters.memory_bytes = 0;
@@ -69,27 +88,27 @@ impl Core {
         let now = Instant::now();
         for mut lane in lanes.into_values() {
             let hosted = shards.index(lane.shard);
-            let begun = hosted.shard.outboxes[lane.port as usize].begun.map(|begun| begun.header);
+            let begun = hosted.shard.begun(lane.port);
             let namespace = hosted.shard.plan().namespace;
-            // A lane that the panic met half way may panic again.
-            let told = catch_unwind(AssertUnwindSafe(|| {
-                core.farewells.tell_lane(namespace, &mut lane, begun);
+            // A lane that the panic interrupted may panic again.
+            let sent = catch_unwind(AssertUnwindSafe(|| {
+                core.final_messages.send_to_lane(namespace, &mut lane, begun);
                 lane
             }));
-            if let Ok(lane) = told {
-                core.farewells.keep(lane, now);
+            if let Ok(lane) = sent {
+                core.final_messages.keep(lane, now);
             }
         }
-        // It frees what jobs have registered, whose own code may panic.
+        // This drops what jobs have registered, whose own code may panic.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(shards)));
         core.publish();
-        // Only now is their memory free.
-        events.into_iter().for_each(|event| core.mailbox.tell(event));
+        // Their memory is free only now.
+        events.into_iter().for_each(|event| core.mailbox.send_event(event));
         Ok(core)
     }
 }
 
-/// What a panic says, on one line.
+/// The text of a panic, on one line.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
@@ -97,5 +116,5 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     text.chars().take(TEXT_MAX).map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }
 
-/// Letters of a panic's text that are told; the log has all.
+/// Characters of a panic's text that are reported; the log has the whole text.
 const TEXT_MAX: usize = 200;

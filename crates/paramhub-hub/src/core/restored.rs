@@ -1,31 +1,39 @@
-//! What a shard begins with where its job goes on from a checkpoint.
+//! The state with which a shard begins if its job resumes from a checkpoint.
 
 use paramhub_core::hyperparameters::Hyperparameters;
 
-use super::plan::{Layout, ShardPlan, Slot};
+use super::layout::{Layout, Slot};
+use super::plan::ShardPlan;
 
-/// Parameters and optimizer state of one shard. Each chunk is laid out as the shard will have it, but the first chunk comes last:
-/// what the shard has copied goes from the end, page by page as the shard takes its own, so that a job that goes on from a checkpoint
-/// never needs more memory than another.
+/// Parameters and optimizer state of one shard. Each chunk is stored as the shard will have it, but the first
+/// chunk comes last: what the shard has copied is freed from the end, page by page as the shard takes its own
+/// memory. So a job that resumes from a checkpoint never needs more memory than another.
 pub(crate) struct Restored {
-    /// The version that every chunk begins at.
+    /// The version at which every chunk begins.
     pub(crate) step: u32,
-    /// Of every group.
+    /// The hyperparameters of each group.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
     model: Vec<f32>,
     state: Vec<f32>,
-    /// Of quantised slots that the checkpoint has it of: the parameters that ranks had.
+    /// For quantised slots for which the checkpoint has them: the parameters that ranks had.
     received: Vec<f32>,
     has_received: Vec<bool>,
-    /// Of every slot.
+    /// The update count of each slot.
     pub(super) updates: Vec<u64>,
     slots: Vec<Slot>,
     state_slots: usize,
     block_elements: usize,
 }
 
+/// The restored state that is still to be copied into a shard.
+pub(super) struct RestoreProgress {
+    pub(super) restored: Restored,
+    /// The first slot that has not been restored.
+    pub(super) at: u32,
+}
+
 impl Restored {
-    /// Room for all of a shard, or `None` where the system has not so much.
+    /// Room for a whole shard, or `None` if the system does not have enough memory.
     pub(crate) fn room(
         plan: &ShardPlan,
         step: u32,
@@ -59,7 +67,7 @@ impl Restored {
         })
     }
 
-    /// Slots up to this one have been copied: their memory is given back.
+    /// Frees the memory of all slots up to this one: they have been copied.
     pub(super) fn forget_up_to(&mut self, index: u32) {
         let slot = self.slots[index as usize];
         let lengths = [slot.offset, slot.offset * self.state_slots, slot.quantised[0]];
@@ -74,13 +82,13 @@ impl Restored {
         &self.model[self.slots[index as usize].range()]
     }
 
-    /// The optimizer state of a slot's chunk, as the shard has it.
+    /// The optimizer state of a slot's chunk, in the shard's form.
     pub(super) fn state(&self, index: u32) -> &[f32] {
         let range = self.slots[index as usize].range();
         &self.state[range.start * self.state_slots..range.end * self.state_slots]
     }
 
-    /// Bytes that it takes now.
+    /// Bytes that it takes at present.
     #[cfg(test)]
     pub(super) fn memory_bytes(&self) -> u64 {
         (self.model.capacity() + self.state.capacity() + self.received.capacity()) as u64 * 4
@@ -92,7 +100,7 @@ impl Restored {
         self.model[start..start + values.len()].copy_from_slice(values);
     }
 
-    /// Takes a slot of optimizer state, likewise.
+    /// Takes a slot of optimizer state in the same way.
     pub(crate) fn put_state(&mut self, index: u32, state_slot: usize, first: usize, values: &[f32]) {
         let slot = self.slots[index as usize];
         let (mut at, end) = (0, first + values.len());
@@ -106,7 +114,8 @@ impl Restored {
         }
     }
 
-    /// Takes what ranks had of a slot's chunk, likewise. Where gradients are not quantised any more nobody lacks anything.
+    /// Takes the parameters that ranks had of a slot's chunk in the same way. If gradients are no longer
+    /// quantised, ranks lack nothing.
     pub(crate) fn put_received(&mut self, index: u32, first: usize, values: &[f32]) {
         let slot = self.slots[index as usize];
         if slot.gradient.is_quantised() {
@@ -115,7 +124,8 @@ impl Restored {
         }
     }
 
-    /// What ranks have of a slot's chunk, which is quantised: all of it where the checkpoint is of a job that did not quantise it.
+    /// The parameters that ranks have of a slot's quantised chunk. These are the chunk's own if the
+    /// checkpoint is of a job that did not quantise it.
     pub(super) fn received(&self, index: u32) -> &[f32] {
         let slot = &self.slots[index as usize];
         match self.has_received[index as usize] {
@@ -124,7 +134,7 @@ impl Restored {
         }
     }
 
-    /// Some elements of a slot's chunk have had so many updates; the smallest number counts.
+    /// Notes that some elements of a slot's chunk have had this many updates; the smallest number counts.
     pub(crate) fn put_updates(&mut self, index: u32, updates: u64) {
         let known = &mut self.updates[index as usize];
         *known = updates.min(*known);

@@ -1,13 +1,13 @@
-//! Streams that are cut, and those that take their place.
+//! Cut streams, and the streams that replace them.
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::Operation;
 
 use super::{Core, CoreEvent};
 
 impl Core {
-    /// A stream comes that takes the place of a port's: what the old one still brings is lost, as the worker knows.
+    /// Replaces a port's stream: what the old one still brings is lost, as the worker knows.
     pub(super) fn make_way(&mut self, namespace: Namespace, route: RouteId, port: u32, by: u16) {
         let living =
             self.shard_of.get(&(namespace, route)).copied().filter(|&shard| !self.shards.index(shard).ending);
@@ -17,17 +17,17 @@ impl Core {
         }
         let shard = &mut self.shards.index_mut(shard).shard;
         shard.resume(port);
-        // The worker keeps the old stream until it hears the new one.
-        shard.outboxes[port as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
+        // The worker keeps the old stream until a frame arrives on the new one.
+        shard.message(port, Operation::Heartbeat, Vec::new());
         let who = shard.plan().ports.neighbour(port);
-        self.mailbox.tell(CoreEvent::Moved { namespace, who, by });
+        self.mailbox.send_event(CoreEvent::Moved { namespace, who, by });
     }
 
-    /// A stream that another may yet take the place of is broken: it waits, as one that is silent does.
+    /// Handles a broken stream that another may yet replace: it waits, as a silent one does.
     pub(super) fn cut(&mut self, token: u64) {
         let Some(lane) = self.lanes.at_mut(token) else { return };
         if !lane.cut() {
-            // Fails only if the descriptor is not in the set, and then there is nothing to take out.
+            // This fails only if the descriptor is not in the set; then there is nothing to remove.
             let _ = self.poller.remove(&*lane);
         }
     }

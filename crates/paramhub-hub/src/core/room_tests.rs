@@ -4,13 +4,13 @@ use std::net::{TcpListener, TcpStream};
 use paramhub_core::codec::Codec;
 use paramhub_core::key::Key;
 use paramhub_core::stragglers::Stragglers;
-use paramhub_core::wire::{Direction, HEADER_BYTES};
+use paramhub_core::wire::{Direction, HEADER_BYTES, Header};
 
-use super::exercise::{Stepped, floats, is_opened, plan_with};
+use super::exercise::{SteppedHub, floats, is_opened, plan_with};
 use super::*;
 
 /// A worker's end of a stream.
-fn connect(hub: &mut Stepped, namespace: Namespace) -> TcpStream {
+fn connect(hub: &mut SteppedHub, namespace: Namespace) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let worker = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     worker.set_nodelay(true).unwrap();
@@ -29,7 +29,7 @@ fn plan(number: u8, elements: u64) -> ShardPlan {
     ShardPlan { namespace: Namespace([number; 16]), ..plan }
 }
 
-/// A worker that takes steps of one chunk of four numbers, as fast as the core answers.
+/// A worker that takes steps of one chunk of four numbers as fast as the core answers.
 struct Stepping {
     stream: TcpStream,
     step: u32,
@@ -50,7 +50,7 @@ impl Stepping {
         self.stream.write_all(&[&header.encode()[..], bytemuck::cast_slice(&gradient)].concat()).unwrap();
     }
 
-    /// Reads what has come, and begins the next step if the one before is over.
+    /// Reads what has arrived, and begins the next step if the previous one is over.
     fn go_on(&mut self) {
         let mut bytes = [0; 256];
         while let Ok(read @ 1..) = self.stream.read(&mut bytes) {
@@ -72,18 +72,18 @@ impl Stepping {
 
 const SMALL: Namespace = Namespace([1; 16]);
 const LARGE: Namespace = Namespace([2; 16]);
-/// The large job's elements; its hub keeps two arrays of so many numbers.
+/// The elements of the large job; its hub keeps two arrays of this size.
 const ELEMENTS: u64 = 32 << 20;
-/// Far fewer than the turns in which 256 MiB are taken, and more than there are while one command is obeyed.
+/// Far fewer than the turns that take 256 MiB, and more than pass while one command is executed.
 const STEPS: u32 = 16;
 
 #[test]
 fn a_small_job_goes_on_while_a_large_one_opens_and_is_freed() {
-    let mut hub = Stepped::new();
+    let mut hub = SteppedHub::new();
     hub.open(plan(1, 4));
     let mut worker = Stepping::new(connect(&mut hub, SMALL));
     hub.handle.send(CoreCommand::Open(Box::new(plan(2, ELEMENTS))));
-    while !hub.told.try_iter().any(|event| is_opened(&event, LARGE)) {
+    while !hub.core_events.try_iter().any(|event| is_opened(&event, LARGE)) {
         hub.turn();
         worker.go_on();
     }
@@ -91,7 +91,7 @@ fn a_small_job_goes_on_while_a_large_one_opens_and_is_freed() {
     let before = worker.step;
     let ended = |event: CoreEvent| matches!(event, CoreEvent::Closed { namespace: LARGE, .. });
     hub.handle.send(CoreCommand::End { namespace: LARGE, failure: None });
-    while !hub.told.try_iter().any(ended) {
+    while !hub.core_events.try_iter().any(ended) {
         hub.turn();
         worker.go_on();
     }
@@ -100,11 +100,11 @@ fn a_small_job_goes_on_while_a_large_one_opens_and_is_freed() {
 
 #[test]
 fn a_job_that_ends_while_it_opens_is_freed_and_closed_once() {
-    let mut hub = Stepped::new();
+    let mut hub = SteppedHub::new();
     hub.handle.send(CoreCommand::Open(Box::new(plan(2, ELEMENTS))));
     hub.turn();
     hub.turn();
-    assert_eq!(hub.told.try_iter().count(), 0, "it takes more turns than two");
+    assert_eq!(hub.core_events.try_iter().count(), 0, "it takes more turns than two");
     hub.handle.send(CoreCommand::End { namespace: LARGE, failure: None });
     let closed = hub.await_event(|event| match event {
         CoreEvent::Closed { namespace, counters, .. } => Some((*namespace, counters.memory_bytes)),
@@ -115,7 +115,7 @@ fn a_job_that_ends_while_it_opens_is_freed_and_closed_once() {
     for _ in 0..10 {
         hub.turn();
     }
-    assert_eq!(hub.told.try_iter().count(), 0);
+    assert_eq!(hub.core_events.try_iter().count(), 0);
     // The place is free.
     hub.open(plan(2, 4));
 }

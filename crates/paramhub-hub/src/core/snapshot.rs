@@ -1,8 +1,8 @@
-//! A copy of a shard's parameters, optimizer state and what codecs have yet to feed back, all of one version, taken while the
-//! exchange goes on.
+//! A copy of a shard's parameters, optimizer state and quantisation residuals, all of one version, taken
+//! while the exchange goes on.
 //!
-//! Its memory is the core's from the day the job opens, goes to whoever writes it when the copy is complete, and comes back
-//! with the next wish for one. The copy itself is made in [`Shard`](super::shard::Shard).
+//! The core has its memory from the moment the job opens, passes it to the writer when the copy is complete,
+//! and gets it back with the next request. [`Shard`](super::shard::Shard) makes the copy itself.
 
 use std::sync::Arc;
 
@@ -10,42 +10,44 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use paramhub_core::placement::RouteId;
 
 use super::buffer::{Buffer, OutOfMemory, Pages, whole_lines};
-use super::plan::{Layout, ShardPlan, Slot};
+use super::layout::{Layout, Slot};
+use super::plan::ShardPlan;
 
-/// Where a slot is of no concern to the snapshot.
+/// The place of a slot that does not belong to the snapshot.
 const NONE: u32 = u32::MAX;
 
-/// What a snapshot is to be of.
+/// The version that a snapshot must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wanted {
-    /// Every chunk exactly at that version.
+pub(crate) enum SnapshotTarget {
+    /// Each chunk exactly at this version.
     Version(u32),
-    /// Every chunk as it is when its turn comes: there is no common version where steps are not taken together.
+    /// Each chunk as it is in its turn: there is no common version if members do not take steps together.
     Now,
 }
 
-/// How it stands.
+/// The state of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum SnapshotOutcome {
     /// Chunks are missing.
     Open,
-    /// All are here.
+    /// All chunks are here.
     Complete,
     /// Some chunk was beyond the wanted version before it could be copied.
     Missed,
-    /// Others went far beyond the wanted version while some chunk was still before it: they are not updated together.
+    /// Other chunks went far beyond the wanted version while some chunk was still before it: they are not
+    /// updated together.
     Lagging,
-    /// It was called off.
+    /// It was cancelled.
     Disarmed,
 }
 
-/// What is known of a chunk that was copied.
+/// What is known of a copied chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Mark {
+pub(crate) struct ChunkMark {
     pub(crate) version: u32,
-    /// Updates its optimizer state has had.
+    /// Updates that its optimizer state has had.
     pub(crate) updates: u64,
-    /// Steps that every member had contributed to.
+    /// Steps to which every member had contributed.
     pub(crate) steps: u32,
 }
 
@@ -55,30 +57,38 @@ pub(crate) struct Piece {
     slot: Slot,
 }
 
-/// The copy of a shard's chunks that are this hub's to keep: those whose sums do not go on to a site above.
+/// The copy of those chunks of a shard that this hub must keep: their sums do not go to a site above.
 pub(crate) struct Snapshot {
     pub(crate) route: RouteId,
-    pub(crate) outcome: Outcome,
-    /// The newest version of a chunk that was met.
+    pub(crate) outcome: SnapshotOutcome,
+    /// The newest version of a chunk that was seen.
     pub(crate) newest: u32,
-    /// Of every group, at the wanted version.
+    /// The hyperparameters of each group at the wanted version.
     pub(crate) hyperparameters: Vec<Hyperparameters>,
     pieces: Arc<[Piece]>,
-    marks: Vec<Mark>,
+    marks: Vec<ChunkMark>,
     taken: Vec<bool>,
     missing: usize,
-    /// Of every slot of the shard.
+    /// The piece of each slot of the shard.
     piece_of: Arc<[u32]>,
     model: Buffer,
     state: Buffer,
-    /// Of quantised chunks: the parameters that ranks have.
+    /// For quantised chunks: the parameters that ranks have.
     received: Buffer,
     state_slots: usize,
     block_elements: usize,
 }
 
+/// A snapshot that is being taken.
+pub(super) struct ArmedSnapshot {
+    pub(super) target: SnapshotTarget,
+    pub(super) snapshot: Box<Snapshot>,
+    /// The first slot that has not been looked at.
+    pub(super) at: u32,
+}
+
 impl Snapshot {
-    /// With room that is not touched yet; `None` where none of the chunks is this hub's to keep.
+    /// A snapshot with room that is not touched yet; `None` if this hub must keep none of the chunks.
     pub(super) fn new(
         plan: &ShardPlan,
         layout: &Layout,
@@ -98,10 +108,10 @@ impl Snapshot {
         }
         Ok(Some(Box::new(Snapshot {
             route: plan.route,
-            outcome: Outcome::Open,
+            outcome: SnapshotOutcome::Open,
             newest: 0,
             hyperparameters: Vec::with_capacity(plan.groups.len()),
-            marks: vec![Mark::default(); pieces.len()],
+            marks: vec![ChunkMark::default(); pieces.len()],
             taken: vec![false; pieces.len()],
             missing: pieces.len(),
             pieces: pieces.into(),
@@ -114,41 +124,48 @@ impl Snapshot {
         })))
     }
 
-    /// Its arrays.
+    /// Calls `each` for its arrays.
     pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
         [&mut self.model, &mut self.state, &mut self.received].into_iter().for_each(|array| each(array));
     }
 
-    /// Bytes that one of this plan takes.
+    /// Bytes that a snapshot of this plan takes.
     pub(super) fn memory_bytes(plan: &ShardPlan, layout: &Layout) -> u64 {
         let here = |(index, _): &(u32, &Slot)| plan.ports.above(*index).is_none();
         let of_a_chunk = |(_, slot): (u32, &Slot)| {
             (whole_lines(slot.elements as usize) * size_of::<f32>() * (1 + layout.state_slots)
                 + received_elements(slot) * size_of::<f32>()
                 + size_of::<Piece>()
-                + size_of::<Mark>()
+                + size_of::<ChunkMark>()
                 + 1) as u64
         };
         (0..).zip(&layout.slots).filter(here).map(of_a_chunk).sum()
     }
 
-    /// Begins anew.
+    /// Starts again with no chunks.
     pub(super) fn begin(&mut self) {
-        self.outcome = Outcome::Open;
+        self.outcome = SnapshotOutcome::Open;
         self.newest = 0;
         self.missing = self.pieces.len();
         self.taken.fill(false);
     }
 
-    /// Whether this slot's chunk belongs here and is missing.
+    /// Whether this slot's chunk belongs to the snapshot and is missing.
     pub(super) fn lacks(&self, index: u32) -> bool {
         let piece = self.piece_of[index as usize];
         piece != NONE && !self.taken[piece as usize]
     }
 
-    /// Copies the chunk of a slot, which [`Snapshot::lacks`] it. `received` are the parameters that ranks have of a quantised
-    /// one, and empty of another.
-    pub(super) fn take(&mut self, index: u32, model: &[f32], state: &[f32], received: &[f32], mark: Mark) {
+    /// Copies the chunk of a slot that the snapshot [`lacks`](Snapshot::lacks). `received` has the parameters
+    /// that ranks have of a quantised chunk, and is empty for another.
+    pub(super) fn take(
+        &mut self,
+        index: u32,
+        model: &[f32],
+        state: &[f32],
+        received: &[f32],
+        mark: ChunkMark,
+    ) {
         let piece = self.piece_of[index as usize] as usize;
         let slot = self.pieces[piece].slot;
         self.received[slot.quantised[0]..][..received.len()].copy_from_slice(received);
@@ -159,18 +176,18 @@ impl Snapshot {
         self.taken[piece] = true;
         self.missing -= 1;
         if self.missing == 0 {
-            self.outcome = Outcome::Complete;
+            self.outcome = SnapshotOutcome::Complete;
         }
     }
 
-    /// The key of the first chunk that is missing.
+    /// The key of the first missing chunk.
     pub(crate) fn missing_key(&self) -> Option<u32> {
         let mut chunks = self.pieces.iter().zip(&self.taken);
         chunks.find(|(_, taken)| !**taken).map(|(piece, _)| piece.slot.key)
     }
 
     /// Its chunks: key, first element there, elements, and what is known of each.
-    pub(crate) fn chunks(&self) -> impl Iterator<Item = (u32, u64, u32, Mark)> + '_ {
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = (u32, u64, u32, ChunkMark)> + '_ {
         self.pieces
             .iter()
             .zip(&self.marks)
@@ -182,23 +199,24 @@ impl Snapshot {
         self.model.len() + self.state.len() + self.received.len()
     }
 
-    /// Values of state a parameter.
+    /// Values of state per parameter.
     pub(crate) fn state_slots(&self) -> usize {
         self.state_slots
     }
 
-    /// The parameters of its `chunk`-th chunk.
+    /// The parameters of its chunk number `chunk`.
     pub(crate) fn parameters(&self, chunk: usize) -> &[f32] {
         &self.model[self.pieces[chunk].slot.range()]
     }
 
-    /// The parameters that ranks have of its `chunk`-th chunk, if it is quantised: not yet the chunk's.
+    /// The parameters that ranks have of its chunk number `chunk`, if it is quantised: these lag behind the
+    /// chunk's.
     pub(crate) fn received(&self, chunk: usize) -> Option<&[f32]> {
         let slot = &self.pieces[chunk].slot;
         slot.gradient.is_quantised().then(|| &self.received[slot.quantised[0]..][..slot.elements as usize])
     }
 
-    /// A slot of the optimizer state of its `chunk`-th chunk, in the order of the elements.
+    /// A slot of the optimizer state of its chunk number `chunk`, in the order of the elements.
     pub(crate) fn state(&self, chunk: usize, state_slot: usize) -> impl Iterator<Item = &[f32]> + '_ {
         let blocks = self.pieces[chunk].slot.state_blocks(self.state_slots, state_slot, self.block_elements);
         blocks.map(|block| &self.state[block])

@@ -1,20 +1,21 @@
-//! Snapshots of the shards that a core hosts: rare commands, and turns among those of streams.
+//! Snapshots of the shards on a core: rare commands, and turns among those of streams.
 
 use paramhub_core::auth::Namespace;
 use paramhub_core::placement::RouteId;
 
-use super::snapshot::{Snapshot, Wanted};
-use super::turns::Unit;
+use super::scheduler::WorkUnit;
+use super::snapshot::{Snapshot, SnapshotTarget};
 use super::{Core, CoreEvent};
 
-/// Elements that are looked at and copied before the streams have their turn: about as many as one of them brings in its.
+/// Elements that are looked at and copied before the streams are served: about as many as one stream brings
+/// in its turn.
 const COPY_TURN_ELEMENTS: usize = 64 << 10;
 
 impl Core {
-    /// Begins a snapshot. That of a job which has ended is dropped: whoever asked is told of the end otherwise.
-    pub(super) fn arm(&mut self, namespace: Namespace, wanted: Wanted, snapshot: Box<Snapshot>) {
+    /// Begins a snapshot. That of a job that has ended is dropped: the requester learns of the end otherwise.
+    pub(super) fn arm(&mut self, namespace: Namespace, target: SnapshotTarget, snapshot: Box<Snapshot>) {
         let Some(shard) = self.living(namespace, snapshot.route) else { return };
-        self.shards.index_mut(shard).shard.arm(wanted, snapshot);
+        self.shards.index_mut(shard).shard.arm(target, snapshot);
         self.wish_to_copy(shard);
     }
 
@@ -37,20 +38,20 @@ impl Core {
         self.end_snapshot(shard);
     }
 
-    /// Gives a snapshot away that is complete, or will not be.
+    /// Sends off a snapshot that is complete, or will not be completed.
     #[inline]
     pub(super) fn end_snapshot(&mut self, shard: usize) {
         let hosted = self.shards.index_mut(shard);
         if let Some(snapshot) = hosted.shard.ended_snapshot() {
             let namespace = hosted.shard.plan().namespace;
-            self.mailbox.tell(CoreEvent::Snapshot { namespace, snapshot });
+            self.mailbox.send_event(CoreEvent::Snapshot { namespace, snapshot });
         }
     }
 
     fn wish_to_copy(&mut self, shard: usize) {
         let hosted = self.shards.index_mut(shard);
         if hosted.shard.is_copying() && !std::mem::replace(&mut hosted.copies, true) {
-            self.turns.add(hosted.job, Unit::Copy(shard));
+            self.scheduler.add(hosted.job, WorkUnit::Copy(shard));
         }
     }
 

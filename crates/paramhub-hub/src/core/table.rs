@@ -1,6 +1,6 @@
-//! A table whose entries are named by tokens that are never given twice, so that a late event meets nobody else's entry.
+//! A table whose entries have tokens that are never reused, so that a late event cannot reach another entry.
 
-/// Entries at stable positions.
+/// Entries at stable indices.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     entries: Vec<Entry<T>>,
@@ -20,13 +20,13 @@ impl<T> Default for Table<T> {
 }
 
 impl<T> Table<T> {
-    /// Puts a value in and names it.
+    /// Adds a value and returns its token.
     pub(crate) fn insert(&mut self, value: T) -> u64 {
         let index = self.insert_index(value);
         u64::from(self.entries[index].generation) << 32 | index as u64
     }
 
-    /// Puts a value in and says where.
+    /// Adds a value and returns its index.
     pub(crate) fn insert_index(&mut self, value: T) -> usize {
         match self.free.pop() {
             Some(index) => {
@@ -42,26 +42,26 @@ impl<T> Table<T> {
         }
     }
 
-    /// The value of that name, if it is still here.
+    /// The value with this token, if it is still here.
     pub(crate) fn at_mut(&mut self, token: u64) -> Option<&mut T> {
         let entry = self.entries.get_mut((token & u64::from(u32::MAX)) as usize)?;
         if u64::from(entry.generation) == token >> 32 { entry.value.as_mut() } else { None }
     }
 
-    /// Takes the value of that name out.
+    /// Removes the value with this token.
     pub(crate) fn remove(&mut self, token: u64) -> Option<T> {
         self.at_mut(token)?;
         self.remove_index((token & u64::from(u32::MAX)) as usize)
     }
 
-    /// Takes the value at that place out.
+    /// Removes the value at this index.
     pub(crate) fn remove_index(&mut self, index: usize) -> Option<T> {
         let value = self.entries[index].value.take()?;
         self.free.push(index);
         Some(value)
     }
 
-    /// The value at that place.
+    /// The value at this index.
     ///
     /// # Panics
     /// If there is none.
@@ -69,7 +69,7 @@ impl<T> Table<T> {
         self.entries[index].value.as_ref().expect("a lane's shard outlives it")
     }
 
-    /// The value at that place.
+    /// The value at this index.
     ///
     /// # Panics
     /// If there is none.
@@ -77,17 +77,17 @@ impl<T> Table<T> {
         self.entries[index].value.as_mut().expect("a lane's shard outlives it")
     }
 
-    /// Whether a value is at that place.
+    /// Whether there is a value at this index.
     pub(crate) fn contains_index(&self, index: usize) -> bool {
         self.entries[index].value.is_some()
     }
 
-    /// Where the first value is that is wanted.
+    /// The index of the first wanted value.
     pub(crate) fn position(&self, wanted: impl Fn(&T) -> bool) -> Option<usize> {
         self.entries.iter().position(|entry| entry.value.as_ref().is_some_and(&wanted))
     }
 
-    /// The names of all values.
+    /// The tokens of all values.
     pub(crate) fn tokens(&self) -> Vec<u64> {
         let here = self.entries.iter().enumerate().filter(|(_, entry)| entry.value.is_some());
         here.map(|(index, entry)| u64::from(entry.generation) << 32 | index as u64).collect()
@@ -98,7 +98,7 @@ impl<T> Table<T> {
         self.entries.iter_mut().filter_map(|entry| entry.value.as_mut())
     }
 
-    /// All values, out of their places.
+    /// All values, removed from the table.
     pub(crate) fn into_values(self) -> impl Iterator<Item = T> {
         self.entries.into_iter().filter_map(|entry| entry.value)
     }

@@ -1,24 +1,24 @@
-//! What a core does a few times a second, whatever comes.
+//! What a core does a few times a second, with or without other work.
 
 use std::time::Instant;
 
+use paramhub_core::liveness::{HEARTBEAT, LivenessChange, LivenessRules};
 use paramhub_core::service::JobCounters;
-use paramhub_core::wire::{Header, Operation};
+use paramhub_core::wire::Operation;
 
 use super::fault::Fault;
-use super::lane::Pulse;
-use super::{Core, CoreEvent, TICK};
+use super::{Core, CoreEvent};
 
 impl Core {
-    /// Heartbeats, silent workers, streams that were given time to close, and counters.
+    /// Handles heartbeats, silent workers, streams that are closing, and counters.
     pub(super) fn tick(&mut self, now: Instant) {
-        let pause = (now - self.last_tick).saturating_sub(TICK * 4);
-        self.awake += (now - self.last_tick).saturating_sub(pause);
-        self.last_tick = now;
+        let since_tick = now - self.own_pauses.last_turn();
+        let pause = self.own_pauses.turn(now);
+        self.awake += since_tick - pause;
         for token in self.lanes.tokens() {
             let Some(lane) = self.lanes.at_mut(token) else { continue };
             if !pause.is_zero() {
-                lane.forgive(pause);
+                lane.forgive(pause, now);
             }
             if lane.is_overdue(now) {
                 self.drop_lane(token);
@@ -27,28 +27,28 @@ impl Core {
             let (port, index) = (lane.port, lane.shard);
             let hosted = self.shards.index_mut(index);
             let namespace = hosted.shard.plan().namespace;
-            let dead_after = hosted.shard.plan().dead_after;
+            let rules = LivenessRules::of_stream(HEARTBEAT, hosted.shard.plan().dead_after);
             let who = hosted.shard.plan().ports.neighbour(port);
-            let pulse = if hosted.shard.has_left(port) { None } else { lane.pulse(now, dead_after) };
-            if lane.wants_heartbeat(now, dead_after) && hosted.shard.outboxes[port as usize].is_empty() {
-                hosted.shard.outboxes[port as usize].message(Header::bare(Operation::Heartbeat), Vec::new());
+            let liveness = if hosted.shard.has_left(port) { None } else { lane.liveness(now, &rules) };
+            if lane.wants_heartbeat(now, &rules) && hosted.shard.has_sent_all(port) {
+                hosted.shard.message(port, Operation::Heartbeat, Vec::new());
                 self.flush(token, now);
             }
-            match pulse {
-                Some(Pulse::Silent(silence)) => {
+            match liveness {
+                Some(LivenessChange::Silent(silence)) => {
                     let seconds = Some(silence.as_secs_f64());
-                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds });
+                    self.mailbox.send_event(CoreEvent::Silence { namespace, who, seconds });
                 }
-                Some(Pulse::HeardAgain) => {
-                    self.mailbox.tell(CoreEvent::Silence { namespace, who, seconds: None });
+                Some(LivenessChange::HeardAgain) => {
+                    self.mailbox.send_event(CoreEvent::Silence { namespace, who, seconds: None });
                 }
-                Some(Pulse::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
+                Some(LivenessChange::Dead(silence)) => self.fault(token, &Fault::Silent(silence), now),
                 None => {}
             }
         }
-        self.tell_of_late();
-        self.tell_of_awaited();
-        self.farewells.let_go(now);
+        self.report_late();
+        self.report_awaited();
+        self.final_messages.close_finished(now);
         self.mailbox.retry();
         self.publish();
     }
@@ -61,8 +61,8 @@ impl Core {
         report.jobs.extend(
             self.shards.values().map(|hosted| (hosted.shard.plan().namespace, hosted.shard.counters())),
         );
-        // Of a job's shards here together.
-        report.jobs.extend(self.turns.times().map(|(namespace, busy)| {
+        // The time of all shards of a job here together.
+        report.jobs.extend(self.scheduler.times().map(|(namespace, busy)| {
             (namespace, JobCounters { busy_ns: busy.as_nanos() as u64, ..JobCounters::default() })
         }));
         report.left_out.clear();
@@ -73,22 +73,22 @@ impl Core {
         }
     }
 
-    /// Says who keeps the others waiting.
-    fn tell_of_awaited(&mut self) {
+    /// Reports the ranks and sites that keep others waiting.
+    fn report_awaited(&mut self) {
         for hosted in self.shards.values_mut().filter(|hosted| !hosted.ending) {
-            if let Some(news) = hosted.shard.news_of_awaited(self.awake) {
+            if let Some(event) = hosted.shard.overdue_event(self.awake) {
                 let (namespace, route) = (hosted.shard.plan().namespace, hosted.route);
-                self.mailbox.tell(CoreEvent::Awaited { namespace, route, news });
+                self.mailbox.send_event(CoreEvent::Awaited { namespace, route, event });
             }
         }
     }
 
-    /// Says which ranks steps end without.
-    fn tell_of_late(&mut self) {
+    /// Reports the ranks without which steps end.
+    fn report_late(&mut self) {
         for hosted in self.shards.values_mut() {
-            while let Some(late) = hosted.shard.news_of_late() {
+            while let Some(late) = hosted.shard.late_rank() {
                 let namespace = hosted.shard.plan().namespace;
-                self.mailbox.tell(CoreEvent::Late { namespace, late });
+                self.mailbox.send_event(CoreEvent::Late { namespace, late });
             }
         }
     }

@@ -1,16 +1,16 @@
-//! Ties interfaces, cores and processors of one NUMA node together (PHub section 3.3), so that what a card brings is summed
-//! by a processor of its own node, in memory which that processor touched first.
+//! Ties interfaces, cores and processors of one NUMA node together (PHub section 3.3), so that what arrives
+//! at a card is summed by a processor of its own node, in memory that this processor touched first.
 
 use std::cmp::Reverse;
 
 use paramhub_transport::interface::Sysfs;
 
-/// What an interface asks for.
+/// What an interface needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Demand {
     /// Its share of the load relative to the others.
     pub(crate) weight: u32,
-    /// The NUMA node of its device, where that is known.
+    /// The NUMA node of its device, if it is known.
     pub(crate) node: Option<u32>,
 }
 
@@ -18,17 +18,17 @@ pub(super) struct Demand {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Processor {
     pub(crate) number: usize,
-    /// Its NUMA node, where there are any.
+    /// Its NUMA node, if the machine has any.
     pub(crate) node: Option<u32>,
 }
 
-/// Who serves what, and where.
+/// Which cores serve which interfaces, on which processors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Assignment {
-    /// Of every interface: its cores, at least one. An interface shares a core only where there are fewer cores than
-    /// interfaces.
+    /// The cores of each interface, at least one. An interface shares a core only if there are fewer cores
+    /// than interfaces.
     pub(crate) cores_of: Vec<Vec<u16>>,
-    /// Of every core: its processor. Several have the same where there are more cores than processors.
+    /// The processor of each core. Several cores have the same one if there are more cores than processors.
     pub(crate) processor_of: Vec<Processor>,
 }
 
@@ -42,14 +42,14 @@ pub(crate) fn processors(sysfs: &Sysfs) -> std::io::Result<Vec<Processor>> {
     Ok(numbers.map(|number| Processor { number, node: node_of(number) }).collect())
 }
 
-/// Deals `cores` cores to `interfaces`, in proportion to their weights, and a processor to each core: one of its interface's
-/// node as long as there is one, then any that is free.
+/// Deals `cores` cores to `interfaces` in proportion to their weights, and a processor to each core: one of
+/// its interface's node as long as there is one, then any free one.
 ///
 /// There must be a core, an interface and a processor.
 pub(super) fn assign(interfaces: &[Demand], cores: usize, processors: &[Processor]) -> Assignment {
     let mut groups = groups(interfaces);
     if cores < groups.len() {
-        // Some core would serve two nodes whatever one does.
+        // Some core would serve two nodes in any case.
         groups = vec![Group { node: None, members: (0..interfaces.len()).collect() }];
     }
     let room = |group: &Group| match group.node {
@@ -71,7 +71,7 @@ pub(super) fn assign(interfaces: &[Demand], cores: usize, processors: &[Processo
     Assignment { cores_of, processor_of: place(&node_of_core, processors) }
 }
 
-/// Interfaces of one node, or of none that is known.
+/// The interfaces of one node, or of an unknown one.
 struct Group {
     node: Option<u32>,
     members: Vec<usize>,
@@ -94,8 +94,9 @@ fn groups(interfaces: &[Demand]) -> Vec<Group> {
     groups
 }
 
-/// Gives each of those beyond the `shares` everybody starts with to whoever is worst off for its weight: first as long as
-/// `rooms` last, then whether they do or not. All of the shares together are no more than `all`.
+/// Deals what `all` exceeds the initial `shares` by, one at a time, to the taker with the least for its
+/// weight: first to those whose `rooms` are not full, then to any. The sum of the shares must not exceed
+/// `all`.
 fn share_out(all: usize, mut shares: Vec<usize>, weights: &[u64], rooms: &[usize]) -> Vec<usize> {
     for _ in shares.iter().sum()..all {
         let worst_off = |takers: &mut dyn Iterator<Item = usize>| {
@@ -116,7 +117,7 @@ fn share_out(all: usize, mut shares: Vec<usize>, weights: &[u64], rooms: &[usize
 fn deal(interfaces: &[Demand], members: &[usize], first: usize, count: usize, cores_of: &mut [Vec<u16>]) {
     let core = |number: usize| (first + number) as u16;
     if count >= members.len() {
-        // In turns, so that interfaces of one weight have every so-manyth core.
+        // Interfaces take cores in turn, so that those of equal weight get evenly spaced ones.
         let weights: Vec<u64> = members.iter().map(|&member| interfaces[member].weight.into()).collect();
         let mut left = share_out(count, vec![1; members.len()], &weights, &vec![usize::MAX; members.len()]);
         let mut next = 0;
@@ -129,7 +130,7 @@ fn deal(interfaces: &[Demand], members: &[usize], first: usize, count: usize, co
         }
         return;
     }
-    // Longest first, as chunks are placed.
+    // The heaviest first, as chunks are placed.
     let mut heaviest_first = members.to_vec();
     heaviest_first.sort_by_key(|&member| Reverse(interfaces[member].weight));
     let mut loads = vec![0u64; count];
@@ -140,8 +141,8 @@ fn deal(interfaces: &[Demand], members: &[usize], first: usize, count: usize, co
     }
 }
 
-/// Gives each core a free processor of its node; then one of any, to those for whom none was left; then, in turns, one that
-/// has a core already.
+/// Gives each core a free processor of its node, then a free one of any node to the cores that got none; the
+/// rest share processors in turn.
 fn place(node_of_core: &[Option<u32>], processors: &[Processor]) -> Vec<Processor> {
     let mut free = processors.to_vec();
     let mut placed: Vec<Option<Processor>> = vec![None; node_of_core.len()];
@@ -171,7 +172,7 @@ mod tests {
         Demand { weight, node: Some(node) }
     }
 
-    /// Two nodes of so many processors each, numbered as the kernel does.
+    /// Two nodes with this many processors each, numbered as the kernel does.
     fn machine(each: usize) -> Vec<Processor> {
         (0..2 * each).map(|number| Processor { number, node: Some((number / each) as u32) }).collect()
     }
@@ -212,7 +213,7 @@ mod tests {
         let assigned = assign(&[on(0, 10)], 6, &machine(4));
         assert_eq!(assigned.cores_of, [[0, 1, 2, 3, 4, 5]]);
         assert_eq!(numbers(&assigned), [0, 1, 2, 3, 4, 5]);
-        // What has a place of its own does not yield it.
+        // A core with a processor of its own keeps it.
         let assigned = assign(&[on(0, 30), on(1, 10)], 8, &machine(4));
         assert_eq!(assigned.cores_of, [[0, 1, 2, 3], [4, 5, 6, 7]]);
         assert_eq!(numbers(&assigned), [0, 1, 2, 3, 4, 5, 6, 7]);

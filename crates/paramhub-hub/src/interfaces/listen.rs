@@ -1,47 +1,47 @@
-//! From what an operator wrote to addresses that workers can dial, each with what lies behind it.
+//! From the configured addresses to addresses that workers can dial, each with its interface.
 
 use std::net::SocketAddr;
 
-use paramhub_transport::interface::{Interface, LeftOut, Network, Rate, Selector, Sysfs, choose};
+use paramhub_core::combinations::{self, Feature, Features};
+use paramhub_transport::interface::{ExcludedInterface, Interface, Rate, Selector, Subnet, Sysfs, choose};
 
 use crate::config::{HubConfig, HubError};
 
-/// What an interface counts for whose rate nobody knows, where no other's is known either. Hubs of one job are weighed
-/// against each other, so that this must be a rate and not just any number.
+/// The weight of an interface of unknown rate if no other rate is known either. Hubs of one job are weighed
+/// against each other, so this must be a plausible rate and not an arbitrary number.
 const UNKNOWN_MBIT: u32 = 10_000;
 
-/// An address that is listened on.
+/// An address on which the hub listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listening {
     pub(crate) address: SocketAddr,
-    /// The interface that has the address; none for one that stands for all.
+    /// The interface that has the address; `None` for an address that stands for all.
     pub(crate) name: Option<String>,
-    /// What the interface carries one way.
+    /// The rate of the interface in one direction.
     pub(crate) rate: Option<Rate>,
-    /// Its share of the load: its rate in Mbit/s, if need be a guess, divided among the addresses it is listened on.
+    /// Its share of the load: its rate, or a guess of it, in Mbit/s, divided among the addresses at which the
+    /// hub listens on it.
     pub(crate) weight: u32,
     /// The NUMA node of its device.
     pub(crate) node: Option<u32>,
 }
 
-/// Addresses to listen on, in which an unspecified one has become those of the chosen interfaces; and which interfaces were left
-/// out.
+/// The addresses to listen on, where those of the chosen interfaces replace an unspecified one, and the
+/// interfaces that were left out.
 pub(crate) fn addresses_of(
     config: &HubConfig,
     found: &[Interface],
     sysfs: &Sysfs,
-) -> Result<(Vec<SocketAddr>, Vec<LeftOut>), HubError> {
+) -> Result<(Vec<SocketAddr>, Vec<ExcludedInterface>), HubError> {
     let refused = |why: String| Err(HubError::Config(why));
     let has_wildcard = config.listen.iter().any(|address| address.ip().is_unspecified());
     if !config.advertise.is_empty() || !has_wildcard {
-        return match config.interfaces == Selector::Auto {
-            true => Ok((config.listen.clone(), Vec::new())),
-            false => refused(
-                "interfaces are chosen among those that 0.0.0.0 or [::] stands for: listen on one of these, without \
-                 --advertise, or leave out --interfaces"
-                    .into(),
-            ),
-        };
+        let asked = Features::of([
+            (Feature::FixedAddresses, true),
+            (Feature::HubInterfaces, config.interfaces != Selector::Auto),
+        ]);
+        combinations::check(asked).map_err(|conflict| HubError::Config(conflict.to_string()))?;
+        return Ok((config.listen.clone(), Vec::new()));
     }
     let choice = choose(found, &config.interfaces, sysfs).map_err(|error| {
         HubError::Config(format!(
@@ -56,16 +56,15 @@ pub(crate) fn addresses_of(
             continue;
         }
         for usable in &choice.usable {
-            let of_family = |network: &&Network| network.address().is_ipv4() == listen.is_ipv4();
+            let of_family = |network: &&Subnet| network.address().is_ipv4() == listen.is_ipv4();
             match usable.networks.iter().find(of_family) {
                 Some(network) => addresses.push(SocketAddr::new(network.address(), listen.port())),
-                None if listen.is_ipv4() => left_out.push(LeftOut {
+                None if listen.is_ipv4() => left_out.push(ExcludedInterface {
                     name: usable.name.clone(),
                     why: "it has no address of IPv4; listen on [::] for those of IPv6",
                 }),
-                None => {
-                    left_out.push(LeftOut { name: usable.name.clone(), why: "it has no address of IPv6" })
-                }
+                None => left_out
+                    .push(ExcludedInterface { name: usable.name.clone(), why: "it has no address of IPv6" }),
             }
         }
     }
@@ -79,7 +78,7 @@ pub(crate) fn addresses_of(
 }
 
 impl Listening {
-    /// What it is called in messages.
+    /// The name of the address in messages.
     pub(crate) fn called(&self) -> String {
         match &self.name {
             Some(name) => format!("{name} ({})", self.address),
@@ -87,7 +86,7 @@ impl Listening {
         }
     }
 
-    /// What lies behind each address.
+    /// The interface and rate of each address.
     pub(crate) fn all(
         addresses: &[SocketAddr],
         config: &HubConfig,
@@ -135,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// A machine with two nodes, as the transport's tests describe it.
+    /// A machine with two nodes, as in the transport's tests.
     fn sysfs() -> Sysfs {
         Sysfs::at(Path::new(env!("CARGO_MANIFEST_DIR")).join("../paramhub-transport/tests/sysfs/two-nodes"))
     }
@@ -147,7 +146,7 @@ mod tests {
             has_carrier: true,
             is_loopback: name == "lo",
             is_point_to_point: false,
-            networks: addresses.iter().map(|&(ip, bits)| Network::new(ip.parse().unwrap(), bits)).collect(),
+            networks: addresses.iter().map(|&(ip, bits)| Subnet::new(ip.parse().unwrap(), bits)).collect(),
         };
         vec![
             interface("lo", &[("127.0.0.1", 8)]),

@@ -1,4 +1,5 @@
-//! The hub's interfaces: what to listen on, what lies behind each, which cores serve it, and whether it still works.
+//! The hub's interfaces: the addresses to listen on, the device of each, the cores that serve it, and whether
+//! it still works.
 
 mod assign;
 mod listen;

@@ -1,4 +1,4 @@
-//! What the hub offers the placement, and how it says so to people.
+//! What the hub offers the placement, and its description for people.
 
 use paramhub_core::placement::{HubShape, InterfaceShape};
 use paramhub_transport::interface::Sysfs;
@@ -7,7 +7,7 @@ use super::Listening;
 use super::assign::{Assignment, Demand, assign, processors};
 use crate::config::{HubConfig, HubError};
 
-/// Ties the interfaces to cores, and these to processors of the same node.
+/// Ties the interfaces to cores, and the cores to processors of the same node.
 pub(crate) fn plan(listening: &[Listening], cores: usize, sysfs: &Sysfs) -> Result<Assignment, HubError> {
     let processors = processors(sysfs)
         .map_err(|cause| HubError::System { what: "learn which processors it may use", cause })?;
@@ -16,8 +16,8 @@ pub(crate) fn plan(listening: &[Listening], cores: usize, sysfs: &Sysfs) -> Resu
     Ok(assign(&demands, cores, &processors))
 }
 
-/// Each interface is listed once a stream, side by side: the placement then spreads the chunks over the copies as it does over
-/// interfaces.
+/// The hub's shape. It lists each interface once per stream, side by side: the placement then spreads the
+/// chunks over the copies as over interfaces.
 pub(crate) fn shape(
     config: &HubConfig,
     listening: &[Listening],
@@ -33,7 +33,8 @@ pub(crate) fn shape(
         (None, address) => Ok(address.to_string()),
     };
     let interface = |interface: usize| {
-        // Copies share what the interface carries, so that hubs with unlike numbers of streams are weighed alike.
+        // Copies share the rate of the interface, so hubs with different numbers of streams have comparable
+        // weights.
         let weight = (listening[interface].weight / config.streams as u32).max(1);
         let cores = assignment.cores_of[interface].clone();
         Ok(InterfaceShape { address: address_of(interface)?, cores, weight })

@@ -1,21 +1,26 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::Instant;
 
-use paramhub_transport::interface::{LOOK, Watch, interfaces};
+use paramhub_transport::interface::{InterfaceMonitor, LOOK, interfaces};
 use tracing::{info, warn};
 
 use super::Listening;
-use crate::steward::Letter;
+use crate::job_controller::ControllerEvent;
 
-/// Looks after the interfaces and tells the steward what befalls them, until `stop` hangs up. Interfaces are numbered as in the
-/// hub's shape, where each is listed `copies` times.
-pub(crate) fn watch(listening: &[Listening], copies: u16, letters: &SyncSender<Letter>, stop: &Receiver<()>) {
+/// Watches the interfaces until `stop` closes, and reports to the job controller which go down or come back.
+/// Interfaces are numbered as in the hub's shape, where each is listed `copies` times.
+pub(crate) fn watch(
+    listening: &[Listening],
+    copies: u16,
+    controller: &SyncSender<ControllerEvent>,
+    stop: &Receiver<()>,
+) {
     let known = |(number, listening): (usize, &Listening)| {
         let name = listening.name.clone()?;
         Some((number as u16, (name, listening.address.ip())))
     };
     let (numbers, watched): (Vec<u16>, Vec<_>) = listening.iter().enumerate().filter_map(known).unzip();
-    let mut watch = Watch::new(watched);
+    let mut watch = InterfaceMonitor::new(watched);
     let mut is_blind = false;
     while let Err(RecvTimeoutError::Timeout) = stop.recv_timeout(LOOK) {
         let found = match interfaces() {
@@ -35,8 +40,8 @@ pub(crate) fn watch(listening: &[Listening], copies: u16, letters: &SyncSender<L
                 None => info!("{} is back", listening[usize::from(numbers[change.position])].called()),
             }
             let first = numbers[change.position] * copies;
-            let letter = Letter::Interfaces { numbers: first..first + copies, down: change.down };
-            if letters.send(letter).is_err() {
+            let event = ControllerEvent::Interfaces { numbers: first..first + copies, down: change.down };
+            if controller.send(event).is_err() {
                 return;
             }
         }

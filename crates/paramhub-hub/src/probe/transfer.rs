@@ -1,4 +1,4 @@
-//! As much as goes through some streams, both ways at once, for a bounded time, timed by whoever receives.
+//! As much as some streams carry, both ways at once, for a bounded time. The receiver takes the time.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -6,19 +6,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What comes first does not count: TCP's slow start, and what a shaper lets through in a burst.
+/// The first bytes do not count: TCP's slow start, and what a traffic shaper admits in a burst.
 const WARM_UP: Duration = Duration::from_millis(150);
-/// What counts.
+/// The time that counts.
 const COUNTED: Duration = Duration::from_millis(300);
-/// How much longer one sends, since the two ends do not begin at the same moment.
+/// How much longer each end sends, since the two do not begin at the same moment.
 const AFTER: Duration = Duration::from_millis(50);
 /// Bytes each way, all streams together: more than the time allows up to 128 Gbit/s.
 const BYTES_MAX: u64 = 8 << 30;
 const BLOCK_BYTES: usize = 64 << 10;
-/// How often one looks whether the other end still sends, and how long a read or a write waits at most.
+/// How often an end checks whether the other one still sends, and the longest wait of a read or a write.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Bits of payload a second that arrived while this end sent all it could.
+/// Bits of payload that arrived per second while this end sent as much as it could.
 pub(super) fn both_ways(streams: &[TcpStream]) -> Result<f64, String> {
     let prepare = |stream: &TcpStream| {
         stream.set_nonblocking(false)?;
@@ -78,7 +78,7 @@ fn send(mut stream: &TcpStream, noise: &[u8], sent: &AtomicU64, is_over: &Atomic
                 at = (at + written) % noise.len();
             }
             Err(error) if is_temporary(&error) => {}
-            // The receiver's count says what came of it.
+            // The receiver counts what has arrived.
             Ok(0) | Err(_) => return,
         }
     }

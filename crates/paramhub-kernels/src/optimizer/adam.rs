@@ -17,8 +17,8 @@ use crate::dispatch::{Isa, kernel};
 /// p = p - learning_rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 /// ```
 ///
-/// As in torch, what depends on no element is computed in f64 and rounded to f32 once. Where torch's CPU
-/// kernels fuse a multiplication with an addition, this rounds twice (see the crate's rounding rule), so
+/// As in torch, values that depend on no element are computed in f64 and rounded to f32 once. Where torch's
+/// CPU kernels fuse a multiplication with an addition, this rounds twice (see the crate's rounding rule), so
 /// results agree to a few units in the last place, not to the bit.
 #[derive(Clone, Copy, Debug)]
 pub struct Adam {
@@ -157,8 +157,8 @@ fn update<const L2: bool, const DECOUPLED: bool, const NEAR: bool>(
     }
 }
 
-/// `base` to the power of `exponent` by squaring: the platform's `pow` may differ in the last bit from one
-/// CPU to the next, this cannot.
+/// `base` to the power of `exponent` by squaring. The platform's `pow` may differ in the last bit between
+/// CPUs; this cannot.
 fn power(base: f64, mut exponent: u64) -> f64 {
     let mut result = 1.0;
     let mut square = base;

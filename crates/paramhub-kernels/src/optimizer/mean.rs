@@ -3,20 +3,20 @@ use paramhub_core::hyperparameters::Hyperparameters;
 use super::{Optimizer, Step, assert_step};
 use crate::dispatch::{Isa, kernel};
 
-/// No optimizer, registered as `mean`: the model becomes the mean of the contributions, as an all-reduce
-/// would leave it. Uses no hyperparameter and no state.
+/// No optimizer, registered as `mean`: the model becomes the mean of the contributions, as after an
+/// all-reduce. It uses no hyperparameter and no state.
 #[derive(Clone, Copy, Debug)]
 pub struct Mean {
     isa: Isa,
 }
 
 impl Mean {
-    /// With the widest instruction set of this CPU.
+    /// The mean with the widest instruction set of this CPU.
     pub fn new() -> Self {
         Self::with_isa(Isa::best())
     }
 
-    /// With the body for `isa`.
+    /// The mean with the body for `isa`.
     pub fn with_isa(isa: Isa) -> Self {
         Self { isa }
     }

@@ -14,7 +14,7 @@ use crate::dispatch::{Isa, kernel};
 /// p = p - learning_rate * g
 /// ```
 ///
-/// A step with a momentum of 0 leaves the buffer as it is. Where torch's CPU kernels fuse a multiplication
+/// A step with a momentum of 0 leaves the buffer unchanged. Where torch's CPU kernels fuse a multiplication
 /// with an addition, this rounds twice (see the crate's rounding rule), so results agree to a few units in
 /// the last place, not to the bit.
 #[derive(Clone, Copy, Debug)]
@@ -23,12 +23,12 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    /// With the widest instruction set of this CPU.
+    /// SGD with the widest instruction set of this CPU.
     pub fn new() -> Self {
         Self::with_isa(Isa::best())
     }
 
-    /// With the bodies for `isa`.
+    /// SGD with the bodies for `isa`.
     pub fn with_isa(isa: Isa) -> Self {
         Self { isa }
     }

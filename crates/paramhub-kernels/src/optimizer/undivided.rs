@@ -2,8 +2,8 @@ use paramhub_core::hyperparameters::Hyperparameters;
 
 use super::{Optimizer, Step, assert_step};
 
-/// No optimizer and no division, registered as `sum`: the model becomes the sum of the contributions. Uses no
-/// hyperparameter and no state.
+/// No optimizer and no division, registered as `sum`: the model becomes the sum of the contributions. It uses
+/// no hyperparameter and no state.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Undivided;
 

@@ -105,7 +105,7 @@ fn values_around_every_half() -> Vec<f32> {
         let exact = f16::from_bits(bits).to_f32_const().to_bits();
         let next = f16::from_bits(bits.wrapping_add(1)).to_f32_const().to_bits();
         let tie = exact / 2 + next / 2 + (exact & next & 1);
-        // Above the largest f16 the tie is to where the next one would be.
+        // Above the largest f16, the tie is where it would be if there were a next one.
         let tie = if bits & 0x7fff == 0x7bff { exact + 0x1000 } else { tie };
         let truncated = u32::from(bits) << 16;
         for pattern in [exact, tie, truncated, truncated | 0x8000] {

@@ -65,7 +65,7 @@ proptest! {
         let mut random = Random(seed);
         let mut wire = random.bytes(len * codec.bytes());
         if rare {
-            // Keeps one exponent in a thousand free to be all ones.
+            // Clears an exponent bit in all but one element in a thousand: these are finite.
             for bytes in wire.chunks_mut(codec.bytes()) {
                 if !random.bits().is_multiple_of(1000) {
                     *bytes.last_mut().unwrap() &= 0xbf;

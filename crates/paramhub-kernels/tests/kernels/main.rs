@@ -1,6 +1,7 @@
-//! Every kernel against a plain scalar reference, bit for bit, in every body this CPU can run.
+//! Every kernel against a plain scalar reference, bit for bit, in every body this CPU can run, and a user's own.
 
 mod conversions;
+mod custom_rules;
 mod finite;
 mod nontemporal;
 mod optimizers;

@@ -3,7 +3,7 @@ use paramhub_kernels::{Adam, Aggregator, Hyperparameters, Mean, Optimizer, Sgd, 
 
 use crate::support::{CODECS, Random, assert_same, lengths};
 
-/// Around cache lines, tiles and a chunk; every length would take long and find nothing more.
+/// Lengths around cache lines, tiles and a chunk; all lengths would take long and find no more.
 fn some_lengths() -> impl Iterator<Item = usize> {
     lengths().filter(|len| *len < 40 || *len % 13 == 0 || *len > 250)
 }
@@ -75,7 +75,7 @@ fn what_a_rule_refuses_is_refused() {
     assert!(Sgd::new().check(&nonsense).is_err());
 }
 
-/// More state than goes through a tile.
+/// An optimizer with more state than goes through a tile.
 #[derive(Clone)]
 struct ThreeSlots;
 

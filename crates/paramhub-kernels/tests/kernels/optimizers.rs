@@ -7,7 +7,7 @@ use crate::support::{Random, assert_same, lengths};
 
 const STEPS: u64 = 3;
 
-/// One element, one step, written as the documentation of the optimizers writes it.
+/// One step of one element, written as in the optimizers' documentation.
 type Reference = fn(&Step<'_>, f32, f32, &mut [f32; 2]) -> f32;
 
 #[test]
@@ -107,7 +107,7 @@ fn momentum_without_its_buffer_is_a_bug_of_the_caller() {
 }
 
 proptest! {
-    /// However a tensor is cut into chunks, its parameters come out the same.
+    /// Parameters are the same however a tensor is cut into chunks.
     #[test]
     fn updates_do_not_depend_on_cuts(
         len in 0_usize..2000,
@@ -138,7 +138,7 @@ proptest! {
 
 #[test]
 fn a_factor_scales_the_gradient_before_anything_is_made_of_it() {
-    // `sum` hands out what it got: steps that are scaled have an optimizer.
+    // `sum` returns what it gets: scaled steps have an optimizer.
     for case in cases().iter().filter(|case| case.name != "sum") {
         let optimizer = (case.optimizer)(Isa::best());
         let mut random = Random(5);

@@ -8,7 +8,7 @@ const QUANTISED: [Codec; 2] = [Codec::OneBit, Codec::TwoBit];
 const BLOCK: usize = 1024;
 const LANES: usize = 16;
 
-/// The mean of those of a block that belong, added up as the kernels say: in sixteen running sums.
+/// The mean of those values of a block that belong, added up as the kernels do: in sixteen running sums.
 fn mean_of(block: &[f32], belongs: impl Fn(f32) -> bool) -> f32 {
     let mut sums = [0.0_f32; LANES];
     let mut count = 0;
@@ -19,7 +19,7 @@ fn mean_of(block: &[f32], belongs: impl Fn(f32) -> bool) -> f32 {
     if count == 0 { 0.0 } else { sums.iter().sum::<f32>() / count as f32 }
 }
 
-/// Wire bytes and what they stand for, one value after the other.
+/// Wire bytes and the values that they decode to, one value after the other.
 fn reference(values: &[f32], codec: Codec) -> (Vec<u8>, Vec<f32>) {
     let (mut wire_levels, mut classes, mut rebuilt) = (Vec::new(), Vec::new(), Vec::new());
     for block in values.chunks(BLOCK) {
@@ -49,7 +49,7 @@ fn reference(values: &[f32], codec: Codec) -> (Vec<u8>, Vec<f32>) {
     ([wire_levels, numbers].concat(), rebuilt)
 }
 
-/// Some near one another, some far away, some zero: what gradients look like.
+/// Values like those of gradients: some near one another, some far away, some zero.
 fn gradient(random: &mut Random, len: usize) -> Vec<f32> {
     let number = |random: &mut Random| if random.bits().is_multiple_of(3) { 0.0 } else { random.number() };
     (0..len).map(|_| number(random)).collect()
@@ -104,7 +104,7 @@ fn changes_add_up_to_what_was_seen_and_leave_the_rest_for_later() {
             assert_same(&elsewhere, &seen, &codec);
         }
         assert_ne!(model, seen);
-        // Standing still, it is made up for, block by block.
+        // If the model stands still, the loss is made up for, block by block.
         let far = |seen: &[f32]| model.iter().zip(seen).map(|(m, s)| (m - s).powi(2)).sum::<f32>();
         let before = far(&seen);
         for _ in 0..60 {
@@ -115,7 +115,7 @@ fn changes_add_up_to_what_was_seen_and_leave_the_rest_for_later() {
     }
 }
 
-/// What makes one bit enough: over many steps nothing is lost but what the last one lost.
+/// The reason why one bit is enough: over many steps only the loss of the last one remains.
 #[test]
 fn with_feedback_many_steps_add_up_to_the_exact_sum_and_without_they_do_not() {
     let gradient: Vec<f32> = (0..2048).map(|at| ((at * 37 % 101) as f32 - 40.0) / 60.0).collect();
@@ -218,7 +218,7 @@ proptest! {
         for ((value, rebuilt), lost) in values.iter().zip(&rebuilt).zip(&residual) {
             prop_assert_eq!(value - rebuilt, *lost);
         }
-        // The bf16 levels are all that keeps a block's sum from being kept.
+        // Only the rounding of the levels to bf16 changes a block's sum.
         let moved: f64 = residual.iter().map(|&lost| f64::from(lost)).sum();
         let size: f64 = values.iter().map(|&value| f64::from(value.abs())).sum();
         prop_assert!(moved.abs() <= size / 200.0, "{} of {}", moved, size);

@@ -7,7 +7,7 @@ fn squares_of_the_scaled_values_are_added_in_double_precision() {
     assert_eq!(squares(&[], 1.0), 0.0);
     assert_eq!(squares(&[3.0, 4.0], 1.0), 25.0);
     assert_eq!(squares(&[3.0, 4.0], 0.5), 6.25);
-    // In single precision the squares would overflow, and the small one would be lost.
+    // In single precision the squares would overflow, and the small value would be lost.
     assert_eq!(squares(&[1e30], 1.0), f64::from(1e30_f32).powi(2));
     assert_eq!(squares(&[1e5, 1e-2], 1.0), 1e10 + f64::from(1e-2_f32).powi(2));
     // A third is rounded as an optimizer rounds it.

@@ -68,7 +68,7 @@ fn a_wrong_length_is_a_bug_of_the_caller() {
 }
 
 proptest! {
-    /// However a chunk is cut, and whether its contributions were parked as f32 or not, the sum is the same.
+    /// The sum is the same however a chunk is cut, and whether or not its contributions were parked as f32.
     #[test]
     fn sums_do_not_depend_on_cuts(
         len in 0_usize..3000,

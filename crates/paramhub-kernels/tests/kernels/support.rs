@@ -1,6 +1,6 @@
 use paramhub_kernels::Codec;
 
-/// Those whose elements have bytes of their own.
+/// The codecs whose elements have whole bytes.
 pub(crate) const CODECS: [Codec; 3] = [Codec::F32, Codec::F16, Codec::BF16];
 
 /// Every length around the vector widths, some around the scan's block, and a chunk with a tail.
@@ -34,7 +34,7 @@ impl Random {
         (0..len).map(|_| self.number()).collect()
     }
 
-    /// Any bit pattern, NaN, infinity and subnormals among them.
+    /// Any bit pattern, including NaN, infinity and subnormals.
     pub(crate) fn patterns(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| f32::from_bits(self.bits() as u32)).collect()
     }

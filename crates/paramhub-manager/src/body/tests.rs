@@ -1,10 +1,10 @@
 use super::*;
-use crate::places::Places;
+use crate::connection_slots::ConnectionSlots;
 use axum::body::Bytes;
 use std::convert::Infallible;
 use std::task::{Context, Poll};
 
-/// A body that begins so and never ends.
+/// A body that begins with these bytes and never ends.
 struct Promised(Option<Bytes>);
 
 impl HttpBody for Promised {
@@ -26,25 +26,25 @@ fn claim() -> String {
     format!(r#"{{"rank":3,"incarnation":"{}","proof":"{}","#, "0a".repeat(16), "0b".repeat(32))
 }
 
-fn arriving(beginning: String, patience: Duration) -> Arriving {
-    let guest = Arc::new(Places::new(8, 8).enter([127, 0, 0, 1].into()));
-    let head = Request::builder().header("content-type", "application/json").extension(guest);
+fn incoming(beginning: String, patience: Duration) -> IncomingBody {
+    let slot = Arc::new(ConnectionSlots::new(8, 8).accept([127, 0, 0, 1].into()));
+    let head = Request::builder().header("content-type", "application/json").extension(slot);
     let body = Body::new(Promised(Some(beginning.into())));
     let request = head.header("content-length", "8192").body(body).unwrap();
-    Arriving::begin(request, REQUEST_BYTES_MAX, Instant::now(), patience).unwrap()
+    IncomingBody::begin(request, REQUEST_BYTES_MAX, Instant::now(), patience).unwrap()
 }
 
-fn proved(claim: &Claim) -> Result<Rank, Refusal> {
+fn proved(claim: &Claim) -> Result<CallingRank, Refusal> {
     let namespace = paramhub_core::auth::Namespace([0; 16]);
-    Ok(Rank { namespace, rank: claim.rank, incarnation: claim.incarnation })
+    Ok(CallingRank { namespace, rank: claim.rank, incarnation: claim.incarnation })
 }
 
 async fn status(
     beginning: String,
-    tables: &Tables,
-    prove: impl Fn(&Claim) -> Result<Rank, Refusal>,
+    tables: &KeyTableBudgets,
+    prove: impl Fn(&Claim) -> Result<CallingRank, Refusal>,
 ) -> StatusCode {
-    let body = arriving(beginning, Duration::from_millis(50));
+    let body = incoming(beginning, Duration::from_millis(50));
     let received = TableBody::receive(body, tables, prove);
     let received = tokio::time::timeout(Duration::from_secs(30), received).await;
     received.expect("it gives up when its time is over").err().unwrap().status
@@ -52,11 +52,11 @@ async fn status(
 
 #[tokio::test]
 async fn a_key_table_takes_of_the_budget_only_once_its_job_is_proved() {
-    let none = Tables::new(0, 0);
+    let none = KeyTableBudgets::new(0, 0);
     let begun = || claim() + r#""settings":{"keys":["#;
-    // With the proof it waits for its turn, which does not come.
+    // With a valid proof it waits for its turn, which does not come.
     assert_eq!(status(begun(), &none, proved).await, StatusCode::SERVICE_UNAVAILABLE);
-    // Without it the budget is not even asked.
+    // Without a valid proof it never reaches the budget.
     let unproved = |_: &Claim| Err(crate::registry::wrong_nonce().into());
     assert_eq!(status(begun(), &none, unproved).await, StatusCode::FORBIDDEN);
     assert_eq!(status(r#"{"rank":"#.into(), &none, proved).await, StatusCode::REQUEST_TIMEOUT);
@@ -66,14 +66,14 @@ async fn a_key_table_takes_of_the_budget_only_once_its_job_is_proved() {
 
 #[tokio::test]
 async fn the_wait_for_its_turn_counts_against_the_time_of_a_key_table() {
-    let some = Tables::new(64, 0);
+    let some = KeyTableBudgets::new(64, 0);
     let begun = claim() + r#""settings":{"keys":["#;
     assert_eq!(status(begun, &some, proved).await, StatusCode::REQUEST_TIMEOUT);
 }
 
 #[tokio::test]
 async fn large_key_tables_leave_room_for_small_ones() {
-    let tables = Tables::default();
+    let tables = KeyTableBudgets::default();
     let deadline = Instant::now() + Duration::from_secs(30);
     let _large = [
         tables.admit(REQUEST_BYTES_MAX - 1024, deadline).await.unwrap(),
@@ -86,9 +86,9 @@ async fn large_key_tables_leave_room_for_small_ones() {
 #[tokio::test]
 async fn a_key_table_that_does_not_keep_its_pace_is_given_up() {
     let stretch = Duration::from_millis(20);
-    let mut body = arriving(claim(), Duration::from_secs(3600));
+    let mut body = incoming(claim(), Duration::from_secs(3600));
     assert!(body.more().await.unwrap());
-    // Enough has come since this stretch began: there is another.
+    // Enough bytes have come in this interval: another begins.
     body.bytes.resize(2 * PACE_BYTES, b' ');
     body.pace = Some(Pace { until: Instant::now() + stretch, bytes: PACE_BYTES });
     assert!(body.more().await.unwrap());

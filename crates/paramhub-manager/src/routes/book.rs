@@ -5,16 +5,17 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use paramhub_core::membership::Job;
 use paramhub_core::scheme::{BestScheme, Book, BookError};
 use paramhub_core::service::{AskBestScheme, AskBook, ErrorCode, ServiceError};
 
-use super::{Asked, Segment};
+use super::{PathSegment, QueryParameters};
 use crate::auth::Admin;
 use crate::error::{Refusal, refusal};
-use crate::job::Job;
 use crate::registry::Registry;
 
-/// Query: the information book of a job, or some of its properties.
+/// Query: the information book of a job, or some of its properties. It exists from the moment at which every
+/// rank has called InitService until the end of the job.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}/book", tag = "jobs", operation_id = "query_book",
     params(
@@ -36,8 +37,8 @@ use crate::registry::Registry;
 pub(crate) async fn query(
     _: Admin,
     State(registry): State<Arc<Registry>>,
-    Segment(job): Segment<String>,
-    Asked(ask): Asked<AskBook>,
+    PathSegment(job): PathSegment<String>,
+    QueryParameters(ask): QueryParameters<AskBook>,
 ) -> Result<Response, Refusal> {
     let book = find(&registry, &job)?;
     let Some(properties) = ask.properties else { return Ok(Json(&*book).into_response()) };
@@ -66,14 +67,14 @@ pub(crate) async fn query(
 pub(crate) async fn best_scheme(
     _: Admin,
     State(registry): State<Arc<Registry>>,
-    Segment(job): Segment<String>,
-    Asked(ask): Asked<AskBestScheme>,
+    PathSegment(job): PathSegment<String>,
+    QueryParameters(ask): QueryParameters<AskBestScheme>,
 ) -> Result<Json<BestScheme>, Refusal> {
     Ok(Json(find(&registry, &job)?.best_scheme(&ask.layer).map_err(not_there)?))
 }
 
 fn find(registry: &Registry, job: &str) -> Result<Arc<Book>, ServiceError> {
-    registry.with(|world| world.find(job).and_then(Job::book))
+    registry.with(|state| state.membership.find(job).and_then(Job::book))
 }
 
 fn not_there(wrong: BookError) -> ServiceError {

@@ -1,4 +1,4 @@
-//! Routes of hubs: joining, waiting for commands, telling what happened.
+//! Routes of hubs: joining, waiting for commands, reporting events.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,15 +15,21 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::auth::{Admin, FromHub};
 use crate::body::{JsonBody, REPORT, SHAPE, SMALL};
-use crate::clock::Now;
+use crate::clock::now;
 use crate::error::Refusal;
-use crate::hubs::commands_json;
+use crate::hub_queues::{WaitingCommands, commands_json};
 use crate::registry::{Registry, random, shutting_down};
 
-/// Longest wait of one poll.
+/// The longest wait of one poll.
 const POLL_MAX: Duration = Duration::from_secs(10);
 
-/// A hub joins. One that claims the address of another takes its place.
+/// A hub joins. One that registers an address of another hub replaces that hub, which counts as lost.
+///
+/// A hub that the manager has not heard for as long as `--hub-dead-after` says is lost, and its jobs fail;
+/// polls and reports count as signs of life. The number and token of a lost hub, or from before a restart of the
+/// manager, are no longer valid (`not_found` or `unauthorized`). The hub then registers again. In its next
+/// report it names the jobs that it still serves, with the ends that it has not reported, and the manager
+/// commands it to end those that it does not know as running.
 #[utoipa::path(
     post, path = "/v1/hubs", tag = "hubs", operation_id = "register_hub",
     request_body = RegisterHub,
@@ -45,7 +51,7 @@ pub(crate) async fn register(
     JsonBody(request): JsonBody<RegisterHub, SHAPE>,
 ) -> Result<Json<HubRegistered>, Refusal> {
     let token: String = paramhub_core::auth::Nonce(random()?).into();
-    let hub = registry.with(|world| world.register_hub(request, token.clone(), Now::read()))?;
+    let hub = registry.with(|state| state.membership.register_hub(request, token.clone(), now()))?;
     Ok(Json(HubRegistered { hub, token }))
 }
 
@@ -59,10 +65,10 @@ pub(crate) async fn register(
     )
 )]
 pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<HubStatus>> {
-    Json(registry.with(|world| world.hub_statuses(Now::read())))
+    Json(registry.with(|state| state.membership.hub_statuses(now())))
 }
 
-/// What hubs have found out about the network between racks.
+/// What hubs have measured of the network between racks.
 #[utoipa::path(
     get, path = "/v1/links", tag = "hubs", operation_id = "list_links",
     security(("admin_token" = [])),
@@ -72,10 +78,11 @@ pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Jso
     )
 )]
 pub(crate) async fn links(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<LinkStatus>> {
-    Json(registry.with(|world| world.link_statuses(Now::read())))
+    Json(registry.with(|state| state.membership.link_statuses(now())))
 }
 
-/// Lets the hubs of all racks probe the network between them; answered when they have, within 2 s for each other rack, 14 s at most.
+/// Lets the hubs of all racks probe the network between them. Answered when they have, within 2 s for each
+/// other rack, 14 s at most.
 #[utoipa::path(
     post, path = "/v1/links", tag = "hubs", operation_id = "probe_links",
     request_body = ProbeLinks,
@@ -99,7 +106,8 @@ pub(crate) async fn probe(
     Ok(Json(registry.probe_links().await?))
 }
 
-/// Waits for commands; answered at once while some are not acknowledged.
+/// Waits for commands. Answered at once while some are not acknowledged, else when one comes or `wait_s` is
+/// over.
 #[utoipa::path(
     post, path = "/v1/hubs/{hub}/poll", tag = "hubs", operation_id = "poll_commands",
     params(("hub" = u32, Path, description = "The hub's number.")),
@@ -121,40 +129,39 @@ pub(crate) async fn poll(
     State(registry): State<Arc<Registry>>,
     JsonBody(request): JsonBody<PollCommands, SMALL>,
 ) -> Result<Response, Refusal> {
-    // Several polls fit into the time after which a silent hub counts as lost.
+    // Several polls must fit into the time after which a silent hub counts as lost.
     let longest = POLL_MAX.min(registry.hub_timeout / 3);
     let wait = Duration::try_from_secs_f64(request.wait_s).unwrap_or(longest).min(longest);
     let deadline = Instant::now() + wait;
     let look = |acknowledged| {
-        registry.with(|world| {
-            let hub = world.hubs.admit(hub, Some(token.as_str()), Now::read())?;
-            hub.acknowledge(acknowledged)?;
-            Ok::<_, ServiceError>((hub.waiting(), hub.subscribe()))
+        registry.with(|state| {
+            state.membership.admit_hub(hub, Some(token.as_str()), now())?;
+            state.queues.poll(hub, acknowledged).expect("commands are kept for every hub that has joined")
         })
     };
-    let (mut commands, mut newest) = look(request.acknowledged)?;
+    let WaitingCommands { mut commands, mut more } = look(request.acknowledged)?;
     if commands.is_empty() {
         tokio::select! {
             biased;
             () = registry.stopped() => return Err(shutting_down().into()),
-            changed = timeout_at(deadline, newest.changed()) => match changed {
+            changed = timeout_at(deadline, more.changed()) => match changed {
                 Err(_) => {}
-                // A command has come, or the hub was removed, which the second look finds out.
-                Ok(_) => commands = look(request.acknowledged)?.0,
+                // A command has come or the hub was removed; the second look finds out which.
+                Ok(_) => commands = look(request.acknowledged)?.commands,
             }
         }
     }
     Ok(([(header::CONTENT_TYPE, "application/json")], commands_json(&commands)).into_response())
 }
 
-/// Takes what a hub tells: events of its jobs, and counts.
+/// Takes a hub's report: events of its jobs, and counters. Every field may be left out.
 #[utoipa::path(
     post, path = "/v1/hubs/{hub}/events", tag = "hubs", operation_id = "report",
     params(("hub" = u32, Path, description = "The hub's number.")),
     request_body = HubReport,
     security(("hub_token" = [])),
     responses(
-        (status = 204, description = "Taken. Telling the same twice does no harm."),
+        (status = 204, description = "Taken. Reporting the same event twice does no harm."),
         (status = 400, description = "The body is malformed.", body = ServiceError),
         (status = 401, description = "The hub's token is missing or wrong.", body = ServiceError),
         (status = 404, description = "The hub is not, or no longer, registered: register again.", body = ServiceError),
@@ -168,6 +175,6 @@ pub(crate) async fn events(
     State(registry): State<Arc<Registry>>,
     JsonBody(report): JsonBody<HubReport, REPORT>,
 ) -> Result<StatusCode, Refusal> {
-    registry.with(|world| world.report(hub, Some(token.as_str()), report, Now::read()))?;
+    registry.with(|state| state.membership.report(hub, Some(token.as_str()), report, now()))?;
     Ok(StatusCode::NO_CONTENT)
 }

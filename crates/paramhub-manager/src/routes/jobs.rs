@@ -1,24 +1,25 @@
-//! Routes of jobs: CreateService, ConnectService, InitService, and what operators ask.
+//! Routes of jobs: CreateService, ConnectService, InitService, and the calls of operators.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
 use paramhub_core::auth::Purpose;
 use paramhub_core::service::{
     ConnectService, CreateService, InitService, JobStatus, LeaveService, ServiceConnected, ServiceCreated,
     ServiceError, ServiceInitialised, StopService, StopWhen,
 };
 
-use super::{Asked, Segment, namespace};
+use super::{PathSegment, QueryParameters, namespace};
 use crate::auth::{Admin, Caller};
 use crate::body::{JsonBody, SMALL, TableBody};
-use crate::clock::Now;
+use crate::clock::now;
 use crate::error::Refusal;
 use crate::registry::Registry;
 use crate::rendezvous;
-use crate::world::Rank;
+use crate::state::CallingRank;
 
 type Answer<T> = Result<Json<T>, Refusal>;
 
@@ -47,7 +48,14 @@ pub(crate) async fn create(
     Ok(Json(registry.create(request).await?))
 }
 
-/// ConnectService: joins a rank; answered when every rank has joined and there is a hub.
+/// ConnectService: joins a rank. Answered when every rank has called, as many hubs have joined as the job waits
+/// for, and these serve every rank; at most `rendezvous_timeout_s` later. Ranks and hubs may start in any
+/// order.
+///
+/// A call may be repeated with the same incarnation, for instance after a broken connection. A rank whose
+/// connection breaks while it waits gives up its place. The ranks of a job without hubs repeat the call at
+/// least four times in `lease_s`: the manager learns that the job lives, and the rank learns when it has ended.
+/// Such a job fails when nobody has called for `lease_s`.
 #[utoipa::path(
     post, path = "/v1/jobs/{namespace}/connect", tag = "jobs", operation_id = "connect_service",
     params(("namespace" = String, Path, description = "The job's namespace, 32 hexadecimal digits.")),
@@ -66,18 +74,24 @@ pub(crate) async fn create(
 )]
 pub(crate) async fn connect(
     State(registry): State<Arc<Registry>>,
-    Caller(guest): Caller,
-    Segment(text): Segment<String>,
+    Caller(slot): Caller,
+    PathSegment(text): PathSegment<String>,
     JsonBody(call): JsonBody<ConnectService, SMALL>,
-) -> Answer<ServiceConnected> {
+) -> Result<Response, Refusal> {
     let namespace = namespace(&text)?;
-    let rank = Rank { namespace, rank: call.rank, incarnation: call.incarnation };
+    let rank = CallingRank { namespace, rank: call.rank, incarnation: call.incarnation };
     registry.check_proof(rank, Purpose::Connect, &call.proof)?;
-    registry.seat(&guest, namespace)?;
-    Ok(Json(rendezvous::connect(&registry, rank, call).await?))
+    registry.admit_rank(&slot, namespace)?;
+    Ok(Json(&*rendezvous::connect(&registry, rank, call).await?).into_response())
 }
 
-/// InitService: hands in a rank's settings; answered when all agree and the hubs have allocated.
+/// InitService: hands in a rank's settings. Answered when all ranks agree and the hubs have allocated; at most
+/// `rendezvous_timeout_s` later.
+///
+/// The settings of every rank are compared with those of the rank that called first. The first difference
+/// fails the job for every rank, and the message names the setting or the key and both sides. A rank whose
+/// connection breaks while it waits must call again within two seconds, or the job fails. After the answer the
+/// hubs accept the job's streams. Each rank has `rendezvous_timeout_s` to open all of them.
 #[utoipa::path(
     post, path = "/v1/jobs/{namespace}/init", tag = "jobs", operation_id = "init_service",
     params(("namespace" = String, Path, description = "The job's namespace, 32 hexadecimal digits.")),
@@ -99,11 +113,15 @@ pub(crate) async fn connect(
 pub(crate) async fn init(
     State(registry): State<Arc<Registry>>,
     body: TableBody,
-) -> Answer<ServiceInitialised> {
-    Ok(Json(rendezvous::init(&registry, body).await?))
+) -> Result<Response, Refusal> {
+    Ok(Json(&*rendezvous::init(&registry, body).await?).into_response())
 }
 
-/// LeaveService: a worker that reached no hub gives up its rank.
+/// LeaveService: a worker that reached no hub gives up its rank, or reports that its work is done.
+///
+/// Before every rank has connected, the rank becomes free. Later the job fails, because the others would wait
+/// in vain, unless the worker says `finished`. In a job that runs at hubs the call changes nothing: the hubs
+/// notice when workers come and go.
 #[utoipa::path(
     post, path = "/v1/jobs/{namespace}/leave", tag = "jobs", operation_id = "leave_service",
     params(("namespace" = String, Path, description = "The job's namespace, 32 hexadecimal digits.")),
@@ -120,15 +138,15 @@ pub(crate) async fn init(
 )]
 pub(crate) async fn leave(
     State(registry): State<Arc<Registry>>,
-    Caller(guest): Caller,
-    Segment(text): Segment<String>,
+    Caller(slot): Caller,
+    PathSegment(text): PathSegment<String>,
     JsonBody(call): JsonBody<LeaveService, SMALL>,
 ) -> Result<StatusCode, Refusal> {
     let namespace = namespace(&text)?;
-    let rank = Rank { namespace, rank: call.rank, incarnation: call.incarnation };
+    let rank = CallingRank { namespace, rank: call.rank, incarnation: call.incarnation };
     registry.check_proof(rank, Purpose::Leave, &call.proof)?;
-    registry.seat(&guest, namespace)?;
-    registry.with(|world| world.leave(namespace, &call, Now::read()))?;
+    registry.admit_rank(&slot, namespace)?;
+    registry.with(|state| state.membership.leave(namespace, &call, now()))?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -142,10 +160,10 @@ pub(crate) async fn leave(
     )
 )]
 pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Json<Vec<JobStatus>> {
-    Json(registry.with(|world| world.statuses()))
+    Json(registry.with(|state| state.membership.statuses(now())))
 }
 
-/// One job, by name or namespace; of several with one name the living one, else the newest.
+/// One job, by name or namespace. Of several with one name, the living one or else the newest.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}", tag = "jobs", operation_id = "show_job",
     params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`, or its namespace.")),
@@ -160,12 +178,13 @@ pub(crate) async fn list(_: Admin, State(registry): State<Arc<Registry>>) -> Jso
 pub(crate) async fn show(
     _: Admin,
     State(registry): State<Arc<Registry>>,
-    Segment(job): Segment<String>,
+    PathSegment(job): PathSegment<String>,
 ) -> Answer<JobStatus> {
-    Ok(Json(registry.with(|world| world.find(&job).map(crate::job::Job::status))?))
+    Ok(Json(registry.with(|state| state.membership.find(&job).map(|job| job.status(now())))?))
 }
 
-/// What a launcher on a further host needs for its workers, as CreateService answered it; until every rank has joined.
+/// What a launcher on a further host needs for its workers, as CreateService answered it, by the name of a job
+/// that lives. Available until every rank has joined.
 #[utoipa::path(
     get, path = "/v1/jobs/{job}/membership", tag = "jobs", operation_id = "job_membership",
     params(("job" = String, Path, description = "The job's name, with `/` written as `%2F`.")),
@@ -181,12 +200,14 @@ pub(crate) async fn show(
 pub(crate) async fn membership(
     _: Admin,
     State(registry): State<Arc<Registry>>,
-    Segment(job): Segment<String>,
+    PathSegment(job): PathSegment<String>,
 ) -> Answer<ServiceCreated> {
-    Ok(Json(registry.with(|world| world.membership(&job))?))
+    Ok(Json(registry.with(|state| state.membership.invitation(&job))?))
 }
 
-/// StopService: ends a job; answered when its hubs have freed it.
+/// StopService: ends a job for all ranks. Its status, its workers and the logs then say `stopped: ` and the
+/// reason. A job that has ended does not change. Answered when the hubs have freed the job, or with 408 if that
+/// takes some seconds too long.
 #[utoipa::path(
     delete, path = "/v1/jobs/{job}", tag = "jobs", operation_id = "stop_job",
     params(
@@ -194,9 +215,7 @@ pub(crate) async fn membership(
         ("reason" = Option<String>, Query, min_length = 1, max_length = 256, pattern = "^[ -~]+$",
          description = "Why, for the job's status, its workers and the logs. Left out, they show `stopped by an operator`."),
         ("when" = Option<StopWhen>, Query,
-         description = "What the stop waits for. Left out or `now`: nothing. `workers_ending`, from a launcher that is about to end \
-                        them: the hubs take a last checkpoint, and the job goes on. `workers_ended`: if all had left, the job \
-                        finishes."),
+         description = "What the stop waits for; left out, nothing."),
     ),
     security(("admin_token" = [])),
     responses(
@@ -204,15 +223,15 @@ pub(crate) async fn membership(
         (status = 400, description = "The path or the reason is malformed.", body = ServiceError),
         (status = 401, description = "The admin token is missing or wrong.", body = ServiceError),
         (status = 404, description = "There is no such job.", body = ServiceError),
-        (status = 408, description = "The job is over, but a hub, which is named, has not confirmed that its memory is free.", body = ServiceError),
+        (status = 408, description = "A hub, which is named, has not confirmed in time that the job's memory is free or, with `workers_ended`, how the job ended.", body = ServiceError),
         (status = 500, description = "The manager is shutting down.", body = ServiceError),
     )
 )]
 pub(crate) async fn stop(
     _: Admin,
     State(registry): State<Arc<Registry>>,
-    Segment(job): Segment<String>,
-    Asked(stop): Asked<StopService>,
+    PathSegment(job): PathSegment<String>,
+    QueryParameters(stop): QueryParameters<StopService>,
 ) -> Answer<JobStatus> {
     Ok(Json(registry.stop_job(&job, stop).await?))
 }

@@ -1,4 +1,4 @@
-//! Routes that concern no job: what this is, whether it is well, its numbers and its interface.
+//! Routes that concern no job: the manager's name, its health, its metrics and its interface.
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,10 +11,10 @@ use utoipa::OpenApi;
 use crate::auth::Admin;
 use crate::error::Refusal;
 use crate::metrics::Detail;
-use crate::openapi::Interface;
+use crate::openapi::ApiDocument;
 use crate::registry::Registry;
 
-/// One line that says what answers here.
+/// One line that names the server.
 #[utoipa::path(
     get, path = "/", tag = "manager", operation_id = "index",
     responses((status = 200, description = "What answers here.", body = String, content_type = "text/plain"))
@@ -36,8 +36,8 @@ pub(crate) async fn health() -> &'static str {
     "ok\n"
 }
 
-/// Numbers for Prometheus, in the OpenMetrics text format: with the admin token, or where the manager has none, those of each job and
-/// rack by their names, and without it those of all together.
+/// Metrics for Prometheus, in the OpenMetrics text format. With the admin token, or if the manager has none,
+/// they include those of each job and rack by name; without it only totals.
 #[utoipa::path(
     get, path = "/metrics", tag = "manager", operation_id = "metrics",
     security((), ("admin_token" = [])),
@@ -53,7 +53,8 @@ pub(crate) async fn metrics(
 ) -> Result<impl IntoResponse, Refusal> {
     let detail = match admin {
         Ok(Admin) => Detail::Everything,
-        // A scrape that was meant to have everything should not go on with less.
+        // A scrape with a wrong token is refused: it was meant to have everything and should not go on with
+        // less.
         Err(refusal) if headers.contains_key(header::AUTHORIZATION) => return Err(refusal),
         Err(_) => Detail::Totals,
     };
@@ -69,6 +70,6 @@ pub(crate) async fn metrics(
 pub(crate) async fn openapi() -> impl IntoResponse {
     static DOCUMENT: OnceLock<String> = OnceLock::new();
     let document =
-        DOCUMENT.get_or_init(|| Interface::openapi().to_pretty_json().expect("the document is plain data"));
+        DOCUMENT.get_or_init(|| ApiDocument::openapi().to_pretty_json().expect("the document is plain data"));
     ([(header::CONTENT_TYPE, "application/json")], document.as_str())
 }

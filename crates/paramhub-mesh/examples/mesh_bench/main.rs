@@ -3,12 +3,13 @@
 //! ```sh
 //! cargo run --release -p paramhub-mesh --example mesh_bench -- --ranks 4 --rounds 15
 //! ```
-//! Every round has a turn of every team for every row, so that what else the machine does meets all of them alike; a team that
-//! has no turn sleeps. The seconds of a turn are those of its slowest rank, after a barrier. Shown are medians over the
-//! rounds, and how often OpenMPI's faster form takes as long as ours, round by round.
+//! In every round every team has a turn for every row, so that other load on the machine affects all teams
+//! alike; a team without a turn sleeps. The seconds of a turn are those of its slowest rank, after a barrier.
+//! The output has medians over the rounds, and the median of the ratios, round by round, of the seconds of
+//! OpenMPI's faster form to ours.
 //!
-//! OpenMPI takes part where `mpirun` and `mpicc` are installed (`apt-get install openmpi-bin libopenmpi-dev`); its program is
-//! bench/peers/allreduce.c.
+//! OpenMPI takes part where `mpirun` and `mpicc` are installed
+//! (`apt-get install openmpi-bin libopenmpi-dev`); its program is bench/peers/allreduce.c.
 
 mod rank;
 mod team;
@@ -19,12 +20,12 @@ use team::{Team, TeamKind};
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Elements of single buffers. The last is that of all ResNet-50's gradients.
+/// Elements of single buffers. The last number is that of all ResNet-50's gradients.
 const ELEMENTS: [usize; 7] = [1, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20, 25_557_032];
 
 fn main() -> Result<(), Failure> {
-    if let Some(seat) = rank::Seat::from_environment()? {
-        return rank::work(&seat);
+    if let Some(environment) = rank::RankEnvironment::from_environment()? {
+        return rank::work(&environment);
     }
     let (ranks, rounds) = (number("--ranks", 4)?, number("--rounds", 9)?);
     let only = option("--only")?;
@@ -49,12 +50,12 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// One row: every form of every team in turn, the first round to warm up.
+/// Measures one row: every form of every team in turn, with one round of warm-up.
 fn measure(name: &str, tensors: &[usize], teams: &mut [Team], rounds: usize) -> Result<(), Failure> {
     let mut seconds: Vec<Vec<f64>> = vec![Vec::with_capacity(rounds); teams.len()];
     for round in 0..=rounds {
         for turn in 0..teams.len() {
-            // Every other round goes backwards, so that none always follows the same one.
+            // Every other round goes backwards, so that no team always follows the same one.
             let place = if round % 2 == 0 { turn } else { teams.len() - 1 - turn };
             let time = teams[place].best(tensors)?;
             if round > 0 {
@@ -90,7 +91,8 @@ fn models() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models")
 }
 
-/// Elements of each tensor of a list: the numbers in the brackets after `"shape":`, multiplied.
+/// The number of elements of each tensor in a list: the product of the numbers in the brackets after
+/// `"shape":`.
 fn tensors(list: &Path) -> Result<Vec<usize>, Failure> {
     let text = std::fs::read_to_string(list)?;
     let shapes = text.split("\"shape\": [").skip(1).map(|rest| rest.split(']').next().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! A rank of ours.
+//! A rank of a paramhub team.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -12,34 +12,34 @@ use super::Failure;
 
 pub(super) const RANK: &str = "MESH_BENCH_RANK";
 pub(super) const SOCKET: &str = "MESH_BENCH_SOCKET";
-pub(super) const WAY: &str = "MESH_BENCH_WAY";
+pub(super) const TRANSPORT: &str = "MESH_BENCH_TRANSPORT";
 
-/// What the environment says of this process.
-pub(super) struct Seat {
+/// The environment of a rank's process.
+pub(super) struct RankEnvironment {
     rank: u32,
     socket: String,
     is_memory: bool,
 }
 
-impl Seat {
-    /// None in the process that the user started.
-    pub(super) fn from_environment() -> Result<Option<Seat>, Failure> {
+impl RankEnvironment {
+    /// `None` in the process that the user started.
+    pub(super) fn from_environment() -> Result<Option<RankEnvironment>, Failure> {
         let Ok(rank) = std::env::var(RANK) else { return Ok(None) };
-        let is_memory = std::env::var(WAY)? == "memory";
-        Ok(Some(Seat { rank: rank.parse()?, socket: std::env::var(SOCKET)?, is_memory }))
+        let is_memory = std::env::var(TRANSPORT)? == "memory";
+        Ok(Some(RankEnvironment { rank: rank.parse()?, socket: std::env::var(SOCKET)?, is_memory }))
     }
 }
 
-pub(super) fn work(seat: &Seat) -> Result<(), Failure> {
+pub(super) fn work(environment: &RankEnvironment) -> Result<(), Failure> {
     let listener = MeshListener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
-    let mut line = BufReader::new(UnixStream::connect(&seat.socket)?);
-    writeln!(line.get_mut(), "{} {}", seat.rank, listener.address())?;
+    let mut line = BufReader::new(UnixStream::connect(&environment.socket)?);
+    writeln!(line.get_mut(), "{} {}", environment.rank, listener.address())?;
     let mut text = String::new();
     line.read_line(&mut text)?;
     let addresses = text.trim().split(' ').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>()?;
-    let config = MeshConfig::new(seat.rank, Nonce([1; 32]), addresses);
-    let mesh = listener.join(MeshConfig { shares_memory: seat.is_memory, ..config })?;
-    if seat.is_memory {
+    let config = MeshConfig::new(environment.rank, Nonce([1; 32]), addresses);
+    let mesh = listener.join(MeshConfig { shares_memory: environment.is_memory, ..config })?;
+    if environment.is_memory {
         mesh.shares_memory()?;
     }
     let mut buffer = Vec::new();
@@ -51,7 +51,7 @@ pub(super) fn work(seat: &Seat) -> Result<(), Failure> {
         }
         let tensors = text.split_whitespace().skip(1).map(str::parse).collect::<Result<Vec<usize>, _>>()?;
         buffer.clear();
-        buffer.resize(tensors.iter().sum(), (seat.rank + 1) as f32);
+        buffer.resize(tensors.iter().sum(), (environment.rank + 1) as f32);
         mesh.barrier()?.wait()?;
         let begun = Instant::now();
         allreduce(&mesh, &mut buffer, &tensors)?;
@@ -62,7 +62,7 @@ pub(super) fn work(seat: &Seat) -> Result<(), Failure> {
     Ok(mesh.leave(Duration::from_secs(30))?)
 }
 
-/// All of them at once, as a training step has them.
+/// Starts all tensors' allreduces at once, as a training step does.
 fn allreduce(mesh: &Mesh, buffer: &mut [f32], tensors: &[usize]) -> Result<(), MeshError> {
     lend(|lending| {
         let mut rest = buffer;

@@ -1,4 +1,4 @@
-//! A team of processes that stays alive and sleeps while others have their turn.
+//! A team of processes that stays alive and sleeps while other teams have their turns.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::Failure;
-use super::rank::{RANK, SOCKET, WAY};
+use super::rank::{RANK, SOCKET, TRANSPORT};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TeamKind {
@@ -30,7 +30,7 @@ impl TeamKind {
         }
     }
 
-    /// Whom it is compared with.
+    /// The team to compare this one with.
     pub(super) fn rival(self) -> Option<TeamKind> {
         match self {
             TeamKind::Memory => Some(TeamKind::OpenMpi),
@@ -39,7 +39,7 @@ impl TeamKind {
         }
     }
 
-    /// Ways to do the same; the fastest of a turn counts.
+    /// The forms in which a team can do the same work; the fastest of a turn counts.
     fn forms(self) -> &'static [&'static str] {
         match self {
             TeamKind::Memory | TeamKind::Tcp => &["in-place"],
@@ -100,7 +100,7 @@ impl Team {
         if matches!(self.kind, TeamKind::Memory | TeamKind::Tcp) {
             let command = |rank: usize| -> Result<Command, Failure> {
                 let mut command = Command::new(std::env::current_exe()?);
-                command.env(RANK, rank.to_string()).env(WAY, self.kind.name());
+                command.env(RANK, rank.to_string()).env(TRANSPORT, self.kind.name());
                 Ok(command)
             };
             return (0..ranks).map(command).collect();
@@ -112,7 +112,8 @@ impl Team {
             return Err("mpicc failed".into());
         }
         let mut mpirun = Command::new("mpirun");
-        // More ranks than processors, wherever the scheduler wants them, also as root in a container.
+        // There are more ranks than processors, the scheduler may place them anywhere, and root in a
+        // container is allowed.
         mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
         if self.kind == TeamKind::OpenMpiTcp {
             mpirun.args([
@@ -168,7 +169,7 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        // Whoever hears that its line has ended leaves.
+        // A rank leaves when its line ends.
         self.lines.clear();
         let begun = Instant::now();
         for process in &mut self.processes {

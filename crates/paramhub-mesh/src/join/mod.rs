@@ -1,9 +1,10 @@
 //! Joining: every pair of ranks gets one connection, and each proves that it knows the mesh's secret.
 //!
-//! The rank with the higher number dials. All dials and all guests are served by one loop that waits for nobody in particular,
-//! so the order in which ranks arrive does not matter, and a stranger delays nobody.
+//! The rank with the higher number dials. One loop serves all dials and all accepted connections and waits
+//! for none in particular, so the order in which ranks arrive does not matter, and a foreign connection
+//! delays no rank.
 
-mod knock;
+mod handshake;
 
 use std::collections::HashMap;
 use std::io;
@@ -14,25 +15,25 @@ use std::time::{Duration, Instant};
 
 use paramhub_core::auth::Incarnation;
 use paramhub_core::wire::Refusal;
-use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, Handshakes};
+use paramhub_transport::handshakes::{ACCEPTS_PER_TURN, PendingHandshakes};
 use paramhub_transport::socket::{begin_dial, listen, prepare};
 use paramhub_transport::{Events, Interest, Poller};
 
 use crate::config::MeshConfig;
-use crate::error::{MeshError, Who};
-use crate::memory::agreement::{Patience, agree};
+use crate::error::{MeshError, MeshRank};
+use crate::memory::agreement::{JoinDeadline, agree};
 use crate::mesh::Mesh;
 use crate::wire::Hello;
-use knock::{Knock, Progress, draw};
+use handshake::{HandshakeProgress, JoinHandshake, draw};
 
-/// How long a connection that came in may take to prove itself.
+/// How long the handshake of an accepted connection may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Connections from others that may be proving themselves at once.
-const GUESTS_MAX: usize = 2048;
-/// Pause before a refused or broken dial is tried again, doubled each time up to the second.
+/// The maximum of accepted connections in their handshakes.
+const PENDING_MAX: usize = 2048;
+/// The pause before a refused or broken dial is tried again, doubled each time up to one second.
 const REDIAL_FIRST: Duration = Duration::from_millis(20);
 const REDIAL_MAX: Duration = Duration::from_secs(1);
-/// How often the caller is asked whether to go on.
+/// How often the caller's function is asked whether to go on.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 const LISTENER: u64 = u64::MAX;
 
@@ -44,29 +45,30 @@ pub struct MeshListener {
 }
 
 impl MeshListener {
-    /// Listens on `ip` at a port that the system chooses. Nothing is accepted before [`join`](Self::join).
+    /// Listens on `ip` at a port that the system chooses. Accepts no connection before [`join`](Self::join).
     pub fn bind(ip: IpAddr) -> io::Result<MeshListener> {
         MeshListener::bind_to(SocketAddr::new(ip, 0))
     }
 
-    /// [`bind`](Self::bind) at a port of the caller's choice.
+    /// [`bind`](Self::bind) at a port that the caller chooses.
     pub fn bind_to(address: SocketAddr) -> io::Result<MeshListener> {
         let listener = listen(address)?;
         let address = listener.local_addr()?;
         Ok(MeshListener { listener, address })
     }
 
-    /// For the other ranks. If `ip` was unspecified, so is this one's.
+    /// The address for the other ranks. If `ip` was unspecified, so is the address's.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connects to every other rank. Returns once all connections stand, or with the ranks that are missing.
+    /// Connects to every other rank. Returns once all connections are established, or with an error that
+    /// names the missing ranks.
     pub fn join(self, config: MeshConfig) -> Result<Mesh, MeshError> {
         self.join_while(config, || true)
     }
 
-    /// [`join`](Self::join), which asks about ten times a second whether to go on.
+    /// [`join`](Self::join) that asks `goes_on` about ten times a second.
     pub fn join_while(
         self,
         config: MeshConfig,
@@ -78,41 +80,41 @@ impl MeshListener {
             drop(self.listener);
             vec![None]
         } else {
-            Joining::new(&config, self.listener)?.run(&mut goes_on)?
+            MeshJoin::new(&config, self.listener)?.run(&mut goes_on)?
         };
-        let memory = agree(&config, &sockets, Patience { deadline, goes_on: &mut goes_on })?;
+        let memory = agree(&config, &sockets, JoinDeadline { at: deadline, goes_on: &mut goes_on })?;
         Mesh::start(&config, sockets, memory)
     }
 }
 
-/// The connections so far, and those on their way.
-struct Joining<'a> {
+/// The connections so far, and the handshakes under way.
+struct MeshJoin<'a> {
     config: &'a MeshConfig,
-    who: Who,
+    who: MeshRank,
     listener: TcpListener,
     poller: Poller,
     incarnation: Incarnation,
-    seats: Vec<Seat>,
-    /// Handshakes that this rank began, by the rank that it dials; this is their token.
-    dials: HashMap<u64, Knock>,
-    /// Handshakes that others began. Their tokens begin at `size`.
-    guests: Handshakes<Knock>,
-    next_guest: u64,
+    ranks: Vec<RankConnection>,
+    /// Handshakes that this rank began, by the rank that it dials, which is also their token.
+    dials: HashMap<u64, JoinHandshake>,
+    /// Handshakes that other ranks began. Their tokens begin at `size`.
+    pending: PendingHandshakes<JoinHandshake>,
+    next_token: u64,
 }
 
-/// What is known of a rank.
-struct Seat {
-    joined: Option<OwnedFd>,
-    /// Which process dialled, of one that dials.
+/// The state of the connection with a rank.
+struct RankConnection {
+    socket: Option<OwnedFd>,
+    /// The incarnation of a rank that dials this one.
     incarnation: Option<Incarnation>,
-    /// When to dial, of one that is to be dialled.
+    /// When to dial a rank that this one dials.
     dial_at: Option<Instant>,
     pause: Duration,
-    /// What came of the last attempt.
-    last: Option<Arc<str>>,
+    /// The error of the last attempt.
+    last_error: Option<Arc<str>>,
 }
 
-impl<'a> Joining<'a> {
+impl<'a> MeshJoin<'a> {
     fn new(config: &'a MeshConfig, listener: TcpListener) -> Result<Self, MeshError> {
         let who = config.who();
         let prepared = || -> io::Result<(Poller, Incarnation)> {
@@ -127,15 +129,21 @@ impl<'a> Joining<'a> {
             reason: error.to_string().into(),
         })?;
         let now = Instant::now();
-        let seats = (0..config.size)
+        let ranks = (0..config.size)
             .map(|rank| {
                 let dial_at = (rank < config.rank).then_some(now);
-                Seat { joined: None, incarnation: None, dial_at, pause: REDIAL_FIRST, last: None }
+                RankConnection {
+                    socket: None,
+                    incarnation: None,
+                    dial_at,
+                    pause: REDIAL_FIRST,
+                    last_error: None,
+                }
             })
             .collect();
-        let (dials, guests) = (HashMap::new(), Handshakes::new(GUESTS_MAX));
-        let next_guest = u64::from(config.size);
-        Ok(Joining { config, who, listener, poller, incarnation, seats, dials, guests, next_guest })
+        let (dials, pending) = (HashMap::new(), PendingHandshakes::new(PENDING_MAX));
+        let next_token = u64::from(config.size);
+        Ok(MeshJoin { config, who, listener, poller, incarnation, ranks, dials, pending, next_token })
     }
 
     fn run(mut self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<Option<OwnedFd>>, MeshError> {
@@ -157,7 +165,7 @@ impl<'a> Joining<'a> {
                 next_question = now + ASK_EVERY;
             }
             self.dial_those_due(now);
-            self.dismiss_late(now);
+            self.remove_expired(now);
             let left = self.config.join_timeout.saturating_sub(now.duration_since(begun));
             let timeout = left.min(ASK_EVERY).min(self.next_dial(now));
             self.poller.wait(&mut events, Some(timeout)).map_err(|error| MeshError::System {
@@ -168,22 +176,22 @@ impl<'a> Joining<'a> {
             for event in events.iter() {
                 match event.token {
                     LISTENER => self.accept(),
-                    token => self.attend(token)?,
+                    token => self.advance_handshake(token)?,
                 }
             }
         }
-        Ok(self.seats.into_iter().map(|seat| seat.joined).collect())
+        Ok(self.ranks.into_iter().map(|state| state.socket).collect())
     }
 
     fn missing(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.config.size)
-            .filter(|rank| *rank != self.config.rank && self.seats[*rank as usize].joined.is_none())
+            .filter(|rank| *rank != self.config.rank && self.ranks[*rank as usize].socket.is_none())
     }
 
     fn too_late(&self) -> MeshError {
         let missing = self.missing().map(|rank| {
-            let why = match (&self.seats[rank as usize].last, rank < self.config.rank) {
-                (Some(last), _) => Arc::clone(last),
+            let why = match (&self.ranks[rank as usize].last_error, rank < self.config.rank) {
+                (Some(last_error), _) => Arc::clone(last_error),
                 (None, true) => format!(
                     "{} is connected but silent: it has not called join",
                     self.config.addresses[rank as usize]
@@ -202,15 +210,15 @@ impl<'a> Joining<'a> {
     }
 
     fn next_dial(&self, now: Instant) -> Duration {
-        let due = self.seats.iter().filter_map(|seat| seat.dial_at).min();
+        let due = self.ranks.iter().filter_map(|state| state.dial_at).min();
         due.map_or(ASK_EVERY, |due| due.saturating_duration_since(now))
     }
 
     fn dial_those_due(&mut self, now: Instant) {
         for rank in 0..self.config.rank {
-            let seat = &mut self.seats[rank as usize];
-            if seat.dial_at.is_some_and(|due| due <= now) {
-                seat.dial_at = None;
+            let state = &mut self.ranks[rank as usize];
+            if state.dial_at.is_some_and(|due| due <= now) {
+                state.dial_at = None;
                 if let Err(error) = self.dial(rank) {
                     self.dial_again(rank, error.to_string());
                 }
@@ -227,30 +235,31 @@ impl<'a> Joining<'a> {
             challenge: draw()?,
         };
         let address = self.config.addresses[rank as usize];
-        let knock = Knock::dialler(begin_dial(address)?, address, hello);
-        self.poller.add(&knock.socket, u64::from(rank), knock.interest())?;
-        self.dials.insert(u64::from(rank), knock);
+        let handshake = JoinHandshake::dialler(begin_dial(address)?, address, hello);
+        self.poller.add(&handshake.socket, u64::from(rank), handshake.interest())?;
+        self.dials.insert(u64::from(rank), handshake);
         Ok(())
     }
 
     fn dial_again(&mut self, rank: u32, why: String) {
-        let seat = &mut self.seats[rank as usize];
-        seat.last = Some(format!("{}: {why}", self.config.addresses[rank as usize]).into());
-        seat.dial_at = Some(Instant::now() + seat.pause);
-        seat.pause = (seat.pause * 2).min(REDIAL_MAX);
+        let state = &mut self.ranks[rank as usize];
+        state.last_error = Some(format!("{}: {why}", self.config.addresses[rank as usize]).into());
+        state.dial_at = Some(Instant::now() + state.pause);
+        state.pause = (state.pause * 2).min(REDIAL_MAX);
     }
 
     fn accept(&mut self) {
         // The poller reports the listener again if more connections wait.
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
-                Ok((socket, address)) => self.welcome(socket.into(), address),
+                Ok((socket, address)) => self.begin_handshake(socket.into(), address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(_) => {
-                    // Out of descriptors, for example: the connection stays queued, and a pause keeps the level-triggered
-                    // poller from spinning on it. Strangers must not hold the last descriptors.
-                    let displaced = self.guests.remove_one();
-                    self.forget(displaced);
+                    // The process is out of descriptors, for example: the connection stays queued, and a
+                    // pause keeps the level-triggered poller from spinning on it. Connections in their
+                    // handshakes must not hold the last descriptors.
+                    let displaced = self.pending.remove_one();
+                    self.deregister(displaced);
                     std::thread::sleep(Duration::from_millis(20));
                     return;
                 }
@@ -258,43 +267,44 @@ impl<'a> Joining<'a> {
         }
     }
 
-    fn welcome(&mut self, socket: OwnedFd, address: SocketAddr) {
-        let token = self.next_guest;
-        self.next_guest += 1;
-        let knock = Knock::listener(socket, address, Instant::now() + HANDSHAKE);
-        let ready = rustix::io::ioctl_fionbio(&knock.socket, true)
+    fn begin_handshake(&mut self, socket: OwnedFd, address: SocketAddr) {
+        let token = self.next_token;
+        self.next_token += 1;
+        let handshake = JoinHandshake::listener(socket, address, Instant::now() + HANDSHAKE);
+        let ready = rustix::io::ioctl_fionbio(&handshake.socket, true)
             .map_err(io::Error::from)
-            .and_then(|()| self.poller.add(&knock.socket, token, knock.interest()));
+            .and_then(|()| self.poller.add(&handshake.socket, token, handshake.interest()));
         if ready.is_ok() {
-            let displaced = self.guests.insert(token, Some(address.ip()), knock);
-            self.forget(displaced);
+            let displaced = self.pending.insert(token, Some(address.ip()), handshake);
+            self.deregister(displaced);
         }
     }
 
-    fn attend(&mut self, token: u64) -> Result<(), MeshError> {
-        let knock = match token < u64::from(self.config.size) {
+    fn advance_handshake(&mut self, token: u64) -> Result<(), MeshError> {
+        let handshake = match token < u64::from(self.config.size) {
             true => self.dials.get_mut(&token),
-            false => self.guests.get_mut(token),
+            false => self.pending.get_mut(token),
         };
-        let Some(knock) = knock else { return Ok(()) };
-        let (config, seats) = (self.config, &mut self.seats);
-        let progress = knock.attend(&config.secret, &mut |hello| judge(config, seats, hello));
-        if let Some((rank, why)) = knock.take_refusal()
+        let Some(handshake) = handshake else { return Ok(()) };
+        let (config, ranks) = (self.config, &mut self.ranks);
+        let progress =
+            handshake.advance_handshake(&config.secret, &mut |hello| check_hello(config, ranks, hello));
+        if let Some((rank, why)) = handshake.take_refusal()
             && (config.rank + 1..config.size).contains(&rank)
         {
-            let said = format!("a connection from {} said it was this rank, but {why}", knock.address);
-            self.seats[rank as usize].last = Some(said.into());
+            let said = format!("a connection from {} said it was this rank, but {why}", handshake.address);
+            self.ranks[rank as usize].last_error = Some(said.into());
         }
         match progress {
-            Progress::Waits => {
-                if self.poller.modify(&knock.socket, token, knock.interest()).is_err() {
-                    self.dismiss(token);
+            HandshakeProgress::Waits => {
+                if self.poller.modify(&handshake.socket, token, handshake.interest()).is_err() {
+                    self.remove_handshake(token);
                 }
             }
-            Progress::Joined => self.seat(token, token as u32),
-            Progress::Admitted(rank) => self.seat(token, rank),
-            Progress::Refused(reason) => {
-                let address = knock.address.to_string().into();
+            HandshakeProgress::Joined => self.finish_handshake(token, token as u32),
+            HandshakeProgress::Admitted(rank) => self.finish_handshake(token, rank),
+            HandshakeProgress::Refused(reason) => {
+                let address = handshake.address.to_string().into();
                 return Err(MeshError::Refused {
                     who: self.who.clone(),
                     rank: token as u32,
@@ -302,8 +312,8 @@ impl<'a> Joining<'a> {
                     reason: reason.into(),
                 });
             }
-            Progress::Failed(why) => {
-                self.dismiss(token);
+            HandshakeProgress::Failed(why) => {
+                self.remove_handshake(token);
                 if token < u64::from(config.size) {
                     self.dial_again(token as u32, why);
                 }
@@ -312,42 +322,48 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// A handshake has ended well.
-    fn seat(&mut self, token: u64, rank: u32) {
-        let Some(knock) = self.dismiss(token) else { return };
-        let seat = &mut self.seats[rank as usize];
-        match prepare(&knock.socket) {
-            Ok(()) => seat.joined = Some(knock.socket),
+    /// Ends a handshake that succeeded.
+    fn finish_handshake(&mut self, token: u64, rank: u32) {
+        let Some(handshake) = self.remove_handshake(token) else { return };
+        let state = &mut self.ranks[rank as usize];
+        match prepare(&handshake.socket) {
+            Ok(()) => state.socket = Some(handshake.socket),
             Err(error) if token < u64::from(self.config.size) => self.dial_again(rank, error.to_string()),
-            Err(error) => seat.last = Some(error.to_string().into()),
+            Err(error) => state.last_error = Some(error.to_string().into()),
         }
     }
 
-    fn dismiss(&mut self, token: u64) -> Option<Knock> {
-        let knock = match token < u64::from(self.config.size) {
+    fn remove_handshake(&mut self, token: u64) -> Option<JoinHandshake> {
+        let handshake = match token < u64::from(self.config.size) {
             true => self.dials.remove(&token),
-            false => self.guests.remove(token),
+            false => self.pending.remove(token),
         }?;
-        // Fails only if the descriptor is not in the set, and then there is nothing to take out.
-        let _ = self.poller.remove(&knock.socket);
-        Some(knock)
+        // This fails only if the descriptor is not in the set, and then there is nothing to remove.
+        let _ = self.poller.remove(&handshake.socket);
+        Some(handshake)
     }
 
-    fn forget(&self, guest: Option<Knock>) {
-        if let Some(guest) = guest {
-            let _ = self.poller.remove(&guest.socket);
+    fn deregister(&self, pending: Option<JoinHandshake>) {
+        if let Some(pending) = pending {
+            let _ = self.poller.remove(&pending.socket);
         }
     }
 
-    fn dismiss_late(&mut self, now: Instant) {
-        for guest in self.guests.remove_late(|guest| guest.deadline.is_some_and(|deadline| deadline <= now)) {
-            let _ = self.poller.remove(&guest.socket);
+    fn remove_expired(&mut self, now: Instant) {
+        for pending in
+            self.pending.remove_late(|pending| pending.deadline.is_some_and(|deadline| deadline <= now))
+        {
+            let _ = self.poller.remove(&pending.socket);
         }
     }
 }
 
-/// What stands against a rank that has proved that it knows the secret.
-fn judge(config: &MeshConfig, seats: &mut [Seat], hello: &Hello) -> Result<(), (Refusal, String)> {
+/// Checks the hello of a rank that has proved that it knows the secret.
+fn check_hello(
+    config: &MeshConfig,
+    ranks: &mut [RankConnection],
+    hello: &Hello,
+) -> Result<(), (Refusal, String)> {
     let Hello { rank, size, peer, incarnation, .. } = *hello;
     let (own, own_size) = (config.rank, config.size);
     if peer != own {
@@ -364,12 +380,12 @@ fn judge(config: &MeshConfig, seats: &mut [Seat], hello: &Hello) -> Result<(), (
         let message = format!("rank {rank} does not dial rank {own} in a mesh of {size}");
         return Err((Refusal::Rank, message));
     }
-    let seat = &mut seats[rank as usize];
-    // The same process dials again if it lost its connection before it was told that it had one.
-    if seat.joined.is_some() && seat.incarnation != Some(incarnation) {
+    let state = &mut ranks[rank as usize];
+    // A process that lost its connection before it received the verdict dials again.
+    if state.socket.is_some() && state.incarnation != Some(incarnation) {
         let message = format!("rank {rank} is connected already: two processes have the same rank");
         return Err((Refusal::RankTaken, message));
     }
-    seat.incarnation = Some(incarnation);
+    state.incarnation = Some(incarnation);
     Ok(())
 }

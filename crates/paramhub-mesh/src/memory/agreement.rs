@@ -1,8 +1,9 @@
-//! How the ranks of a mesh come to share memory, or agree that they do not.
+//! How the ranks of a mesh agree to share memory, or not to.
 //!
-//! Rank 0 makes the memory and offers it to everybody over the connections that have just been made. Who can reach the name in
-//! the offer is on its host, shows the token there, and gets the descriptors. Each rank answers whether it has the memory, and
-//! rank 0 says whether all have. So they do all collectives the same way, or none would end.
+//! Rank 0 makes the memory and offers it to all ranks over the new connections. A rank on rank 0's host can
+//! reach the name in the offer; it shows the token there and gets the descriptors. Each rank reports whether
+//! it has the memory, and rank 0 answers whether all have. So all ranks do the collectives the same way,
+//! without which none would end.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,127 +17,133 @@ use paramhub_transport::{Events, Interest, Poller};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::commons::{Commons, RANKS_MAX};
+use super::shared_segment::{RANKS_MAX, SharedSegment};
 use crate::config::MeshConfig;
 use crate::error::MeshError;
-use crate::wire::{NO_OFFER, OFFER_BYTES, Offer, TOKEN_BYTES};
+use crate::wire::{NO_OFFER, OFFER_BYTES, SegmentOffer, TOKEN_BYTES};
 
-/// How often the caller is asked whether to go on.
+/// How often the caller's function is asked whether to go on.
 const ASK_EVERY: Duration = Duration::from_millis(100);
-/// How long rank 0 may take to hand out what it has offered.
-const HANDING: Duration = Duration::from_secs(5);
-/// Descriptors of one message.
-const HANDFUL: usize = 4;
-/// Processes that may stand at the name beside those that are expected.
-const STRANGERS_MAX: usize = 16;
+/// How long rank 0 may take to send the memory that it has offered.
+const HANDOUT_TIMEOUT: Duration = Duration::from_secs(5);
+/// The number of descriptors in one message.
+const DESCRIPTORS_PER_MESSAGE: usize = 4;
+/// Unexpected connections to the name that may wait beside the expected ones.
+const UNEXPECTED_MAX: usize = 16;
 const LISTENER: u64 = u64::MAX;
-/// Tokens of guests begin here; those below are ranks.
-const GUESTS: u64 = 1 << 32;
+/// The first poller token of a connection; smaller tokens are ranks.
+const FIRST_CONNECTION_TOKEN: u64 = 1 << 32;
 
-/// Memory, or why there is none.
-pub(crate) type Agreed = Result<Commons, Arc<str>>;
+/// The shared memory, or why there is none.
+pub(crate) type SharedMemoryAgreement = Result<SharedSegment, Arc<str>>;
 
-/// Until when, and whether, to go on.
-pub(crate) struct Patience<'a> {
-    pub(crate) deadline: Instant,
+/// How long joining may take, and a callback that may end it before.
+pub(crate) struct JoinDeadline<'a> {
+    pub(crate) at: Instant,
     pub(crate) goes_on: &'a mut dyn FnMut() -> bool,
 }
 
-/// Agrees with all others. `sockets` are connections whose handshake is over, by rank.
+/// Agrees with all other ranks. `sockets` are connections whose handshake is over, by rank.
 pub(crate) fn agree(
     config: &MeshConfig,
     sockets: &[Option<OwnedFd>],
-    patience: Patience<'_>,
-) -> Result<Agreed, MeshError> {
+    deadline: JoinDeadline<'_>,
+) -> Result<SharedMemoryAgreement, MeshError> {
     if config.size == 1 {
         return Ok(Err("there is one rank".into()));
     }
     let outcome = match config.rank {
-        0 => offer(config, sockets, patience),
-        _ => accept(config, sockets[0].as_ref().expect("rank 0 is another one"), patience),
+        0 => offer(config, sockets, deadline),
+        _ => accept(config, sockets[0].as_ref().expect("rank 0 is another one"), deadline),
     };
     match outcome {
         Ok(agreed) => Ok(agreed),
-        Err(Failure::Mesh(error)) => Err(error),
-        // What became of the connection the mesh's thread will say better.
-        Err(Failure::System(error)) => Ok(Err(format!("agreeing on it failed: {error}").into())),
+        Err(AgreementError::Mesh(error)) => Err(error),
+        // The mesh's thread will report in more detail what happened to the connection.
+        Err(AgreementError::System(error)) => Ok(Err(format!("agreeing on it failed: {error}").into())),
     }
 }
 
-enum Failure {
+enum AgreementError {
     System(io::Error),
     Mesh(MeshError),
 }
 
-impl<E: Into<io::Error>> From<E> for Failure {
+impl<E: Into<io::Error>> From<E> for AgreementError {
     fn from(error: E) -> Self {
-        Failure::System(error.into())
+        AgreementError::System(error.into())
     }
 }
 
-/// Rank 0's side.
+/// The side of rank 0.
 fn offer(
     config: &MeshConfig,
     sockets: &[Option<OwnedFd>],
-    patience: Patience<'_>,
-) -> Result<Agreed, Failure> {
+    deadline: JoinDeadline<'_>,
+) -> Result<SharedMemoryAgreement, AgreementError> {
     let others = || sockets.iter().flatten();
-    let (offering, why) = match Offering::new(config) {
-        Ok(offering) => (Some(offering), None),
+    let (server, why) = match SegmentServer::new(config) {
+        Ok(server) => (Some(server), None),
         Err(why) => (None, Some(why)),
     };
-    let wire = offering.as_ref().map_or(NO_OFFER, |offering| offering.offer.encode());
+    let wire = server.as_ref().map_or(NO_OFFER, |server| server.offer.encode());
     for socket in others() {
-        // One that cannot be written to has gone; it will not answer either.
-        let _ = say(socket, &wire);
+        // A rank whose socket cannot be written has gone and will not answer either.
+        let _ = send_bytes(socket, &wire);
     }
-    let Some(mut offering) = offering else { return Ok(Err(why.expect("there is one"))) };
-    let answers = offering.serve(config, sockets, patience)?;
+    let Some(mut server) = server else { return Ok(Err(why.expect("there is one"))) };
+    let answers = server.serve(config, sockets, deadline)?;
     let refusal = answers.iter().position(|answer| *answer == Some(false));
     for socket in others() {
-        let _ = say(socket, &[u8::from(refusal.is_none())]);
+        let _ = send_bytes(socket, &[u8::from(refusal.is_none())]);
     }
     Ok(match refusal {
-        None => Ok(offering.commons),
+        None => Ok(server.segment),
         Some(rank) => Err(format!("rank {rank} does not share this host's memory").into()),
     })
 }
 
-/// Memory that is being handed out.
-struct Offering {
-    commons: Commons,
-    offer: Offer,
+/// Sends the descriptors of the memory to ranks that show the token.
+struct SegmentServer {
+    segment: SharedSegment,
+    offer: SegmentOffer,
     listener: UnixListener,
-    /// Those who have not shown a token yet; the oldest goes first.
-    guests: Vec<(u64, UnixStream)>,
-    next_guest: u64,
+    /// Connections that have not shown a token yet; the oldest is dropped first.
+    connections: Vec<(u64, UnixStream)>,
+    next_token: u64,
 }
 
-impl Offering {
-    fn new(config: &MeshConfig) -> Result<Offering, Arc<str>> {
+impl SegmentServer {
+    fn new(config: &MeshConfig) -> Result<SegmentServer, Arc<str>> {
         if !config.shares_memory {
             return Err("rank 0 was told not to share memory".into());
         }
         if config.size > RANKS_MAX {
             return Err(format!("there are more than {RANKS_MAX} ranks").into());
         }
-        let made = || -> io::Result<Offering> {
-            let offer = Offer { name: draw()?, token: draw()? };
+        let made = || -> io::Result<SegmentServer> {
+            let offer = SegmentOffer { name: draw()?, token: draw()? };
             let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(offer.path())?)?;
             listener.set_nonblocking(true)?;
-            let commons = Commons::create(config.size)?;
-            Ok(Offering { commons, offer, listener, guests: Vec::new(), next_guest: GUESTS })
+            let segment = SharedSegment::create(config.size)?;
+            Ok(SegmentServer {
+                segment,
+                offer,
+                listener,
+                connections: Vec::new(),
+                next_token: FIRST_CONNECTION_TOKEN,
+            })
         };
         made().map_err(|error| format!("rank 0 cannot make it: {error}").into())
     }
 
-    /// Hands out descriptors until every rank has answered; what they did, by rank.
+    /// Sends descriptors until every rank has answered; returns the answers by rank.
     fn serve(
         &mut self,
         config: &MeshConfig,
         sockets: &[Option<OwnedFd>],
-        patience: Patience<'_>,
-    ) -> Result<Vec<Option<bool>>, Failure> {
+        deadline: JoinDeadline<'_>,
+    ) -> Result<Vec<Option<bool>>, AgreementError> {
         let poller = Poller::new()?;
         poller.add(&self.listener, LISTENER, Interest::READABLE)?;
         for (rank, socket) in sockets.iter().enumerate() {
@@ -151,15 +158,15 @@ impl Offering {
             if open.is_empty() {
                 return Ok(answers);
             }
-            let timeout = wait_time(config, &patience, &open)?;
-            if !(patience.goes_on)() {
-                return Err(Failure::Mesh(MeshError::Interrupted { who: config.who() }));
+            let timeout = wait_time(config, &deadline, &open)?;
+            if !(deadline.goes_on)() {
+                return Err(AgreementError::Mesh(MeshError::Interrupted { who: config.who() }));
             }
             poller.wait(&mut events, Some(timeout))?;
             for event in events.iter() {
                 match event.token {
-                    LISTENER => self.welcome(&poller),
-                    guest @ GUESTS.. => self.attend(guest, &poller),
+                    LISTENER => self.accept_all(&poller),
+                    connection @ FIRST_CONNECTION_TOKEN.. => self.check_token(connection, &poller),
                     rank => {
                         let socket = sockets[rank as usize].as_ref().expect("it was added");
                         let mut answer = [0];
@@ -174,31 +181,36 @@ impl Offering {
         }
     }
 
-    fn welcome(&mut self, poller: &Poller) {
-        while let Ok((guest, _)) = self.listener.accept() {
-            if self.guests.len() >= self.commons.size() as usize + STRANGERS_MAX {
-                let (_, oldest) = self.guests.remove(0);
-                // Fails only if the descriptor is not in the set.
+    fn accept_all(&mut self, poller: &Poller) {
+        while let Ok((connection, _)) = self.listener.accept() {
+            if self.connections.len() >= self.segment.size() as usize + UNEXPECTED_MAX {
+                let (_, oldest) = self.connections.remove(0);
+                // This fails only if the descriptor is not in the set.
                 let _ = poller.remove(&oldest);
             }
-            let token = self.next_guest;
-            self.next_guest += 1;
-            if guest.set_nonblocking(true).is_ok() && poller.add(&guest, token, Interest::READABLE).is_ok() {
-                self.guests.push((token, guest));
+            let token = self.next_token;
+            self.next_token += 1;
+            if connection.set_nonblocking(true).is_ok()
+                && poller.add(&connection, token, Interest::READABLE).is_ok()
+            {
+                self.connections.push((token, connection));
             }
         }
     }
 
-    /// A guest has said something: if it is the token, it gets what it came for. Either way it is done.
-    fn attend(&mut self, token: u64, poller: &Poller) {
-        let Some(place) = self.guests.iter().position(|(guest, _)| *guest == token) else { return };
-        let (_, mut guest) = self.guests.remove(place);
-        let _ = poller.remove(&guest);
+    /// Handles the bytes of a connection: sends it the descriptors if they are the token. Either way the
+    /// connection is done.
+    fn check_token(&mut self, token: u64, poller: &Poller) {
+        let Some(place) = self.connections.iter().position(|(connection, _)| *connection == token) else {
+            return;
+        };
+        let (_, mut connection) = self.connections.remove(place);
+        let _ = poller.remove(&connection);
         let mut shown = [0; TOKEN_BYTES];
-        if guest.read_exact(&mut shown).is_ok() && is_equal(&shown, &self.offer.token) {
-            for handful in self.commons.descriptors().chunks(HANDFUL) {
-                // A rank that does not get them says so.
-                if send_segments(&guest, &[handful.len() as u8], handful).is_err() {
+        if connection.read_exact(&mut shown).is_ok() && is_equal(&shown, &self.offer.token) {
+            for batch in self.segment.descriptors().chunks(DESCRIPTORS_PER_MESSAGE) {
+                // A rank that does not get them answers so.
+                if send_segments(&connection, &[batch.len() as u8], batch).is_err() {
                     return;
                 }
             }
@@ -206,48 +218,52 @@ impl Offering {
     }
 }
 
-/// Every other rank's side.
-fn accept(config: &MeshConfig, socket: &OwnedFd, mut patience: Patience<'_>) -> Result<Agreed, Failure> {
+/// The side of every other rank.
+fn accept(
+    config: &MeshConfig,
+    socket: &OwnedFd,
+    mut deadline: JoinDeadline<'_>,
+) -> Result<SharedMemoryAgreement, AgreementError> {
     let mut wire = [0; OFFER_BYTES];
-    hear(config, socket, &mut wire, &mut patience)?;
-    let offer = Offer::decode(&wire).map_err(|reason| {
-        Failure::Mesh(MeshError::Protocol { who: config.who(), rank: 0, reason: reason.into() })
+    receive_bytes(config, socket, &mut wire, &mut deadline)?;
+    let offer = SegmentOffer::decode(&wire).map_err(|reason| {
+        AgreementError::Mesh(MeshError::Protocol { who: config.who(), rank: 0, reason: reason.into() })
     })?;
     let Some(offer) = offer else { return Ok(Err("rank 0 does not share memory".into())) };
     let fetched = match config.shares_memory {
         true => fetch(config, &offer),
         false => Err(io::Error::other("this rank was told not to share memory")),
     };
-    say(socket, &[u8::from(fetched.is_ok())])?;
+    send_bytes(socket, &[u8::from(fetched.is_ok())])?;
     let mut verdict = [0];
-    hear(config, socket, &mut verdict, &mut patience)?;
+    receive_bytes(config, socket, &mut verdict, &mut deadline)?;
     Ok(match (fetched, verdict) {
-        (Ok(commons), [1]) => Ok(commons),
+        (Ok(segment), [1]) => Ok(segment),
         (Ok(_), _) => Err("another rank does not share this host's memory".into()),
         (Err(error), _) => Err(format!("rank 0's memory cannot be had: {error}").into()),
     })
 }
 
-/// Gets the memory.
-fn fetch(config: &MeshConfig, offer: &Offer) -> io::Result<Commons> {
-    let rank_0 = connect(&offer.path(), HANDING)?;
-    rank_0.set_read_timeout(Some(HANDING))?;
+/// Fetches the memory from rank 0.
+fn fetch(config: &MeshConfig, offer: &SegmentOffer) -> io::Result<SharedSegment> {
+    let rank_0 = connect(&offer.path(), HANDOUT_TIMEOUT)?;
+    rank_0.set_read_timeout(Some(HANDOUT_TIMEOUT))?;
     send_segments(&rank_0, &offer.token, &[])?;
     let wanted = 1 + config.size as usize;
     let mut descriptors = Vec::with_capacity(wanted);
     while descriptors.len() < wanted {
-        let (heard, mut handful) = receive_segments(&rank_0, &mut [0])?;
-        if heard == 0 || handful.is_empty() {
+        let (received, mut batch) = receive_segments(&rank_0, &mut [0])?;
+        if received == 0 || batch.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        descriptors.append(&mut handful);
+        descriptors.append(&mut batch);
     }
     descriptors.truncate(wanted);
-    Commons::adopt(config.rank, config.size, descriptors)
+    SharedSegment::adopt(config.rank, config.size, descriptors)
 }
 
-/// Sends a few bytes, for which a connection without anything under way has room.
-fn say(socket: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
+/// Sends a few bytes: a connection without traffic has room for them.
+fn send_bytes(socket: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
     loop {
         match rustix::net::send(socket, bytes, SendFlags::NOSIGNAL) {
             Ok(sent) if sent == bytes.len() => return Ok(()),
@@ -258,26 +274,26 @@ fn say(socket: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Fills `bytes` with what rank 0 says.
-fn hear(
+/// Fills `bytes` from rank 0.
+fn receive_bytes(
     config: &MeshConfig,
     socket: &OwnedFd,
     bytes: &mut [u8],
-    patience: &mut Patience<'_>,
-) -> Result<(), Failure> {
+    deadline: &mut JoinDeadline<'_>,
+) -> Result<(), AgreementError> {
     let poller = Poller::new()?;
     poller.add(socket, 0, Interest::READABLE)?;
     let mut events = Events::with_capacity(1);
-    let mut heard = 0;
-    while heard < bytes.len() {
-        match rustix::io::read(socket.as_fd(), &mut bytes[heard..]) {
+    let mut received = 0;
+    while received < bytes.len() {
+        match rustix::io::read(socket.as_fd(), &mut bytes[received..]) {
             Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-            Ok(read) => heard += read,
+            Ok(read) => received += read,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                let timeout = wait_time(config, patience, &[0])?;
-                if !(patience.goes_on)() {
-                    return Err(Failure::Mesh(MeshError::Interrupted { who: config.who() }));
+                let timeout = wait_time(config, deadline, &[0])?;
+                if !(deadline.goes_on)() {
+                    return Err(AgreementError::Mesh(MeshError::Interrupted { who: config.who() }));
                 }
                 poller.wait(&mut events, Some(timeout))?;
             }
@@ -287,14 +303,18 @@ fn hear(
     Ok(())
 }
 
-/// How long to wait before asking again whether to go on.
-fn wait_time(config: &MeshConfig, patience: &Patience<'_>, open: &[u32]) -> Result<Duration, Failure> {
-    let left = patience.deadline.saturating_duration_since(Instant::now());
+/// How long to wait before asking again whether to go on; fails at the deadline.
+fn wait_time(
+    config: &MeshConfig,
+    deadline: &JoinDeadline<'_>,
+    open: &[u32],
+) -> Result<Duration, AgreementError> {
+    let left = deadline.at.saturating_duration_since(Instant::now());
     if left > Duration::ZERO {
         return Ok(left.min(ASK_EVERY));
     }
     let why: Arc<str> = "it is connected, but has not joined all others".into();
-    Err(Failure::Mesh(MeshError::Join {
+    Err(AgreementError::Mesh(MeshError::Join {
         who: config.who(),
         size: config.size,
         seconds: config.join_timeout.as_secs_f64(),
@@ -302,12 +322,12 @@ fn wait_time(config: &MeshConfig, patience: &Patience<'_>, open: &[u32]) -> Resu
     }))
 }
 
-/// Takes as long wherever they differ.
+/// Compares in constant time, so that the time does not show where they differ.
 fn is_equal(left: &[u8; TOKEN_BYTES], right: &[u8; TOKEN_BYTES]) -> bool {
     left.iter().zip(right).fold(0, |differences, (left, right)| differences | (left ^ right)) == 0
 }
 
-/// Bytes that nobody can foresee.
+/// Random bytes, which no one can predict.
 fn draw<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -329,11 +349,11 @@ mod tests {
         MeshConfig::new(rank, Nonce([0; 32]), vec![([127, 0, 0, 1], 1).into(); size])
     }
 
-    /// Rank 0 of `size`, and the other ends of its connections.
+    /// Rank 0 of `size` ranks, and the other ends of its connections.
     fn rank_0(
         size: usize,
-        patience: Duration,
-    ) -> (thread::JoinHandle<Result<Agreed, MeshError>>, Vec<UnixStream>) {
+        deadline: Duration,
+    ) -> (thread::JoinHandle<Result<SharedMemoryAgreement, MeshError>>, Vec<UnixStream>) {
         let (near, far): (Vec<_>, Vec<_>) = (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
         let rank_0 = thread::spawn(move || {
             let sockets = near.into_iter().map(|socket| {
@@ -341,8 +361,8 @@ mod tests {
                 Some(OwnedFd::from(socket))
             });
             let sockets: Vec<_> = std::iter::once(None).chain(sockets).collect();
-            let deadline = Instant::now() + patience;
-            agree(&config(0, size), &sockets, Patience { deadline, goes_on: &mut || true })
+            let deadline = Instant::now() + deadline;
+            agree(&config(0, size), &sockets, JoinDeadline { at: deadline, goes_on: &mut || true })
         });
         for socket in &far {
             socket.set_read_timeout(Some(LONG)).unwrap();
@@ -350,10 +370,10 @@ mod tests {
         (rank_0, far)
     }
 
-    fn offered(socket: &mut UnixStream) -> Offer {
+    fn offered(socket: &mut UnixStream) -> SegmentOffer {
         let mut wire = [0; OFFER_BYTES];
         socket.read_exact(&mut wire).unwrap();
-        Offer::decode(&wire).unwrap().unwrap()
+        SegmentOffer::decode(&wire).unwrap().unwrap()
     }
 
     fn verdict(socket: &mut UnixStream) -> u8 {
@@ -367,7 +387,8 @@ mod tests {
         let (rank_0, mut others) = rank_0(3, LONG);
         let offer = offered(&mut others[0]);
         assert_eq!(offered(&mut others[1]), offer);
-        // Some say nothing, some the wrong thing, some leave: nobody gets anything, and nobody is kept waiting.
+        // One connection stays silent, one shows a wrong token, some leave: none gets the memory, and no rank
+        // waits for them.
         let _silent = connect(&offer.path(), LONG).unwrap();
         drop(connect(&offer.path(), LONG).unwrap());
         for said in [&[0_u8; TOKEN_BYTES][..], b"short"] {
@@ -375,19 +396,22 @@ mod tests {
             stranger.write_all(said).unwrap();
             stranger.set_read_timeout(Some(LONG)).unwrap();
             let got = receive_segments(&stranger, &mut [0; 8]);
-            assert!(got.is_err() || got.is_ok_and(|(heard, descriptors)| heard + descriptors.len() == 0));
+            assert!(
+                got.is_err() || got.is_ok_and(|(received, descriptors)| received + descriptors.len() == 0)
+            );
         }
-        let commons: Vec<Commons> = (1..3).map(|rank| fetch(&config(rank, 3), &offer).unwrap()).collect();
+        let segment: Vec<SharedSegment> =
+            (1..3).map(|rank| fetch(&config(rank, 3), &offer).unwrap()).collect();
         for socket in &mut others {
             socket.write_all(&[1]).unwrap();
         }
         assert_eq!([verdict(&mut others[0]), verdict(&mut others[1])], [1, 1]);
         let first = rank_0.join().unwrap().unwrap().unwrap();
-        // It is one memory.
+        // All of them map the same memory.
         first.put(5, 17, b"bytes");
-        for commons in &commons {
+        for segment in &segment {
             let mut seen = [0; 5];
-            commons.take(0, 5, 17, &mut seen);
+            segment.take(0, 5, 17, &mut seen);
             assert_eq!(&seen, b"bytes");
         }
     }
@@ -424,7 +448,7 @@ mod tests {
         far.write_all(&[7; OFFER_BYTES]).unwrap();
         let deadline = Instant::now() + LONG;
         let sockets = [Some(OwnedFd::from(near)), None];
-        let agreed = agree(&config(1, 2), &sockets, Patience { deadline, goes_on: &mut || true });
+        let agreed = agree(&config(1, 2), &sockets, JoinDeadline { at: deadline, goes_on: &mut || true });
         assert!(matches!(agreed, Err(MeshError::Protocol { rank: 0, .. })));
     }
 }

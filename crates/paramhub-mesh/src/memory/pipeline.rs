@@ -1,325 +1,343 @@
-//! Runs the plans of collectives, chunk by chunk, as far as the other ranks are.
+//! Runs the plans of collectives, chunk by chunk, as far as the other ranks have come.
 
 use std::collections::VecDeque;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use paramhub_kernels::shared::{Floats, gather};
-use paramhub_transport::shm::Bell;
+use paramhub_transport::shm::Doorbell;
 
-use super::commons::{Commons, RANKS_MAX, SLOTS, Stage, Wish, members};
-use super::plan::{Plan, Reduction};
+use super::plan::{ChunkReduction, Plan};
+use super::shared_segment::{ChunkStage, RANKS_MAX, SLOTS, SharedSegment, WakeCondition, members};
 use crate::arithmetic;
 use crate::descriptor::Descriptor;
 use crate::element::{ElementType, ReduceOp};
-use crate::engine::{Board, Key};
 use crate::operation::Operation;
+use crate::progress_engine::{OperationsInFlight, SlabKey};
 
-/// How long a rank looks before it sleeps. It yields meanwhile, so that with more ranks than processors the others go on.
-const LOOKING: Duration = Duration::from_micros(50);
-/// Bytes that are reduced before the result is copied for the others: both still in the first cache.
+/// How long a rank polls before it sleeps. It yields meanwhile, so that the other ranks run where there are
+/// more ranks than processors.
+const SPIN: Duration = Duration::from_micros(50);
+/// Bytes that are reduced before the result is copied to the slot for the other ranks: both still lie in the
+/// first cache.
 const TILE_BYTES: usize = 16 << 10;
 
-/// Collectives under way through a [`Commons`].
+/// Collectives under way through a [`SharedSegment`].
 pub(crate) struct Pipeline {
-    commons: Commons,
-    /// In order; the first is the oldest that has not ended.
-    flows: VecDeque<Flow>,
-    /// The number of the first chunk of the next one.
+    segment: SharedSegment,
+    /// The collectives in order; the first is the oldest that has not ended.
+    collectives: VecDeque<CollectiveInFlight>,
+    /// The number of the first chunk of the next collective.
     next_chunk: u64,
-    /// By stage: chunks that this rank has brought so far,
+    /// The number of chunks that this rank has brought past each stage.
     reached: [u64; 3],
-    /// the flow of the next one,
+    /// The position in `collectives` of the next chunk of each stage.
     flow: [usize; 3],
-    /// and how far all others are at least, as far as known.
+    /// The number of chunks that all other ranks are known to have brought past each stage.
     known: [u64; 3],
     has_more: bool,
-    /// Ranks that sleep are woken at every chunk rather than when this one has done what it can.
-    is_prompt: bool,
-    /// Something was reached that sleepers were not woken for.
-    is_untold: bool,
+    /// Whether to wake sleeping ranks at every chunk, rather than when this rank can go no further.
+    signals_every_chunk: bool,
+    /// Whether this rank has made progress since it last woke sleepers.
+    has_unsignalled: bool,
 }
 
 /// A collective under way.
-struct Flow {
-    key: Key,
+struct CollectiveInFlight {
+    key: SlabKey,
     number: u64,
     descriptor: Descriptor,
     plan: Plan,
     first_chunk: u64,
 }
 
-/// A rank calls something else.
+/// The mismatch where another rank runs another collective.
 #[derive(Debug)]
-pub(crate) struct Stranger {
+pub(crate) struct CollectiveMismatch {
     pub(crate) rank: u32,
     pub(crate) number: u64,
     pub(crate) ours: Descriptor,
-    /// `None`: what it wrote is no collective.
+    /// The other rank's collective; `None` if its label is no collective.
     pub(crate) theirs: Option<(u64, Descriptor)>,
 }
 
 impl Pipeline {
-    pub(crate) fn new(commons: Commons) -> Self {
+    pub(crate) fn new(segment: SharedSegment) -> Self {
         let processors = thread::available_parallelism().map_or(1, usize::from);
-        let is_prompt = commons.size() as usize <= processors;
+        let signals_every_chunk = segment.size() as usize <= processors;
         Pipeline {
-            commons,
-            flows: VecDeque::new(),
+            segment,
+            collectives: VecDeque::new(),
             next_chunk: 0,
             reached: [0; 3],
             flow: [0; 3],
             known: [0; 3],
             has_more: false,
-            is_prompt,
-            is_untold: false,
+            signals_every_chunk,
+            has_unsignalled: false,
         }
     }
 
-    /// To wait for, and to [`hear`](Bell::hear) when it has rung.
-    pub(crate) fn bell(&self) -> &Bell {
-        self.commons.bell()
+    /// The doorbell to wait for, and to [`hear`](Doorbell::hear) after it has rung.
+    pub(crate) fn doorbell(&self) -> &Doorbell {
+        self.segment.doorbell()
     }
 
-    /// A collective has begun.
-    pub(crate) fn push(&mut self, key: Key, number: u64, descriptor: Descriptor, plan: Plan) {
+    /// Adds a collective that has begun.
+    pub(crate) fn push(&mut self, key: SlabKey, number: u64, descriptor: Descriptor, plan: Plan) {
         let first_chunk = self.next_chunk;
         self.next_chunk += plan.chunks();
-        self.flows.push_back(Flow { key, number, descriptor, plan, first_chunk });
+        self.collectives.push_back(CollectiveInFlight { key, number, descriptor, plan, first_chunk });
         self.has_more = true;
     }
 
-    /// Whether it stopped for want of budget.
+    /// Whether the pipeline stopped only because its budget was spent.
     pub(crate) fn has_more(&self) -> bool {
         self.has_more
     }
 
-    /// Whether it cannot go on before other ranks do.
+    /// Whether the pipeline waits for other ranks.
     pub(crate) fn is_waiting(&self) -> bool {
-        !self.flows.is_empty() && !self.has_more
+        !self.collectives.is_empty() && !self.has_more
     }
 
-    /// Goes on until about `budget` bytes were touched or others have to come first.
-    pub(crate) fn advance(&mut self, board: &mut Board, budget: usize) -> Result<(), Stranger> {
+    /// Advances until it has touched about `budget` bytes or must wait for other ranks.
+    pub(crate) fn advance(
+        &mut self,
+        in_flight: &mut OperationsInFlight,
+        budget: usize,
+    ) -> Result<(), CollectiveMismatch> {
         let mut left = budget as isize;
         self.has_more = false;
-        // What ends a chunk comes first, so that as few bytes as possible are under way and all of them in cache.
-        while !self.flows.is_empty() {
+        // The last stage of a chunk comes first, so that few bytes are under way and all of them stay in the
+        // cache.
+        while !self.collectives.is_empty() {
             if left <= 0 {
                 self.has_more = true;
                 break;
             }
-            let bytes = if self.may(Stage::Taken) {
-                self.take(board)?
-            } else if self.may(Stage::Reduced) {
-                self.reduce(board)?
-            } else if self.may(Stage::Copied) {
-                self.copy(board)
+            let bytes = if self.may(ChunkStage::Taken) {
+                self.take(in_flight)?
+            } else if self.may(ChunkStage::Reduced) {
+                self.reduce(in_flight)?
+            } else if self.may(ChunkStage::Copied) {
+                self.copy(in_flight)
             } else {
                 break;
             };
             left -= bytes.max(512) as isize;
         }
-        if std::mem::take(&mut self.is_untold) {
-            self.commons.wake_others();
+        if std::mem::take(&mut self.has_unsignalled) {
+            self.segment.wake_others();
         }
         Ok(())
     }
 
-    /// Waits a little for others. Returns whether this rank can go on.
-    pub(crate) fn look_out(&mut self) -> bool {
+    /// Polls for other ranks for a short time. Returns whether this rank can go on.
+    pub(crate) fn spin_for_others(&mut self) -> bool {
         let begun = Instant::now();
         loop {
             for _ in 0..16 {
-                if Stage::ALL.into_iter().any(|stage| self.may(stage)) {
+                if ChunkStage::ALL.into_iter().any(|stage| self.may(stage)) {
                     self.has_more = true;
                     return true;
                 }
                 thread::yield_now();
             }
-            if begun.elapsed() >= LOOKING {
+            if begun.elapsed() >= SPIN {
                 return false;
             }
         }
     }
 
-    /// Has the bell rung once this rank can go on. Returns whether it may wait for that: not if it can go on already.
-    pub(crate) fn fall_asleep(&mut self) -> bool {
-        let mut wishes = [Wish::default(); 3];
-        for stage in Stage::ALL {
-            wishes[awaited_stage(stage) as usize] = self.wish(stage).unwrap_or_default();
+    /// Asks the other ranks to ring the doorbell once this rank can go on. Returns whether it may sleep:
+    /// `false` if it can go on already.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        let mut conditions = [WakeCondition::default(); 3];
+        for stage in ChunkStage::ALL {
+            conditions[awaited_stage(stage) as usize] = self.wake_condition(stage).unwrap_or_default();
         }
-        self.commons.sleep(wishes);
-        self.has_more = Stage::ALL.into_iter().any(|stage| self.may(stage));
+        self.segment.announce_sleep(conditions);
+        self.has_more = ChunkStage::ALL.into_iter().any(|stage| self.may(stage));
         !self.has_more
     }
 
-    /// It waits for the bell no more.
-    pub(crate) fn rise(&mut self) {
-        self.commons.rise();
+    /// Withdraws the request to ring the doorbell.
+    pub(crate) fn clear_sleep(&mut self) {
+        self.segment.clear_sleep();
     }
 
-    /// The ranks that the collective of this key waits for, as a list; perhaps because those before it do.
-    pub(crate) fn awaited(&self, key: Key) -> Vec<u32> {
-        if !self.flows.iter().any(|flow| flow.key == key) {
+    /// The ranks that the collective of this key waits for; perhaps because earlier collectives wait for
+    /// them.
+    pub(crate) fn awaited(&self, key: SlabKey) -> Vec<u32> {
+        if !self.collectives.iter().any(|flow| flow.key == key) {
             return Vec::new();
         }
         let behind = |stage| {
-            let wish = self.wish(stage)?;
-            Some(self.commons.behind(awaited_stage(stage), wish.count, wish.ranks))
+            let wake_condition = self.wake_condition(stage)?;
+            Some(self.segment.behind(awaited_stage(stage), wake_condition.count, wake_condition.ranks))
         };
-        members(Stage::ALL.into_iter().filter_map(behind).fold(0, |all, ranks| all | ranks)).collect()
+        members(ChunkStage::ALL.into_iter().filter_map(behind).fold(0, |all, ranks| all | ranks)).collect()
     }
 
-    /// What must be so for the next chunk to enter a stage. `None`: this rank itself is not there.
-    fn wish_for(&self, stage: Stage) -> Option<Wish> {
-        let flow = self.flows.get(self.flow[stage as usize])?;
+    /// The condition for the next chunk to enter a stage. `None` if this rank's own previous stage has not
+    /// come so far.
+    fn condition_to_enter(&self, stage: ChunkStage) -> Option<WakeCondition> {
+        let flow = self.collectives.get(self.flow[stage as usize])?;
         let chunk = self.reached[stage as usize];
-        let wish = match stage {
-            Stage::Copied => {
-                // What lay in the slot before.
+        let wake_condition = match stage {
+            ChunkStage::Copied => {
+                // The chunk that lay in the slot before must have been taken.
                 let count = (chunk + 1).saturating_sub(SLOTS);
-                if self.reached[Stage::Taken as usize] < count {
+                if self.reached[ChunkStage::Taken as usize] < count {
                     return None;
                 }
-                Wish { count, ranks: self.commons.others() }
+                WakeCondition { count, ranks: self.segment.others() }
             }
             _ if self.reached[stage as usize - 1] <= chunk => return None,
-            Stage::Reduced => {
+            ChunkStage::Reduced => {
                 let reduces = flow.plan.reduced(chunk - flow.first_chunk).is_some();
-                Wish { count: chunk + 1, ranks: if reduces { self.commons.others() } else { 0 } }
+                WakeCondition { count: chunk + 1, ranks: if reduces { self.segment.others() } else { 0 } }
             }
-            Stage::Taken => Wish { count: chunk + 1, ranks: flow.plan.sources() },
+            ChunkStage::Taken => WakeCondition { count: chunk + 1, ranks: flow.plan.sources() },
         };
-        Some(wish)
+        Some(wake_condition)
     }
 
-    /// What to be woken for.
-    fn wish(&self, stage: Stage) -> Option<Wish> {
-        let mut wish = self.wish_for(stage)?;
-        if stage == Stage::Copied && wish.count > 0 {
-            // Not for a single slot. The others can take all there is, for this rank keeps none of them waiting.
-            wish.count += SLOTS / 2;
+    /// The condition on which to be woken.
+    fn wake_condition(&self, stage: ChunkStage) -> Option<WakeCondition> {
+        let mut wake_condition = self.condition_to_enter(stage)?;
+        if stage == ChunkStage::Copied && wake_condition.count > 0 {
+            // A rank is not woken for a single free slot. The other ranks can take all chunks there are, for
+            // none of them waits for this rank.
+            wake_condition.count += SLOTS / 2;
         }
-        Some(wish)
+        Some(wake_condition)
     }
 
-    fn may(&mut self, stage: Stage) -> bool {
-        let Some(wish) = self.wish_for(stage) else { return false };
+    fn may(&mut self, stage: ChunkStage) -> bool {
+        let Some(wake_condition) = self.condition_to_enter(stage) else { return false };
         let awaited = awaited_stage(stage);
-        if wish.ranks == 0 || self.known[awaited as usize] >= wish.count {
+        if wake_condition.ranks == 0 || self.known[awaited as usize] >= wake_condition.count {
             return true;
         }
-        if self.commons.behind(awaited, wish.count, wish.ranks) != 0 {
+        if self.segment.behind(awaited, wake_condition.count, wake_condition.ranks) != 0 {
             return false;
         }
-        if wish.ranks == self.commons.others() {
-            let furthest = members(wish.ranks).map(|rank| self.commons.reached(rank, awaited)).min();
-            self.known[awaited as usize] = furthest.unwrap_or(wish.count);
+        if wake_condition.ranks == self.segment.others() {
+            let furthest =
+                members(wake_condition.ranks).map(|rank| self.segment.reached(rank, awaited)).min();
+            self.known[awaited as usize] = furthest.unwrap_or(wake_condition.count);
         }
         true
     }
 
-    fn copy(&mut self, board: &mut Board) -> usize {
-        let chunk = self.reached[Stage::Copied as usize];
-        let flow = &self.flows[self.flow[Stage::Copied as usize]];
-        let operation = board.operation_mut(flow.key);
+    fn copy(&mut self, in_flight: &mut OperationsInFlight) -> usize {
+        let chunk = self.reached[ChunkStage::Copied as usize];
+        let flow = &self.collectives[self.flow[ChunkStage::Copied as usize]];
+        let operation = in_flight.operation_mut(flow.key);
         let local = chunk - flow.first_chunk;
-        self.commons.label(chunk, flow.number, &flow.descriptor);
+        self.segment.write_label(chunk, flow.number, &flow.descriptor);
         let mut bytes = 0;
-        for rank in 0..self.commons.size() {
+        for rank in 0..self.segment.size() {
             if let Some((from, offset)) = flow.plan.copied(local, rank) {
-                self.commons.put(chunk, offset, operation.bytes(from));
+                self.segment.put(chunk, offset, operation.bytes(from));
                 bytes += from.bytes;
             }
         }
-        if let Some((into, from)) = flow.plan.kept(local) {
+        if let Some((into, from)) = flow.plan.own_copy(local) {
             operation.copy(into, from);
             bytes += from.bytes;
         }
-        self.reach(Stage::Copied);
+        self.reach(ChunkStage::Copied);
         bytes
     }
 
-    fn reduce(&mut self, board: &mut Board) -> Result<usize, Stranger> {
-        let chunk = self.reached[Stage::Reduced as usize];
-        let flow = &self.flows[self.flow[Stage::Reduced as usize]];
+    fn reduce(&mut self, in_flight: &mut OperationsInFlight) -> Result<usize, CollectiveMismatch> {
+        let chunk = self.reached[ChunkStage::Reduced as usize];
+        let flow = &self.collectives[self.flow[ChunkStage::Reduced as usize]];
         let mut bytes = 0;
         if let Some(reduction) = flow.plan.reduced(chunk - flow.first_chunk) {
-            self.recognise(flow, chunk, self.commons.others())?;
-            let operation = board.operation_mut(flow.key);
-            reduce(&self.commons, operation, chunk, reduction);
-            bytes = reduction.into.bytes * self.commons.size() as usize;
+            self.check_labels(flow, chunk, self.segment.others())?;
+            let operation = in_flight.operation_mut(flow.key);
+            reduce(&self.segment, operation, chunk, reduction);
+            bytes = reduction.into.bytes * self.segment.size() as usize;
         }
-        self.reach(Stage::Reduced);
+        self.reach(ChunkStage::Reduced);
         Ok(bytes)
     }
 
-    fn take(&mut self, board: &mut Board) -> Result<usize, Stranger> {
-        let chunk = self.reached[Stage::Taken as usize];
-        let flow = &self.flows[0];
+    fn take(&mut self, in_flight: &mut OperationsInFlight) -> Result<usize, CollectiveMismatch> {
+        let chunk = self.reached[ChunkStage::Taken as usize];
+        let flow = &self.collectives[0];
         let sources = flow.plan.sources();
-        self.recognise(flow, chunk, sources)?;
-        let operation = board.operation_mut(flow.key);
+        self.check_labels(flow, chunk, sources)?;
+        let operation = in_flight.operation_mut(flow.key);
         let mut bytes = 0;
         for source in members(sources) {
             if let Some((into, offset)) = flow.plan.taken(chunk - flow.first_chunk, source) {
-                self.commons.take(source, chunk, offset, operation.bytes_mut(into));
+                self.segment.take(source, chunk, offset, operation.bytes_mut(into));
                 bytes += into.bytes;
             }
         }
         let (key, is_last) = (flow.key, chunk + 1 == flow.first_chunk + flow.plan.chunks());
-        self.reach(Stage::Taken);
+        self.reach(ChunkStage::Taken);
         if is_last {
-            self.flows.pop_front();
+            self.collectives.pop_front();
             self.flow = self.flow.map(|place| place.saturating_sub(1));
-            board.end(key, Ok(()));
+            in_flight.end(key, Ok(()));
         }
         Ok(bytes)
     }
 
-    fn reach(&mut self, stage: Stage) {
+    fn reach(&mut self, stage: ChunkStage) {
         let at = stage as usize;
         self.reached[at] += 1;
-        let flow = &self.flows[self.flow[at]];
+        let flow = &self.collectives[self.flow[at]];
         if self.reached[at] == flow.first_chunk + flow.plan.chunks() {
             self.flow[at] += 1;
         }
-        self.commons.reach(stage, self.reached[at]);
-        match self.is_prompt {
-            true => self.commons.wake_others(),
-            false => self.is_untold = true,
+        self.segment.reach(stage, self.reached[at]);
+        match self.signals_every_chunk {
+            true => self.segment.wake_others(),
+            false => self.has_unsignalled = true,
         }
     }
 
-    /// Whether these ranks' slots of a chunk are of this collective: nothing of another one may get into it.
-    fn recognise(&self, flow: &Flow, chunk: u64, ranks: u64) -> Result<(), Stranger> {
+    /// Checks that these ranks' slots of a chunk belong to this collective, so that no bytes of another one
+    /// get into it.
+    fn check_labels(
+        &self,
+        flow: &CollectiveInFlight,
+        chunk: u64,
+        ranks: u64,
+    ) -> Result<(), CollectiveMismatch> {
         for rank in members(ranks) {
-            let theirs = self.commons.label_of(rank, chunk);
+            let theirs = self.segment.read_label(rank, chunk);
             if theirs != Some((flow.number, flow.descriptor)) {
-                return Err(Stranger { rank, number: flow.number, ours: flow.descriptor, theirs });
+                return Err(CollectiveMismatch { rank, number: flow.number, ours: flow.descriptor, theirs });
             }
         }
         Ok(())
     }
 }
 
-/// Which counters of the others a stage waits for.
-fn awaited_stage(stage: Stage) -> Stage {
+/// The stage of the other ranks that a stage waits for.
+fn awaited_stage(stage: ChunkStage) -> ChunkStage {
     match stage {
-        Stage::Copied => Stage::Taken,
-        Stage::Reduced => Stage::Copied,
-        Stage::Taken => Stage::Reduced,
+        ChunkStage::Copied => ChunkStage::Taken,
+        ChunkStage::Reduced => ChunkStage::Copied,
+        ChunkStage::Taken => ChunkStage::Reduced,
     }
 }
 
-fn reduce(commons: &Commons, operation: &mut Operation, chunk: u64, reduction: Reduction) {
-    let Reduction { into, offset, first, is_whole, is_spread } = reduction;
+fn reduce(segment: &SharedSegment, operation: &mut Operation, chunk: u64, reduction: ChunkReduction) {
+    let ChunkReduction { into, offset, first, is_whole, is_spread } = reduction;
     let (element, op) = operation.reduction();
     if let Some(first) = first {
         operation.copy(into, first);
     }
-    let (own, size) = (commons.rank(), commons.size());
+    let (own, size) = (segment.rank(), segment.size());
     let sources = (0..size).filter(move |&rank| is_whole || rank != own);
     for (number, tile) in operation.bytes_mut(into).chunks_mut(TILE_BYTES).enumerate() {
         let offset = offset + number * TILE_BYTES;
@@ -334,14 +352,14 @@ fn reduce(commons: &Commons, operation: &mut Operation, chunk: u64, reduction: R
                 let mut contributions = [Floats::NONE; RANKS_MAX as usize];
                 let mut count = 0;
                 for rank in sources.clone() {
-                    contributions[count] = commons.floats(rank, chunk, offset, sum.len());
+                    contributions[count] = segment.floats(rank, chunk, offset, sum.len());
                     count += 1;
                 }
                 gather(sum, !is_whole, &contributions[..count]);
             }
             None => {
                 arithmetic::reduce_all(element, op, tile, !is_whole, sources.clone(), |rank, at, copy| {
-                    commons.take(rank, chunk, offset + at, copy);
+                    segment.take(rank, chunk, offset + at, copy);
                 })
             }
         }
@@ -349,7 +367,7 @@ fn reduce(commons: &Commons, operation: &mut Operation, chunk: u64, reduction: R
             arithmetic::divide(element, tile, size);
         }
         if is_spread {
-            commons.put(chunk, offset, tile);
+            segment.put(chunk, offset, tile);
         }
     }
 }

@@ -1,8 +1,9 @@
-//! How much the network carries between the ranks, for each pair and direction.
+//! Measures the rate of the network between the ranks, for each pair and direction.
 //!
-//! A pair is measured in three parts: one direction alone, the other alone, then both at once. What a part does not know yet
-//! it finds out: the receiver asks for batches of growing size until one lasts long enough, and only that one counts, so that
-//! neither slow start nor a shaper's burst does (`transfer.rs`). Ranks that are not measured wait in a barrier.
+//! A pair is measured in three parts: one direction alone, the other alone, then both at once. Each part
+//! finds the number of bytes to send by itself: the receiver asks for batches of growing size until one lasts
+//! long enough, and only that one counts, so that neither slow start nor a shaper's burst does
+//! (`transfer.rs`). Ranks that are not measured wait in a barrier.
 
 mod transfer;
 
@@ -15,33 +16,34 @@ use paramhub_transport::lend;
 
 use crate::error::MeshError;
 use crate::mesh::Mesh;
-use transfer::Transfer;
+use transfer::TimedTransfer;
 
-/// Parts of a pair's time: one direction, the other, both.
+/// The parts of a pair's time: one direction, the other, both.
 const PARTS: u32 = 3;
-/// Shorter parts would measure schedulers rather than links.
+/// The least time of a part: a shorter one would measure schedulers rather than links.
 const PART_MIN: Duration = Duration::from_millis(20);
 
-/// How to measure. The same on every rank.
+/// How to measure. It must be the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// How long all of it may take, about: a link so slow that 256 KiB take longer than its part exceeds it.
+    /// How long the whole measurement may take, about: a link so slow that 256 KiB take longer than their
+    /// part exceeds it.
     pub budget: Duration,
-    /// Who is measured at the same time.
+    /// Which pairs are measured at the same time.
     pub pairs: Pairs,
 }
 
-/// Who is measured at the same time.
+/// Which pairs are measured at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
-    /// One pair after the other: what a pair gets if nobody else sends.
+    /// One pair after the other: measures the rate of a pair while no other rank sends.
     OneByOne,
-    /// As many pairs at once as there are, each rank in one of them, in rounds until everybody has met everybody: quicker, and
-    /// what links carry that several pairs share is divided among those of a round.
+    /// As many pairs at once as there are, each rank in one of them, in rounds until every rank has met every
+    /// other. This is quicker, but the pairs of a round divide the rate of the links that they share.
     Together,
 }
 
-/// What arrived from each rank at each, in bits of payload per second.
+/// The rates at which each rank received from each, in bits of payload per second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bandwidths {
     size: usize,
@@ -50,22 +52,23 @@ pub struct Bandwidths {
 }
 
 impl Bandwidths {
-    /// Ranks.
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// From one rank to another while nothing went the other way; `None` from a rank to itself.
+    /// The rate from one rank to another while the other direction was idle; `None` from a rank to itself.
     pub fn alone(&self, from: usize, to: usize) -> Option<Rate> {
         self.of(&self.alone, from, to)
     }
 
-    /// From one rank to another while the other sent as well; `None` from a rank to itself.
+    /// The rate from one rank to another while the other sent as well; `None` from a rank to itself.
     pub fn both(&self, from: usize, to: usize) -> Option<Rate> {
         self.of(&self.both, from, to)
     }
 
-    /// The slowest way while both directions were used, as (from, to, rate); `None` if there is only one rank.
+    /// The slowest direction of a pair while both were in use, as (from, to, rate); `None` if there is only
+    /// one rank.
     pub fn slowest(&self) -> Option<(usize, usize, Rate)> {
         let ways = (0..self.size).flat_map(|from| (0..self.size).map(move |to| (from, to)));
         ways.filter_map(|(from, to)| Some((from, to, self.both(from, to)?)))
@@ -79,14 +82,14 @@ impl Bandwidths {
 }
 
 impl Mesh {
-    /// Measures what the network carries between all ranks, over the mesh's own connections. Every rank must call it, with
-    /// the same `probe`, while nothing else is under way; every rank gets the same answer.
+    /// Measures the rate of the network between all ranks, over the mesh's own connections. Every rank must
+    /// call it, with the same `probe`, while no operation is under way; every rank gets the same result.
     ///
-    /// The number is what one TCP connection between two processes carries, each with one thread on it: payload alone, timed
-    /// by the receiver. Where a link is faster than such a thread, it is the thread's rate.
+    /// A rate is that of one TCP connection between two processes, each with one thread on it: payload alone,
+    /// timed by the receiver. Where a link is faster than such a thread, the result is the thread's rate.
     ///
     /// # Errors
-    /// If so many pairs do not fit into the budget, if the ranks mean to measure differently, or if the mesh fails.
+    /// If so many pairs do not fit into the budget, if the ranks pass different probes, or if the mesh fails.
     pub fn probe(&self, probe: &Probe) -> Result<Bandwidths, MeshError> {
         let rounds = match probe.pairs {
             Pairs::OneByOne => one_by_one(self.size()),
@@ -95,8 +98,8 @@ impl Mesh {
         let part = self.part(probe, rounds.len() as u32)?;
         self.compare(probe)?;
         let size = self.size() as usize;
-        let mut transfer = Transfer::new(self, part);
-        // What has arrived here: from each rank alone, then from each with both directions used.
+        let mut transfer = TimedTransfer::new(self, part);
+        // The rates measured here: from each rank alone, then from each with both directions in use.
         let mut arrived = vec![0.0; 2 * size];
         for round in &rounds {
             self.barrier()?.wait()?;
@@ -124,7 +127,7 @@ impl Mesh {
         Err(MeshError::Configuration { who: self.who().clone(), reason: reason.into() })
     }
 
-    /// Ranks that went through unlike rounds would wait for one another for ever.
+    /// Compares the ranks' probes: ranks with unlike rounds would wait for one another for ever.
     fn compare(&self, probe: &Probe) -> Result<(), MeshError> {
         let own = [probe.budget.as_secs_f64(), f64::from(u8::from(probe.pairs == Pairs::Together))];
         let all = self.exchange(own.to_vec())?;
@@ -148,7 +151,7 @@ impl Mesh {
         Ok(Bandwidths { size, alone: half(0), both: half(size) })
     }
 
-    /// Every rank's values, by rank; all have as many.
+    /// Gathers every rank's values, by rank; all ranks have the same number of them.
     fn exchange(&self, own: Vec<f64>) -> Result<Vec<Vec<f64>>, MeshError> {
         let mut all = vec![vec![0.0; own.len()]; self.size() as usize];
         all[self.rank() as usize] = own;

@@ -1,4 +1,4 @@
-//! One pair's transfers, timed by whoever receives.
+//! One pair's transfers, timed by the receiver.
 
 use std::sync::mpsc::sync_channel;
 use std::thread;
@@ -11,78 +11,79 @@ use crate::handle::Handle;
 use crate::mesh::Mesh;
 use crate::wire::PIECE_BYTES;
 
-/// Tags of a probe's messages: its blocks, and what a receiver asks for.
+/// The tags of a probe's messages: its blocks, and the receiver's orders.
 const BLOCKS: u64 = u64::from_be_bytes(*b"probe/bl");
 const ORDERS: u64 = u64::from_be_bytes(*b"probe/or");
-/// Blocks announced ahead: with them a round trip of 16 ms at 1 Gbit/s, or of 0.16 ms at 100 Gbit/s, leaves no gap.
+/// The number of blocks announced ahead: with them a round trip of 16 ms at 1 Gbit/s, or of 0.16 ms at 100
+/// Gbit/s, leaves no gap.
 const WINDOW: usize = 8;
 const BLOCK_BYTES_MIN: u64 = 64 << 10;
-/// One frame. Transfers take turns frame by frame, so that of larger blocks several would arrive at once, and when one has
-/// ended would not tell how much has arrived.
+/// One frame. Transfers take turns frame by frame, so several larger blocks would arrive at once, and the end
+/// of one would not show how many bytes have arrived.
 const BLOCK_BYTES_MAX: u64 = PIECE_BYTES as u64;
-/// Blocks of a batch, where it has enough bytes for them: the clock is read after each.
+/// The number of blocks in a batch that has enough bytes for them: the clock is read after each.
 const BLOCKS_AIM: u64 = 32;
-/// A batch this much longer than asked for makes up for a rate that is underestimated.
+/// A batch is this much larger than the rate requires, in case the rate is underestimated.
 const MARGIN: f64 = 1.25;
-/// How much longer than the last one a batch may be: what is known of a link after a short one is little.
+/// How much larger than the previous batch a batch may be: a short one gives only a rough rate.
 const GROWTH: f64 = 4.0;
-/// Part of the time that the batch which counts must last. The shorter ones before it take at most a third as long, and it may
-/// itself turn out longer by the margin, twice.
+/// The part of the time that the batch which counts must last. The shorter ones before it take at most a
+/// third as long, and it may itself turn out longer by the margin, twice.
 const SHARE: f64 = 0.4;
-/// Batches from the smallest to one of a second at a terabit, and some more.
+/// Enough batches to grow from the smallest to one of a second at a terabit, and some more.
 const BATCHES_MAX: usize = 64;
 
-/// What one rank has found out about a peer, in bits per second.
-pub(super) struct Measured {
+/// The rates that one rank has measured from a peer, in bits per second.
+pub(super) struct MeasuredRates {
     pub(super) alone: f64,
     pub(super) both: f64,
 }
 
-/// So many blocks of so many bytes; no blocks end the series.
+/// A batch of blocks; a batch without blocks ends the series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Batch {
+struct BlockBatch {
     blocks: u64,
     block_bytes: u64,
 }
 
-impl Batch {
-    const FIRST: Batch = Batch { blocks: 4, block_bytes: BLOCK_BYTES_MIN };
-    const NONE: Batch = Batch { blocks: 0, block_bytes: 0 };
+impl BlockBatch {
+    const FIRST: BlockBatch = BlockBatch { blocks: 4, block_bytes: BLOCK_BYTES_MIN };
+    const NONE: BlockBatch = BlockBatch { blocks: 0, block_bytes: 0 };
 
-    /// About so many bytes.
-    fn of(bytes: f64) -> Batch {
+    /// A batch of about `bytes` bytes.
+    fn of(bytes: f64) -> BlockBatch {
         let block_bytes =
             ((bytes / BLOCKS_AIM as f64) as u64).next_power_of_two().clamp(BLOCK_BYTES_MIN, BLOCK_BYTES_MAX);
         let blocks = (bytes / block_bytes as f64).ceil() as u64 + 1;
-        Batch { blocks: blocks.max(Self::FIRST.blocks), block_bytes }
+        BlockBatch { blocks: blocks.max(Self::FIRST.blocks), block_bytes }
     }
 
     fn bytes(self) -> f64 {
         self.blocks as f64 * self.block_bytes as f64
     }
 
-    /// The next one to try, after one that lasted less than `aim`.
-    fn grown(self, bits_per_second: f64, aim: Duration) -> Batch {
+    /// The next batch to try, after one that lasted less than `aim`.
+    fn grown(self, bits_per_second: f64, aim: Duration) -> BlockBatch {
         let enough = bits_per_second / 8.0 * aim.as_secs_f64() * MARGIN;
-        Batch::of(enough.min(self.bytes() * GROWTH))
+        BlockBatch::of(enough.min(self.bytes() * GROWTH))
     }
 }
 
 /// Measures peers, one at a time.
-pub(super) struct Transfer<'a> {
+pub(super) struct TimedTransfer<'a> {
     mesh: &'a Mesh,
     /// How long the batch that counts should last.
     aim: Duration,
     payload: Vec<u8>,
 }
 
-impl<'a> Transfer<'a> {
+impl<'a> TimedTransfer<'a> {
     pub(super) fn new(mesh: &'a Mesh, part: Duration) -> Self {
-        Transfer { mesh, aim: part.mul_f64(SHARE), payload: noise(BLOCK_BYTES_MAX as usize) }
+        TimedTransfer { mesh, aim: part.mul_f64(SHARE), payload: noise(BLOCK_BYTES_MAX as usize) }
     }
 
-    /// Both ranks of a pair call it, one of them as the first.
-    pub(super) fn measure(&mut self, peer: u32, is_first: bool) -> Result<Measured, MeshError> {
+    /// Measures the rates with a peer. Both ranks of a pair call it, one of them as the first.
+    pub(super) fn measure(&mut self, peer: u32, is_first: bool) -> Result<MeasuredRates, MeshError> {
         let alone;
         if is_first {
             self.serve(peer)?;
@@ -91,15 +92,15 @@ impl<'a> Transfer<'a> {
             alone = self.receive_alone(peer)?;
             self.serve(peer)?;
         }
-        let both = self.both(peer, Batch::of(alone / 8.0 * self.aim.as_secs_f64() * MARGIN))?;
-        Ok(Measured { alone, both })
+        let both = self.both(peer, BlockBatch::of(alone / 8.0 * self.aim.as_secs_f64() * MARGIN))?;
+        Ok(MeasuredRates { alone, both })
     }
 
-    /// Sends what the peer asks for until it has enough.
+    /// Sends the batches that the peer asks for until it asks for no more.
     fn serve(&self, peer: u32) -> Result<(), MeshError> {
         loop {
             let batch = self.hear(peer)?;
-            if batch == Batch::NONE {
+            if batch == BlockBatch::NONE {
                 return Ok(());
             }
             self.send(peer, batch)?;
@@ -107,14 +108,14 @@ impl<'a> Transfer<'a> {
     }
 
     fn receive_alone(&self, peer: u32) -> Result<f64, MeshError> {
-        let mut batch = Batch::FIRST;
+        let mut batch = BlockBatch::FIRST;
         for count in 1.. {
             self.tell(peer, batch)?;
             let arrivals = self.receive(peer, batch)?;
             let rate = rate(&arrivals, batch.block_bytes);
             let lasted = arrivals[arrivals.len() - 1] - arrivals[0];
             if lasted >= self.aim || count == BATCHES_MAX {
-                self.tell(peer, Batch::NONE)?;
+                self.tell(peer, BlockBatch::NONE)?;
                 return Ok(rate);
             }
             batch = batch.grown(rate, self.aim);
@@ -122,8 +123,9 @@ impl<'a> Transfer<'a> {
         unreachable!("the number of batches is bounded")
     }
 
-    /// What arrives while this rank sends as well; `wanted` is what should arrive.
-    fn both(&self, peer: u32, wanted: Batch) -> Result<f64, MeshError> {
+    /// The rate at which blocks arrive while this rank sends as well; `wanted` is the batch that should
+    /// arrive.
+    fn both(&self, peer: u32, wanted: BlockBatch) -> Result<f64, MeshError> {
         let asked = self.swap_orders(peer, wanted)?;
         let (sent, arrived) = thread::scope(|scope| {
             let sending = scope.spawn(|| self.send(peer, asked));
@@ -136,30 +138,30 @@ impl<'a> Transfer<'a> {
         Ok(rate(within.unwrap_or(&arrivals), wanted.block_bytes))
     }
 
-    /// When each block had arrived.
-    fn receive(&self, peer: u32, batch: Batch) -> Result<Vec<Instant>, MeshError> {
+    /// Receives a batch; returns when each block had arrived.
+    fn receive(&self, peer: u32, batch: BlockBatch) -> Result<Vec<Instant>, MeshError> {
         let bytes = batch.block_bytes as usize;
         windowed(batch.blocks, || self.mesh.receive(peer, BLOCKS, ReceiveRegion::owned(vec![0_u8; bytes])))
     }
 
-    /// When each block had left.
-    fn send(&self, peer: u32, batch: Batch) -> Result<Vec<Instant>, MeshError> {
+    /// Sends a batch; returns when each block had left.
+    fn send(&self, peer: u32, batch: BlockBatch) -> Result<Vec<Instant>, MeshError> {
         let block = &self.payload[..batch.block_bytes as usize];
         lend(|lending| windowed(batch.blocks, || self.mesh.send(peer, BLOCKS, lending.send(block))))
     }
 
-    fn tell(&self, peer: u32, batch: Batch) -> Result<(), MeshError> {
+    fn tell(&self, peer: u32, batch: BlockBatch) -> Result<(), MeshError> {
         let order = [batch.blocks, batch.block_bytes];
         lend(|lending| self.mesh.send(peer, ORDERS, lending.send(&order))?.wait())
     }
 
-    fn hear(&self, peer: u32) -> Result<Batch, MeshError> {
+    fn hear(&self, peer: u32) -> Result<BlockBatch, MeshError> {
         let mut order = [0_u64; 2];
         lend(|lending| self.mesh.receive(peer, ORDERS, lending.receive(&mut order))?.wait())?;
         self.checked(peer, order)
     }
 
-    fn swap_orders(&self, peer: u32, wanted: Batch) -> Result<Batch, MeshError> {
+    fn swap_orders(&self, peer: u32, wanted: BlockBatch) -> Result<BlockBatch, MeshError> {
         let order = [wanted.blocks, wanted.block_bytes];
         let mut asked = [0_u64; 2];
         lend(|lending| {
@@ -170,9 +172,9 @@ impl<'a> Transfer<'a> {
         self.checked(peer, asked)
     }
 
-    fn checked(&self, peer: u32, [blocks, block_bytes]: [u64; 2]) -> Result<Batch, MeshError> {
+    fn checked(&self, peer: u32, [blocks, block_bytes]: [u64; 2]) -> Result<BlockBatch, MeshError> {
         if block_bytes <= BLOCK_BYTES_MAX {
-            return Ok(Batch { blocks, block_bytes });
+            return Ok(BlockBatch { blocks, block_bytes });
         }
         let who = self.mesh.who().clone();
         let reason = format!("it asks a probe for blocks of {block_bytes} bytes").into();
@@ -191,8 +193,9 @@ fn windowed(
     while (ends.len() as u64) < count {
         if issued < count && issued - (ends.len() as u64) < WINDOW as u64 {
             let tell = tell.clone();
-            // The mesh's thread reads the clock: when this one is woken is another matter. It never waits for room: there
-            // is as much as operations can be under way. Nobody listens once one has failed.
+            // The mesh's thread reads the clock, for this thread may be woken much later. The callback never
+            // waits for room: the channel holds as many results as operations can be under way. Once one has
+            // failed, no thread reads the results.
             issue()?.on_complete(move |outcome| {
                 let _ = tell.send((outcome.clone(), Instant::now()));
             });
@@ -203,18 +206,19 @@ fn windowed(
             ends.push(end);
         }
     }
-    // One that has ended before it was asked reads the clock later.
+    // The callback of an operation that had ended before it was registered reads the clock later.
     ends.sort_unstable();
     Ok(ends)
 }
 
-/// Bits per second between the first block's end and the last one's: what came before the first belongs to the waiting.
+/// Bits per second between the end of the first block and that of the last: the time before the first is
+/// waiting time.
 fn rate(ends: &[Instant], block_bytes: u64) -> f64 {
     let seconds = (ends[ends.len() - 1] - ends[0]).as_secs_f64();
     (ends.len() - 1) as f64 * block_bytes as f64 * 8.0 / seconds.max(1e-9)
 }
 
-/// Those of `arrivals` between the first and the last of `departures`; `None` where they are too few to be timed.
+/// The `arrivals` between the first and the last of `departures`; `None` where they are too few to be timed.
 fn during<'a>(arrivals: &'a [Instant], departures: &[Instant]) -> Option<&'a [Instant]> {
     const FEWEST: usize = 4;
     let (begin, end) = (departures.first()?, departures.last()?);
@@ -223,7 +227,7 @@ fn during<'a>(arrivals: &'a [Instant], departures: &[Instant]) -> Option<&'a [In
     arrivals.get(from..to).filter(|within| within.len() >= FEWEST)
 }
 
-/// Bytes that no link can compress.
+/// Random bytes, which no link can compress.
 fn noise(bytes: usize) -> Vec<u8> {
     // SplitMix64; the seed does not matter.
     let mut state = 0_u64;
@@ -240,7 +244,7 @@ fn noise(bytes: usize) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// Instants so many milliseconds after a common one.
+    /// Instants that lie so many milliseconds after a common one.
     fn at(milliseconds: &[u64]) -> Vec<Instant> {
         let begin = Instant::now();
         milliseconds.iter().map(|&ms| begin + Duration::from_millis(ms)).collect()
@@ -266,8 +270,8 @@ mod tests {
     fn batches_grow_until_they_last_and_stay_countable() {
         let aim = Duration::from_millis(50);
         for bits_per_second in [1e6, 1e8, 1e9, 2.5e10, 4e11] {
-            let (mut batch, mut total) = (Batch::FIRST, 0.0);
-            let lasts = |batch: Batch| batch.bytes() * 8.0 / bits_per_second;
+            let (mut batch, mut total) = (BlockBatch::FIRST, 0.0);
+            let lasts = |batch: BlockBatch| batch.bytes() * 8.0 / bits_per_second;
             for count in 1.. {
                 assert!(count < 20, "{bits_per_second}: {batch:?} after {total} s");
                 total += lasts(batch);
@@ -279,7 +283,7 @@ mod tests {
                 }
                 batch = batch.grown(bits_per_second, aim);
             }
-            let first = lasts(Batch::FIRST);
+            let first = lasts(BlockBatch::FIRST);
             assert!(total <= first.max(aim.as_secs_f64() / SHARE), "{bits_per_second}: {total} s");
         }
     }

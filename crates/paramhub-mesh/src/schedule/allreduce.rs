@@ -1,8 +1,8 @@
-//! Reductions whose result goes to everybody.
+//! Reductions whose result goes to all ranks.
 
-use super::{HALVING_BYTES_MAX, SMALL_BYTES_MAX, Schedule, Span, Step, Work, cut, pieces};
+use super::{BufferRange, HALVING_BYTES_MAX, SMALL_BYTES_MAX, Schedule, Step, Work, cut, pieces};
 
-/// Buffer 0, elements of `width` bytes, reduced to all ranks. The results have the same bits everywhere.
+/// Reduces buffer 0, elements of `width` bytes, to all ranks. The results have the same bits at all of them.
 pub(crate) fn allreduce(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
     if size == 1 {
         Schedule::default()
@@ -15,12 +15,13 @@ pub(crate) fn allreduce(rank: u32, size: u32, bytes: usize, width: usize, is_ave
     }
 }
 
-/// Recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5): in round k partners 2^k apart exchange what they have. Both
-/// compute `lower op higher`, so both get the same bits.
+/// Recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5): in round k partners 2^k apart exchange
+/// their partial results. Both compute `lower op higher`, so both get the same bits.
 fn doubling(rank: u32, size: u32, bytes: usize, is_average: bool) -> Schedule {
     let mut schedule = Schedule::default();
-    let whole = Span::whole(0, bytes);
-    // Where the number of ranks is no power of two, the first ranks go in pairs: the odd one takes part for both.
+    let whole = BufferRange::whole(0, bytes);
+    // Where the number of ranks is no power of two, the first ranks form pairs, and the odd rank of a pair
+    // takes part for both.
     let rounds = size.ilog2();
     let pairs = size - (1 << rounds);
     let last = rounds + 1;
@@ -30,7 +31,7 @@ fn doubling(rank: u32, size: u32, bytes: usize, is_average: bool) -> Schedule {
         schedule.push(Work::Receive { peer, index: last, into: whole }, &[Some(sent)]);
         return schedule;
     }
-    let (mut value, mut reduced, mut sends): (Span, Option<Step>, Vec<Option<Step>>) =
+    let (mut value, mut reduced, mut sends): (BufferRange, Option<Step>, Vec<Option<Step>>) =
         (whole, None, Vec::new());
     if rank < 2 * pairs {
         let lower = schedule.scratch(bytes);
@@ -69,13 +70,14 @@ fn doubling(rank: u32, size: u32, bytes: usize, is_average: bool) -> Schedule {
     schedule
 }
 
-/// Recursive halving, then doubling (Rabenseifner 2004): as few rounds as the logarithm twice, and no more bytes than a ring. The
-/// number of ranks is a power of two. In round k partners size/2^(k+1) apart split what they have left, and each reduces its
-/// half; then they give one another the results in the opposite order.
+/// Recursive halving, then doubling (Rabenseifner 2004): twice as many rounds as the logarithm, and no more
+/// bytes than a ring. The number of ranks is a power of two. In round k partners size/2^(k+1) apart split the
+/// range that they have left, and each reduces its half; then they exchange the results in the opposite
+/// order.
 fn halving(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
     let mut schedule = Schedule::default();
     let rounds = size.ilog2();
-    let (mut own, mut reduced) = (Span::whole(0, bytes), None);
+    let (mut own, mut reduced) = (BufferRange::whole(0, bytes), None);
     let mut given = Vec::with_capacity(rounds as usize);
     for round in 0..rounds {
         let peer = rank ^ (size >> (round + 1));
@@ -95,24 +97,24 @@ fn halving(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -
     for (turn, (peer, other, sent)) in given.into_iter().rev().enumerate() {
         let index = rounds + turn as u32;
         schedule.push(Work::Send { peer, index, from: own }, &whole);
-        // The result takes the place of what was sent from there in the first half.
+        // The result replaces the bytes that were sent from there in the first half.
         whole.push(Some(schedule.push(Work::Receive { peer, index, into: other }, &[Some(sent)])));
         let start = own.start.min(other.start);
-        own = Span { start, bytes: own.bytes + other.bytes, ..own };
+        own = BufferRange { start, bytes: own.bytes + other.bytes, ..own };
     }
     schedule
 }
 
-/// A ring (Patarasuk, Yuan 2009): each segment goes round once to be reduced and once to be spread. Piece by piece, so that one
-/// piece is computed with while others travel.
+/// A ring (Patarasuk, Yuan 2009): each segment goes round once to be reduced and once to be distributed,
+/// piece by piece, so that a rank reduces one piece while others travel.
 fn ring(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
     let mut schedule = Schedule::default();
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
     let hops = size - 1;
-    let segment = |owner: u32| cut(Span::whole(0, bytes), width, size as usize, owner as usize);
+    let segment = |owner: u32| cut(BufferRange::whole(0, bytes), width, size as usize, owner as usize);
     let pieces = pieces(segment(0).bytes, 2 * hops as usize);
     for piece in 0..pieces {
-        // `back` hops before this rank.
+        // The range of the segment `back` hops before this rank.
         let span = |back: u32| cut(segment((rank + size - back % size) % size), width, pieces, piece);
         let index = |hop: u32| hop * pieces as u32 + piece as u32;
         let (mut arrived, mut sends) = (None, Vec::with_capacity(hops as usize));
@@ -128,7 +130,7 @@ fn ring(rank: u32, size: u32, bytes: usize, width: usize, is_average: bool) -> S
         for hop in 0..hops {
             let send = Work::Send { peer: next, index: index(hops + hop), from: span(hops + hop) };
             schedule.push(send, &[arrived]);
-            // The result takes the place of what was sent from there in the first round.
+            // The result replaces the bytes that were sent from there in the first round.
             let receive = Work::Receive { peer: previous, index: index(hops + hop), into: span(hop) };
             arrived = Some(schedule.push(receive, &[sends[hop as usize]]));
         }

@@ -1,16 +1,18 @@
 //! Barrier and broadcast.
 
-use super::{PIECE_BYTES, SMALL_BYTES_MAX, STEPS_MAX, Schedule, Span, Work, cut};
+use super::{BufferRange, PIECE_BYTES, SMALL_BYTES_MAX, STEPS_MAX, Schedule, Work, cut};
 
-/// Dissemination (Hensgen, Finkel, Manber 1988): in round k everybody tells the rank 2^k further on.
+/// Dissemination (Hensgen, Finkel, Manber 1988): in round k every rank sends a message to the rank 2^k
+/// further on.
 pub(crate) fn barrier(rank: u32, size: u32) -> Schedule {
     let mut schedule = Schedule::default();
-    let nothing = Span::whole(super::SCRATCH, 0);
+    let nothing = BufferRange::whole(super::SCRATCH, 0);
     let (mut heard, mut distance, mut round) = (None, 1, 0);
     while distance < size {
         let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
         schedule.push(Work::Send { peer: to, index: round, from: nothing }, &[heard]);
-        // A round is over when this one and all before it have been heard: what is sent next says so.
+        // A round ends when its message and those of all rounds before have come, which the next message sent
+        // confirms.
         let now = schedule.push(Work::Receive { peer: from, index: round, into: nothing }, &[]);
         heard = Some(match heard {
             None => now,
@@ -24,7 +26,7 @@ pub(crate) fn barrier(rank: u32, size: u32) -> Schedule {
     schedule
 }
 
-/// Buffer 0, `bytes` long, from `root` to everybody.
+/// Sends buffer 0, `bytes` long, from `root` to all ranks.
 pub(crate) fn broadcast(rank: u32, size: u32, root: u32, bytes: usize) -> Schedule {
     if size == 1 {
         Schedule::default()
@@ -35,16 +37,16 @@ pub(crate) fn broadcast(rank: u32, size: u32, root: u32, bytes: usize) -> Schedu
     }
 }
 
-/// A binomial tree: after round k, 2^k ranks have it.
+/// A binomial tree: after round k, 2^k ranks have the bytes.
 fn tree(rank: u32, size: u32, root: u32, bytes: usize) -> Schedule {
     let mut schedule = Schedule::default();
-    let whole = Span::whole(0, bytes);
+    let whole = BufferRange::whole(0, bytes);
     let place = (rank + size - root) % size;
     let at = |place: u32| (place + root) % size;
     let reach = reach(place, size);
     let arrived = (place != 0)
         .then(|| schedule.push(Work::Receive { peer: at(place - reach), index: 0, into: whole }, &[]));
-    // The largest subtree first: it has the longest way to go.
+    // The largest subtree goes first: it has the longest way to go.
     let mut distance = reach / 2;
     while distance > 0 {
         if place + distance < size {
@@ -55,17 +57,18 @@ fn tree(rank: u32, size: u32, root: u32, bytes: usize) -> Schedule {
     schedule
 }
 
-/// In a binomial tree over places 0..size: the parent of `place` is so far below it, its children are nearer than that above.
+/// In a binomial tree over places 0..size, the distance from `place` down to its parent; its children are
+/// less than that above it.
 pub(super) fn reach(place: u32, size: u32) -> u32 {
     if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() }
 }
 
-/// The root gives each other rank one segment, and each passes its segment on to all others, piece by piece. Everybody sends and
-/// receives about `bytes`, over two hops.
+/// The root sends each other rank one segment, and each passes its segment on to all others, piece by piece.
+/// Every rank sends and receives about `bytes`, over two hops.
 fn scatter_and_forward(rank: u32, size: u32, root: u32, bytes: usize) -> Schedule {
     let mut schedule = Schedule::default();
     let holders = size as usize - 1;
-    let segment = |holder: usize| cut(Span::whole(0, bytes), 1, holders, holder);
+    let segment = |holder: usize| cut(BufferRange::whole(0, bytes), 1, holders, holder);
     let pieces = bytes.div_ceil(holders).div_ceil(PIECE_BYTES).clamp(1, (STEPS_MAX / holders).max(1));
     let at = |holder: usize| (root + 1 + holder as u32) % size;
     let own = (rank + size - root) % size; // 0 at the root, holder + 1 elsewhere

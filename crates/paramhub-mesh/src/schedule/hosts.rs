@@ -1,10 +1,10 @@
-//! Collectives that know which ranks share a host: what crosses between two hosts does so once.
+//! Collectives that know which ranks share a host, so that data crosses between two hosts only once.
 
-use super::{Schedule, Span, Work};
+use super::{BufferRange, Schedule, Work};
 
-/// As [`allgather`](super::allgather), where `hosts` says of each rank which host it is on. A block goes straight to the ranks of
-/// its own host, and to one rank of each other host, which passes it on there. The ranks of a host take turns in that, by the
-/// block's rank.
+/// Like [`allgather`](super::allgather), where `hosts` has the host of each rank. A block goes straight to
+/// the ranks of its own host, and to one rank of each other host, which passes it on there. Which rank of a
+/// host passes a block on depends on the rank that the block comes from.
 pub(crate) fn allgather_between_hosts(
     rank: u32,
     hosts: &[u32],
@@ -15,13 +15,13 @@ pub(crate) fn allgather_between_hosts(
     let size = lengths.len() as u32;
     let host = |rank: u32| hosts[rank as usize];
     let members = |of: u32| (0..size).filter(move |&rank| host(rank) == of);
-    // Who passes a rank's block on at another host.
+    // The rank that passes a block on at another host.
     let porter = |of: u32, block: u32| {
         let among = members(of).count();
         members(of).nth(block as usize % among).expect("less than there are")
     };
-    let block = |rank: u32| Span::whole(rank, lengths[rank as usize]);
-    let own = if has_input { Span { buffer: size, ..block(rank) } } else { block(rank) };
+    let block = |rank: u32| BufferRange::whole(rank, lengths[rank as usize]);
+    let own = if has_input { BufferRange { buffer: size, ..block(rank) } } else { block(rank) };
     let here = host(rank);
     for distance in 1..size {
         let from = (rank + size - distance) % size;
@@ -61,7 +61,7 @@ mod tests {
             let schedule = allgather_between_hosts(rank, &hosts, &lengths, false);
             for work in schedule.work {
                 let Work::Send { peer, index, from } = work else { continue };
-                assert_eq!(from, Span::whole(index, lengths[index as usize]));
+                assert_eq!(from, BufferRange::whole(index, lengths[index as usize]));
                 if hosts[peer as usize] != hosts[rank as usize] {
                     assert_eq!(index, rank, "only a block's own rank sends it to another host");
                     crossings[index as usize][hosts[peer as usize] as usize] += 1;

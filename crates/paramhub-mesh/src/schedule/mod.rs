@@ -1,11 +1,12 @@
-//! What one rank does for one operation: steps that send, receive and compute, and which step waits for which.
+//! The steps of one rank for one operation: steps that send, receive and compute, and the order between them.
 //!
-//! A schedule is a plain value made from the rank, the number of ranks and the lengths. It knows no sockets, so that all ranks'
-//! schedules of a collective can be run against one another in a test, in any order their dependencies allow.
+//! A schedule is a plain value made from the rank, the number of ranks and the lengths. It has no sockets, so
+//! a test can run all ranks' schedules of a collective against one another, in any order that their
+//! dependencies allow.
 //!
-//! Where ranks share memory, a [`Plan`](crate::memory::Plan) takes its place for most collectives.
+//! Where ranks share memory, most collectives have a [`Plan`](crate::memory::Plan) instead.
 //!
-//! The idea of running collectives as such schedules is that of libNBC (Hoefler, Lumsdaine, Rehm: "Implementation and
+//! To run collectives as such schedules is the idea of libNBC (Hoefler, Lumsdaine, Rehm: "Implementation and
 //! performance analysis of non-blocking collective operations for MPI", SC 2007).
 
 mod allreduce;
@@ -22,97 +23,99 @@ pub(crate) use direct::{all_to_all, allgather, gather, scatter};
 pub(crate) use hosts::allgather_between_hosts;
 pub(crate) use reduce::{reduce, reduce_scatter};
 
-/// Up to here an operation is bound by latency: fewer rounds count for more than fewer bytes.
+/// The largest operation that is bound by latency: up to here fewer rounds count for more than fewer bytes.
 pub(crate) const SMALL_BYTES_MAX: usize = 64 << 10;
-/// Up to here an allreduce among a power of two ranks goes by halves: fewer rounds than a ring, without its pipeline.
+/// The largest allreduce among a power of two ranks that goes by halves: it takes fewer rounds than a ring,
+/// but has no pipeline.
 const HALVING_BYTES_MAX: usize = 1 << 20;
-/// A piece of a pipeline is about so large: one frame.
+/// The size of a pipeline's pieces, about: one frame.
 const PIECE_BYTES: usize = crate::wire::PIECE_BYTES;
-/// Smaller pieces than this do not pay for their frames.
+/// The smallest piece: a smaller one costs more for its frame than it saves.
 const PIECE_BYTES_MIN: usize = 16 << 10;
-/// Where it can, a pipeline has so many pieces, so that arithmetic overlaps transfers.
+/// The number of pieces that a pipeline has at least where it can, so that arithmetic overlaps transfers.
 const PIECES_MIN: usize = 4;
-/// Steps of one pipeline, about: what bounds a schedule's memory.
+/// The number of steps in one pipeline, about, which bounds a schedule's memory.
 const STEPS_MAX: usize = 8 << 10;
-/// Scratch that the owner of a segment takes to receive all contributions at once rather than one after the other.
+/// The scratch with which the owner of a segment receives all contributions at once rather than one after the
+/// other.
 const SCRATCH_BYTES_MAX: usize = 256 << 10;
 
-/// Stands for the operation's scratch buffer in a [`Span`].
+/// The number of the operation's scratch buffer in a [`BufferRange`].
 pub(crate) const SCRATCH: u32 = u32::MAX;
 
 /// A part of one of the operation's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    /// Position in the operation's list, or [`SCRATCH`].
+pub(crate) struct BufferRange {
+    /// The position in the operation's list, or [`SCRATCH`].
     pub(crate) buffer: u32,
     pub(crate) start: usize,
     pub(crate) bytes: usize,
 }
 
-impl Span {
+impl BufferRange {
     pub(crate) const fn whole(buffer: u32, bytes: usize) -> Self {
-        Span { buffer, start: 0, bytes }
+        BufferRange { buffer, start: 0, bytes }
     }
 
     pub(crate) const fn end(&self) -> usize {
         self.start + self.bytes
     }
 
-    /// `bytes` from `start` on, counted from this span's start.
+    /// `bytes` from `start` on, counted from the start of this range.
     pub(crate) const fn part(&self, start: usize, bytes: usize) -> Self {
-        Span { buffer: self.buffer, start: self.start + start, bytes }
+        BufferRange { buffer: self.buffer, start: self.start + start, bytes }
     }
 }
 
-/// One thing to do. A transfer is matched with the peer's by its index, which no two transfers from one rank to another in
-/// one operation share.
+/// One step's work. A transfer is matched with the peer's by its index, which is unique among the transfers
+/// from one rank to another in one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
     Send {
         peer: u32,
         index: u32,
-        from: Span,
+        from: BufferRange,
     },
     Receive {
         peer: u32,
         index: u32,
-        into: Span,
+        into: BufferRange,
     },
-    /// Receives from whoever sends first. Point to point only.
+    /// Receives from the rank that sends first. Point to point only.
     ReceiveAny {
-        into: Span,
+        into: BufferRange,
     },
     /// `into = into op received`, as it arrives.
     ReceiveReduce {
         peer: u32,
         index: u32,
-        into: Span,
+        into: BufferRange,
     },
     /// `into = from`.
     Copy {
-        into: Span,
-        from: Span,
+        into: BufferRange,
+        from: BufferRange,
     },
     /// `into = into op from`.
     Reduce {
-        into: Span,
-        from: Span,
+        into: BufferRange,
+        from: BufferRange,
     },
     /// Divides a sum by the number of ranks.
     Divide {
-        span: Span,
+        span: BufferRange,
     },
 }
 
-/// A step of a schedule, for others to wait for.
+/// A step of a schedule, for later steps to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step(u32);
 
-/// See the module.
+/// The schedule of one operation; see the module.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Schedule {
     pub(crate) work: Vec<Work>,
-    /// Earlier step, later step.
+    /// Pairs of an earlier step and a later one that waits for it.
     edges: Vec<(u32, u32)>,
     pub(crate) scratch_bytes: usize,
 }
@@ -132,14 +135,14 @@ impl Schedule {
     }
 
     /// A new part of the scratch buffer.
-    fn scratch(&mut self, bytes: usize) -> Span {
-        let span = Span { buffer: SCRATCH, start: self.scratch_bytes, bytes };
+    fn scratch(&mut self, bytes: usize) -> BufferRange {
+        let span = BufferRange { buffer: SCRATCH, start: self.scratch_bytes, bytes };
         self.scratch_bytes += bytes;
         span
     }
 
-    /// The order between the steps, for whoever runs them.
-    pub(crate) fn order(&self) -> Order {
+    /// The dependencies between the steps, with which an engine runs them.
+    pub(crate) fn order(&self) -> StepDependencies {
         let mut unmet = vec![0; self.work.len()];
         let mut first = vec![0; self.work.len() + 1];
         for &(earlier, later) in &self.edges {
@@ -156,26 +159,26 @@ impl Schedule {
             later_steps[*place as usize] = later;
             *place += 1;
         }
-        Order { unmet, first, later_steps }
+        StepDependencies { unmet, first, later_steps }
     }
 }
 
-/// How many steps each step still waits for, and who waits for it.
+/// The number of steps that each step still waits for, and the steps that wait for it.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct StepDependencies {
     unmet: Vec<u32>,
-    /// Where the followers of a step begin in `later_steps`; the next step's beginning ends them.
+    /// The position in `later_steps` of each step's first follower; the next step's position ends them.
     first: Vec<u32>,
     later_steps: Vec<u32>,
 }
 
-impl Order {
+impl StepDependencies {
     /// The steps that wait for nothing.
-    pub(crate) fn free(&self) -> impl Iterator<Item = u32> + '_ {
+    pub(crate) fn ready(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.unmet.len() as u32).filter(|step| self.unmet[*step as usize] == 0)
     }
 
-    /// `step` has ended; calls `released` with each step that need not wait any longer.
+    /// Notes that `step` has ended; calls `released` with each step that need not wait any longer.
     pub(crate) fn ended(&mut self, step: u32, mut released: impl FnMut(u32)) {
         let followers = self.first[step as usize] as usize..self.first[step as usize + 1] as usize;
         for follower in followers {
@@ -189,8 +192,9 @@ impl Order {
     }
 }
 
-/// Part `part` of `parts` of `span`, cut at whole elements of `width` bytes. Parts differ by one element at most.
-pub(crate) fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
+/// The part number `part` of `parts` of `span`, cut at whole elements of `width` bytes. Parts differ by one
+/// element at most.
+pub(crate) fn cut(span: BufferRange, width: usize, parts: usize, part: usize) -> BufferRange {
     let elements = span.bytes / width;
     let (each, longer) = (elements / parts, elements % parts);
     let before = |part: usize| part * each + part.min(longer);
@@ -198,7 +202,7 @@ pub(crate) fn cut(span: Span, width: usize, parts: usize, part: usize) -> Span {
     span.part(start * width, (end - start) * width)
 }
 
-/// Into how many pieces to cut `bytes` that pass through `steps` steps each.
+/// The number of pieces to cut `bytes` into, which pass through `steps` steps each.
 fn pieces(bytes: usize, steps: usize) -> usize {
     let wanted = bytes.div_ceil(PIECE_BYTES).max(PIECES_MIN.min(bytes / PIECE_BYTES_MIN));
     wanted.clamp(1, (STEPS_MAX / steps.max(1)).max(1))

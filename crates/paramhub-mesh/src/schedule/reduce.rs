@@ -1,9 +1,10 @@
 //! Reductions whose result goes to one rank each: reduce and reduce_scatter.
 
 use super::broadcast::reach;
-use super::{SCRATCH_BYTES_MAX, SMALL_BYTES_MAX, STEPS_MAX, Schedule, Span, Step, Work, cut, pieces};
+use super::{BufferRange, SCRATCH_BYTES_MAX, SMALL_BYTES_MAX, STEPS_MAX, Schedule, Step, Work, cut, pieces};
 
-/// Buffer 0, elements of `width` bytes, reduced to `root`. What the other ranks' buffers hold afterwards is not specified.
+/// Reduces buffer 0, elements of `width` bytes, to `root`. The contents of the other ranks' buffers are
+/// unspecified afterwards.
 pub(crate) fn reduce(
     rank: u32,
     size: u32,
@@ -19,11 +20,11 @@ pub(crate) fn reduce(
     }
 }
 
-/// The binomial tree of a broadcast upside down. Children are added nearest first, so the order of a sum depends on nothing but
-/// root and size.
+/// The binomial tree of a broadcast upside down. The nearest child is added first, so the order of a sum
+/// depends on root and size alone.
 fn tree(rank: u32, size: u32, root: u32, bytes: usize, is_average: bool) -> Schedule {
     let mut schedule = Schedule::default();
-    let whole = Span::whole(0, bytes);
+    let whole = BufferRange::whole(0, bytes);
     let place = (rank + size - root) % size;
     let at = |place: u32| (place + root) % size;
     let reach = reach(place, size);
@@ -47,10 +48,10 @@ fn tree(rank: u32, size: u32, root: u32, bytes: usize, is_average: bool) -> Sche
     schedule
 }
 
-/// Every rank reduces one segment of everybody's and sends it to the root.
+/// Every rank reduces one segment of all ranks' buffers and sends the result to the root.
 fn by_segments(rank: u32, size: u32, root: u32, bytes: usize, width: usize, is_average: bool) -> Schedule {
     let mut schedule = Schedule::default();
-    let segment = |owner: u32| cut(Span::whole(0, bytes), width, size as usize, owner as usize);
+    let segment = |owner: u32| cut(BufferRange::whole(0, bytes), width, size as usize, owner as usize);
     let pieces = pieces(segment(0).bytes, 2 * size as usize);
     for piece in 0..pieces {
         let span = |owner: u32| cut(segment(owner), width, pieces, piece);
@@ -74,8 +75,8 @@ fn by_segments(rank: u32, size: u32, root: u32, bytes: usize, width: usize, is_a
     schedule
 }
 
-/// Buffers 0..size are what each rank is to get, `lengths` long; buffer `size` is this rank's result. If not `has_input`, this
-/// rank's own contribution is there already and buffer `rank` is not used.
+/// Buffers 0..size are the contributions to each rank's result, `lengths` long; buffer `size` is this rank's
+/// result. If not `has_input`, this rank's own contribution is there already and buffer `rank` is not used.
 pub(crate) fn reduce_scatter(
     rank: u32,
     lengths: &[usize],
@@ -86,14 +87,14 @@ pub(crate) fn reduce_scatter(
     let mut schedule = Schedule::default();
     let size = lengths.len() as u32;
     let pieces_of = |owner: u32| {
-        // All that a rank sends, and all that comes for one segment, together stay within the bound.
+        // All pieces that a rank sends, and all that come for one segment, together stay within the bound.
         pieces(lengths[owner as usize], size as usize).min((STEPS_MAX / size as usize).max(1))
     };
     let own = pieces_of(rank);
     for piece in 0..own {
-        let into = cut(Span::whole(size, lengths[rank as usize]), width, own, piece);
-        let begun =
-            has_input.then(|| schedule.push(Work::Copy { into, from: Span { buffer: rank, ..into } }, &[]));
+        let into = cut(BufferRange::whole(size, lengths[rank as usize]), width, own, piece);
+        let begun = has_input
+            .then(|| schedule.push(Work::Copy { into, from: BufferRange { buffer: rank, ..into } }, &[]));
         let reduced = accumulate(&mut schedule, rank, size, into, piece as u32, begun);
         if is_average {
             schedule.push(Work::Divide { span: into }, &[reduced]);
@@ -103,7 +104,8 @@ pub(crate) fn reduce_scatter(
     for piece in 0..most {
         for owner in (1..size).map(|distance| (rank + distance) % size) {
             if piece < pieces_of(owner) {
-                let from = cut(Span::whole(owner, lengths[owner as usize]), width, pieces_of(owner), piece);
+                let from =
+                    cut(BufferRange::whole(owner, lengths[owner as usize]), width, pieces_of(owner), piece);
                 schedule.push(Work::Send { peer: owner, index: piece as u32, from }, &[]);
             }
         }
@@ -111,13 +113,14 @@ pub(crate) fn reduce_scatter(
     schedule
 }
 
-/// Adds everybody's contribution to `own`, which holds this rank's from the end of `begun` on. The order is the ranks' from the
-/// owner on, rotated piece by piece so that not everybody waits for the same rank: it depends on owner, size and piece alone.
+/// Adds all ranks' contributions to `own`, which holds this rank's own from the end of `begun` on. The order
+/// is that of the ranks from the owner on, rotated piece by piece so that not all ranks wait for the same
+/// one: it depends on owner, size and piece alone.
 fn accumulate(
     schedule: &mut Schedule,
     rank: u32,
     size: u32,
-    own: Span,
+    own: BufferRange,
     index: u32,
     begun: Option<Step>,
 ) -> Option<Step> {
@@ -125,7 +128,7 @@ fn accumulate(
     let peer = |turn: u32| (rank + 1 + (index % others + turn) % others) % size;
     let mut reduced = begun;
     if others > 1 && own.bytes * others as usize <= SCRATCH_BYTES_MAX {
-        let arrivals: Vec<(Span, Step)> = (0..others)
+        let arrivals: Vec<(BufferRange, Step)> = (0..others)
             .map(|turn| {
                 let scratch = schedule.scratch(own.bytes);
                 (scratch, schedule.push(Work::Receive { peer: peer(turn), index, into: scratch }, &[]))

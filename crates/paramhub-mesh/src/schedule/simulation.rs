@@ -1,4 +1,5 @@
-//! All ranks' schedules run against one another without a socket, in random orders that their dependencies allow.
+//! Runs all ranks' schedules against one another without a socket, in random orders that their dependencies
+//! allow.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,9 +11,9 @@ use super::*;
 use crate::arithmetic;
 use crate::descriptor::{Collective, Descriptor};
 use crate::element::{ElementType, ReduceOp};
-use crate::error::{MeshError, Who};
-use crate::handle::Ticket;
-use crate::operation::{Buffer, Operation, Request, What};
+use crate::error::{MeshError, MeshRank};
+use crate::handle::OperationCompleter;
+use crate::operation::{Operation, OperationBuffer, OperationKind, OperationRequest};
 
 const ELEMENT: ElementType = ElementType::I64;
 const WIDTH: usize = 8;
@@ -20,23 +21,24 @@ const WIDTH: usize = 8;
 /// One rank of a simulated collective.
 struct Rank {
     operation: Operation,
-    free: Vec<u32>,
+    ready: Vec<u32>,
 }
 
-/// Something that may happen next.
+/// A possible next event.
 #[derive(Clone, Copy)]
 enum Event {
-    /// A free step is taken up.
+    /// A free step begins.
     Begin { rank: usize, at: usize },
-    /// A send whose receive was announced leaves.
+    /// A send leaves, whose receive was announced.
     Leave { from: usize, to: usize, index: u32 },
-    /// What has left arrives.
+    /// The bytes that have left arrive.
     Arrive { from: usize, to: usize, index: u32 },
 }
 
 type Path = (usize, usize, u32);
 
-/// Runs the schedules over `buffers[rank][buffer]` and returns the buffers afterwards. `dice` decides what happens next.
+/// Runs the schedules over `buffers[rank][buffer]` and returns the buffers afterwards. `dice` decides what
+/// happens next.
 fn simulate(
     schedules: Vec<Schedule>,
     buffers: Vec<Vec<Vec<u8>>>,
@@ -49,24 +51,31 @@ fn simulate(
     let mut ranks: Vec<Rank> = std::iter::zip(schedules, buffers)
         .map(|(schedule, buffers)| {
             let scratch = vec![0xee; schedule.scratch_bytes];
-            let buffers =
-                buffers.into_iter().map(|bytes| Buffer::Receive(ReceiveRegion::owned(bytes))).collect();
-            let who = Who { mesh: Arc::from("simulated"), rank: 0 };
-            let (ticket, _) = Ticket::new(MeshError::Left { who });
-            let request =
-                Request { what: What::Collective(descriptor), buffers, schedule, plan: None, ticket };
+            let buffers = buffers
+                .into_iter()
+                .map(|bytes| OperationBuffer::Receive(ReceiveRegion::owned(bytes)))
+                .collect();
+            let who = MeshRank { mesh: Arc::from("simulated"), rank: 0 };
+            let (completer, _) = OperationCompleter::new(None, |_| {}, MeshError::Left { who });
+            let request = OperationRequest {
+                kind: OperationKind::Collective(descriptor),
+                buffers,
+                schedule,
+                plan: None,
+                completer,
+            };
             let operation = Operation::new(request, 0, scratch);
-            let free = operation.order.free().collect();
-            Rank { operation, free }
+            let ready = operation.order.ready().collect();
+            Rank { operation, ready }
         })
         .collect();
-    let mut sends: HashMap<Path, (u32, Span)> = HashMap::new();
-    let mut receives: HashMap<Path, (u32, Span, bool)> = HashMap::new();
+    let mut sends: HashMap<Path, (u32, BufferRange)> = HashMap::new();
+    let mut receives: HashMap<Path, (u32, BufferRange, bool)> = HashMap::new();
     let mut flying: HashMap<Path, Vec<u8>> = HashMap::new();
     loop {
         let mut events: Vec<Event> = Vec::new();
         for (rank, state) in ranks.iter().enumerate() {
-            events.extend((0..state.free.len()).map(|at| Event::Begin { rank, at }));
+            events.extend((0..state.ready.len()).map(|at| Event::Begin { rank, at }));
         }
         let mut paths: Vec<Path> =
             sends.keys().filter(|path| receives.contains_key(*path)).copied().collect();
@@ -80,7 +89,7 @@ fn simulate(
         }
         match events[dice(events.len())] {
             Event::Begin { rank, at } => {
-                let step = ranks[rank].free.swap_remove(at);
+                let step = ranks[rank].ready.swap_remove(at);
                 let work = ranks[rank].operation.work(step);
                 let taken = match work {
                     Work::Send { peer, index, from } => {
@@ -134,7 +143,7 @@ fn simulate(
         .map(|(rank, lengths)| {
             assert_eq!(rank.operation.steps_left, 0, "some steps never became free");
             let whole = |(buffer, bytes): (usize, &usize)| {
-                rank.operation.bytes(Span::whole(buffer as u32, *bytes)).to_vec()
+                rank.operation.bytes(BufferRange::whole(buffer as u32, *bytes)).to_vec()
             };
             lengths.iter().enumerate().map(whole).collect()
         })
@@ -142,8 +151,8 @@ fn simulate(
 }
 
 fn end(rank: &mut Rank, step: u32) {
-    let free = &mut rank.free;
-    rank.operation.order.ended(step, |step| free.push(step));
+    let ready = &mut rank.ready;
+    rank.operation.order.ended(step, |step| ready.push(step));
     rank.operation.steps_left -= 1;
 }
 
@@ -172,7 +181,7 @@ fn dice(seed: u64) -> impl FnMut(usize) -> usize {
     }
 }
 
-/// Elements: none, few, the small algorithms, the large ones with one and with many pieces.
+/// Numbers of elements: none, few, the small algorithms, the large ones with one and with many pieces.
 fn elements() -> impl Strategy<Value = usize> {
     prop_oneof![Just(0), 1..9_usize, Just(1000), 8_193..20_000_usize, Just(150_001)]
 }
@@ -246,7 +255,7 @@ proptest! {
 
     #[test]
     fn nobody_leaves_a_barrier_before_all_have_come(size in 1..12_u32, late in 0..12_u32, seed: u64) {
-        // The late rank's steps do not exist: nobody may get through.
+        // The late rank has no steps: no rank may pass.
         let late = late % size;
         let mut schedules: Vec<Schedule> = (0..size).map(|rank| barrier(rank, size)).collect();
         simulate(schedules.clone(), vec![Vec::new(); size as usize], ReduceOp::Sum, dice(seed));
@@ -263,8 +272,8 @@ proptest! {
 #[test]
 fn parts_of_a_cut_are_the_whole() {
     for (bytes, width, parts) in [(0, 4, 3), (40, 4, 3), (40, 4, 11), (1000, 1, 7)] {
-        let span = Span { buffer: 1, start: 100, bytes };
-        let all: Vec<Span> = (0..parts).map(|part| cut(span, width, parts, part)).collect();
+        let span = BufferRange { buffer: 1, start: 100, bytes };
+        let all: Vec<BufferRange> = (0..parts).map(|part| cut(span, width, parts, part)).collect();
         assert_eq!((all[0].start, all[parts - 1].end()), (100, 100 + bytes));
         assert!(all.windows(2).all(|pair| pair[0].end() == pair[1].start));
         assert!(all.iter().all(|part| part.bytes % width == 0));

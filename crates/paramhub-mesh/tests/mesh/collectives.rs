@@ -2,9 +2,19 @@ use half::{bf16, f16};
 use paramhub_mesh::{ElementType, Mesh, MeshError, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{Random, at_all, done, meshes, run, seed};
+use crate::common::{Random, Way, at_all, done, meshes, run, seed};
 
-/// Elements: none, one, fewer than ranks, a prime, beyond the small algorithms, beyond a piece.
+over_both_ways!(
+    every_collective_agrees_with_a_sequential_reference,
+    sums_have_the_same_bits_on_all_ranks_and_every_time,
+    many_collectives_may_be_outstanding,
+    one_sided_collectives_do_not_run_away_or_stall,
+    different_collectives_fail_with_both_names,
+    an_allreduce_that_goes_another_way_is_compared_too,
+    lengths_that_only_pairs_know_are_compared_by_pairs,
+);
+
+/// Numbers of elements: none, one, fewer than ranks, a prime, beyond the small algorithms, beyond a piece.
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 1009, 16_384, 100_003, 400_000];
 
 /// A number that every element type holds exactly, small enough that sums and products of five stay exact.
@@ -33,7 +43,7 @@ fn encode(element: ElementType, values: &[f64]) -> Vec<u8> {
     }
 }
 
-/// What a reduction of exact numbers must give, without any of the code under test.
+/// The expected result of a reduction of exact numbers, computed without the code under test.
 fn reduced(element: ElementType, op: ReduceOp, ranks: &[Vec<f64>]) -> Vec<f64> {
     let integer = |f: fn(i64, i64) -> i64| move |left: f64, right: f64| f(left as i64, right as i64) as f64;
     let sum = |values: &mut dyn Iterator<Item = f64>| match (element, op) {
@@ -72,7 +82,8 @@ fn same(element: ElementType, left: &[u8], right: &[u8]) -> bool {
     }
 }
 
-/// One random collective at this rank, checked against the reference. All ranks make the same of the same random numbers.
+/// One random collective at this rank, checked against the reference. All ranks derive the same one from the
+/// same random numbers.
 fn one(mesh: &Mesh, random: &mut Random) -> Result<(), MeshError> {
     let (rank, size) = (mesh.rank() as usize, mesh.size() as usize);
     let op = random.pick(&ReduceOp::ALL);
@@ -194,11 +205,10 @@ fn one(mesh: &Mesh, random: &mut Random) -> Result<(), MeshError> {
     }
 }
 
-#[test]
-fn every_collective_agrees_with_a_sequential_reference() {
+fn every_collective_agrees_with_a_sequential_reference(way: Way) {
     let seed = seed();
     for size in 1..=5 {
-        run(size, |mesh| {
+        run(way, size, |mesh| {
             let mut random = Random(seed ^ u64::from(size));
             for number in 0..60 {
                 let mut numbers = Random(random.next());
@@ -210,15 +220,14 @@ fn every_collective_agrees_with_a_sequential_reference() {
     }
 }
 
-#[test]
-fn sums_have_the_same_bits_on_all_ranks_and_every_time() {
+fn sums_have_the_same_bits_on_all_ranks_and_every_time(way: Way) {
     let seed = seed();
     for size in 2..=5 {
         for element in [ElementType::F32, ElementType::F64, ElementType::F16, ElementType::BF16] {
             for length in [7, 5_000, 300_001] {
                 let results: Vec<Vec<u8>> = (0..2)
                     .flat_map(|_| {
-                        run(size, |mesh| {
+                        run(way, size, |mesh| {
                             let mut random = Random(seed ^ u64::from(mesh.rank()));
                             let values: Vec<f64> =
                                 (0..length).map(|_| random.next() as f64 / 2f64.powi(63) - 1.0).collect();
@@ -238,9 +247,8 @@ fn sums_have_the_same_bits_on_all_ranks_and_every_time() {
     }
 }
 
-#[test]
-fn many_collectives_may_be_outstanding() {
-    run(3, |mesh| {
+fn many_collectives_may_be_outstanding(way: Way) {
+    run(way, 3, |mesh| {
         let mut sums: Vec<Vec<f32>> =
             (0..300).map(|number| vec![number as f32; [5, 40_000][number % 2]]).collect();
         lend(|lending| {
@@ -256,10 +264,9 @@ fn many_collectives_may_be_outstanding() {
     });
 }
 
-#[test]
-fn one_sided_collectives_do_not_run_away_or_stall() {
-    // The leaves of a gather never wait for one another, so that only the window holds them together.
-    run(3, |mesh| {
+fn one_sided_collectives_do_not_run_away_or_stall(way: Way) {
+    // The leaves of a gather never wait for one another, so only the window holds them together.
+    run(way, 3, |mesh| {
         for round in 0..1500_u32 {
             let own = round.to_le_bytes();
             let mut all = vec![vec![0_u8; 4]; 3];
@@ -275,10 +282,9 @@ fn one_sided_collectives_do_not_run_away_or_stall() {
     });
 }
 
-#[test]
-fn different_collectives_fail_with_both_names() {
-    // Both roots only send, so that neither would ever hear of the other.
-    let errors = at_all(meshes(2), |mesh| {
+fn different_collectives_fail_with_both_names(way: Way) {
+    // Both roots only send, so neither would ever get a message from the other.
+    let errors = at_all(meshes(way, 2), |mesh| {
         let buffer = ReceiveRegion::owned(vec![0_u8; 100]);
         done(mesh.broadcast(buffer, mesh.rank())).unwrap_err().to_string()
     });
@@ -286,7 +292,7 @@ fn different_collectives_fail_with_both_names() {
         assert!(error.contains("broadcast(100 bytes, root 0)"), "{error}");
         assert!(error.contains("broadcast(100 bytes, root 1)"), "{error}");
     }
-    let errors = at_all(meshes(4), |mesh| {
+    let errors = at_all(meshes(way, 4), |mesh| {
         let buffer = ReceiveRegion::owned(vec![0_f32; 25]);
         let op = if mesh.rank() == 2 { ReduceOp::Max } else { ReduceOp::Sum };
         let handle = mesh.allreduce(buffer, ElementType::F32, op);
@@ -297,18 +303,17 @@ fn different_collectives_fail_with_both_names() {
     }
 }
 
-#[test]
-fn an_allreduce_that_goes_another_way_is_compared_too() {
+fn an_allreduce_that_goes_another_way_is_compared_too(way: Way) {
     let note = |mesh: &Mesh, bytes| done(mesh.note_allreduce(bytes, ElementType::F32, ReduceOp::Sum));
-    run(3, |mesh| {
+    run(way, 3, |mesh| {
         for bytes in [0, 4, 1 << 40] {
             note(mesh, bytes).unwrap();
         }
         done(mesh.barrier()).unwrap();
     });
-    let errors = at_all(meshes(3), |mesh| {
+    let errors = at_all(meshes(way, 3), |mesh| {
         let noted = note(&mesh, if mesh.rank() == 1 { 8 } else { 4 });
-        // Through memory some barriers may be over before what connections carry has been heard.
+        // Through memory some barriers may be over before the announcements on the connections have come.
         let barriers = || (0..100_000).try_for_each(|_| done(mesh.barrier()));
         noted.and_then(|()| barriers()).unwrap_err().to_string()
     });
@@ -318,9 +323,8 @@ fn an_allreduce_that_goes_another_way_is_compared_too() {
     }
 }
 
-#[test]
-fn lengths_that_only_pairs_know_are_compared_by_pairs() {
-    let errors = at_all(meshes(3), |mesh| {
+fn lengths_that_only_pairs_know_are_compared_by_pairs(way: Way) {
+    let errors = at_all(meshes(way, 3), |mesh| {
         let inputs = (0..3).map(|to| {
             let wrong = mesh.rank() == 1 && to == 2;
             SendRegion::owned(vec![0_u8; if wrong { 5 } else { 4 }])

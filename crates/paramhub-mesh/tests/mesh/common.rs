@@ -9,6 +9,14 @@ use paramhub_mesh::{Handle, Mesh, MeshConfig, MeshError, MeshListener, Nonce};
 /// Far more than any healthy wait takes: a hang becomes a failure.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How the ranks of these tests, which are on one host, exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Memory,
+    /// As ranks of several hosts.
+    Tcp,
+}
+
 pub(crate) fn secret() -> Nonce {
     Nonce([42; 32])
 }
@@ -22,14 +30,15 @@ pub(crate) fn listeners(size: u32) -> (Vec<MeshListener>, Vec<SocketAddr>) {
 
 pub(crate) fn config(rank: u32, addresses: &[SocketAddr]) -> MeshConfig {
     let config = MeshConfig::new(rank, secret(), addresses.to_vec());
-    MeshConfig { name: "test".into(), shares_memory: crate::SHARES_MEMORY, ..config }
+    MeshConfig { name: "test".into(), shares_memory: true, ..config }
 }
 
 /// All ranks' meshes.
-pub(crate) fn meshes(size: u32) -> Vec<Mesh> {
-    let meshes = meshes_with(size, |config| config);
+pub(crate) fn meshes(way: Way, size: u32) -> Vec<Mesh> {
+    let shares_memory = way == Way::Memory;
+    let meshes = meshes_with(size, |config| MeshConfig { shares_memory, ..config });
     for mesh in &meshes {
-        assert_eq!(mesh.shares_memory().is_ok(), crate::SHARES_MEMORY && size > 1, "{mesh:?}");
+        assert_eq!(mesh.shares_memory().is_ok(), shares_memory && size > 1, "{mesh:?}");
     }
     meshes
 }
@@ -49,9 +58,9 @@ pub(crate) fn meshes_with(size: u32, change: impl Fn(MeshConfig) -> MeshConfig +
     })
 }
 
-/// Runs `f` at every rank, leaves in order, and returns what each came to.
-pub(crate) fn run<T: Send>(size: u32, f: impl Fn(&Mesh) -> T + Sync) -> Vec<T> {
-    at_all(meshes(size), |mesh| {
+/// Runs `f` at every rank, leaves in order, and returns each rank's result.
+pub(crate) fn run<T: Send>(way: Way, size: u32, f: impl Fn(&Mesh) -> T + Sync) -> Vec<T> {
+    at_all(meshes(way, size), |mesh| {
         let result = f(&mesh);
         mesh.leave(PATIENCE).unwrap();
         result
@@ -70,8 +79,8 @@ pub(crate) fn at_all<T: Send>(meshes: Vec<Mesh>, f: impl Fn(Mesh) -> T + Sync) -
     })
 }
 
-/// Waits for a well end. On a hang it says whom the operation waits for, and ends the process: a lent region would keep the test
-/// from ending.
+/// Waits for a good end. On a hang it prints the ranks that the operation waits for, and ends the process: a
+/// lent region would keep the test from ending.
 #[track_caller]
 pub(crate) fn done(handle: Result<Handle, MeshError>) -> Result<(), MeshError> {
     let handle = handle?;

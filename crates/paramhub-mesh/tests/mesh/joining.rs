@@ -21,7 +21,7 @@ fn soon(config: MeshConfig) -> MeshConfig {
     MeshConfig { join_timeout: Duration::from_secs(2), ..config }
 }
 
-/// A mesh works: all ranks pass a barrier and leave.
+/// Checks that a mesh works: all ranks pass a barrier and leave.
 fn works(meshes: Vec<Result<Mesh, MeshError>>) {
     let meshes: Vec<Mesh> = meshes.into_iter().map(Result::unwrap).collect();
     crate::common::at_all(meshes, |mesh| {
@@ -36,7 +36,7 @@ fn ranks_may_come_in_any_order() {
     let late = listeners.into_iter().enumerate().map(|(rank, listener)| {
         let config = config(rank as u32, &addresses);
         thread::spawn(move || {
-            // Rank 0, whom everybody dials, comes last.
+            // Rank 0, which all others dial, comes last.
             thread::sleep(Duration::from_millis([200, 0, 100, 50][rank]));
             listener.join(config)
         })
@@ -87,7 +87,7 @@ fn a_wrong_secret_is_refused_and_the_right_ranks_go_on() {
     works(join_all(ranks.collect()));
     match liar.join().unwrap().unwrap_err() {
         MeshError::Refused { reason, .. } => assert!(reason.contains("the secret is wrong"), "{reason}"),
-        // The mesh was complete, and its doors closed, before anybody had answered.
+        // The mesh was complete, and its listeners closed, before any had answered.
         MeshError::Join { missing, .. } => assert_eq!(missing.len(), 2),
         other => panic!("{other}"),
     }
@@ -148,7 +148,7 @@ fn a_rank_that_comes_twice_is_refused_once() {
     }
     let last = config(2, &addresses);
     let is_first_kept = !first[1].is_finished();
-    // The last rank dials the address of rank 1, which the second one does not have.
+    // The last rank dials the address of rank 1, at which the second claimant does not listen.
     if is_first_kept {
         let third = thread::spawn(move || third.join(last));
         let mut outcomes: Vec<_> = first.into_iter().map(|join| join.join().unwrap()).collect();
@@ -160,7 +160,7 @@ fn a_rank_that_comes_twice_is_refused_once() {
         let mut first = first;
         let error = first.remove(1).join().unwrap().unwrap_err().to_string();
         assert!(error.contains("two processes have the same rank"), "{error}");
-        // Ranks 0 and the impostor wait for the last one in vain: they end with the test's process.
+        // Rank 0 and the second claimant wait for the last rank in vain: they end with the test's process.
     }
 }
 
@@ -181,13 +181,14 @@ fn strangers_are_borne_and_bounded() {
         stop.store(true, Ordering::Release);
         works(meshes);
     });
-    // Nobody listens once all are here.
+    // No rank listens once all have joined.
     for address in addresses {
         assert!(TcpStream::connect_timeout(&address, Duration::from_secs(5)).is_err());
     }
 }
 
-/// Connections that say nothing, garbage, half a hello, another version, or a hello without the secret behind it.
+/// Connections that send nothing, garbage, half a hello, another version, or a hello without a proof of the
+/// secret.
 fn pester(address: SocketAddr, stop: &AtomicBool) {
     let mut hello = [0_u8; 72];
     hello[..4].copy_from_slice(b"PHUM");
@@ -204,7 +205,7 @@ fn pester(address: SocketAddr, stop: &AtomicBool) {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, Duration::from_secs(5)) else { return };
         stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let mut answer = [0; 32 + 1060];
-        // Any of these may fail: the listener may hang up whenever it likes.
+        // Any of these may fail: the listener may close the connection at any time.
         let _ = match round % 5 {
             0 => Ok(()),
             1 => stream.write_all(&[0xff; 4096]),

@@ -1,5 +1,23 @@
-//! Meshes of threads in one process, over real sockets on loopback and through memory that they share. What concerns
-//! operations runs over TCP as well: tests/mesh_tcp.
+//! Meshes of threads in one process, and of processes, over real sockets on loopback and through memory that
+//! they share.
+
+/// Makes two tests of each function: one for ranks that share memory, one for ranks that do not.
+macro_rules! over_both_ways {
+    ($($test:ident),+ $(,)?) => {
+        mod memory {
+            $(#[test]
+            fn $test() {
+                super::$test(crate::common::Way::Memory);
+            })+
+        }
+        mod tcp {
+            $(#[test]
+            fn $test() {
+                super::$test(crate::common::Way::Tcp);
+            })+
+        }
+    };
+}
 
 mod collectives;
 mod common;
@@ -7,6 +25,4 @@ mod joining;
 mod memory;
 mod point_to_point;
 mod probing;
-
-/// Whether ranks may share memory.
-const SHARES_MEMORY: bool = true;
+mod processes;

@@ -1,11 +1,11 @@
-//! Memory that ranks share, beyond what every collective has to do either way.
+//! Shared memory, beyond what every collective must do either way.
 
 use std::time::Duration;
 
 use paramhub_mesh::{ElementType, Mesh, MeshConfig, ReceiveRegion, ReduceOp, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{PATIENCE, Random, at_all, done, meshes, meshes_with, run, seed};
+use crate::common::{PATIENCE, Random, Way, at_all, done, meshes, meshes_with, run, seed};
 
 fn sums(mesh: &Mesh, elements: usize) {
     let mut values: Vec<f32> = (0..elements).map(|at| (at % 97) as f32 + mesh.rank() as f32).collect();
@@ -17,7 +17,8 @@ fn sums(mesh: &Mesh, elements: usize) {
     assert!(values.iter().enumerate().all(right), "{elements} elements at rank {}", mesh.rank());
 }
 
-/// [`run`] where no heartbeat wakes anybody within a test's patience: who is not rung for when it can go on hangs.
+/// [`run`] where no heartbeat wakes a rank within a test's patience: a rank that no doorbell wakes when it
+/// can go on hangs.
 fn run_without_heartbeats(size: u32, f: impl Fn(&Mesh) + Sync) {
     let dead_after = 100 * PATIENCE;
     at_all(meshes_with(size, |config| MeshConfig { dead_after, ..config }), |mesh| {
@@ -50,7 +51,7 @@ fn more_ranks_than_processors_get_through() {
     });
 }
 
-/// Ranks that are late keep the others from overwriting what they have not read.
+/// The other ranks do not overwrite the bytes that a late rank has not read.
 #[test]
 fn stragglers_find_what_was_meant_for_them() {
     let seed = seed();
@@ -72,7 +73,7 @@ fn stragglers_find_what_was_meant_for_them() {
     });
 }
 
-/// The same at every rank.
+/// A number that is the same at every rank.
 fn random_of(seed: u64, round: u32) -> usize {
     Random(seed ^ (u64::from(round) << 32)).below(1 << 20)
 }
@@ -80,7 +81,7 @@ fn random_of(seed: u64, round: u32) -> usize {
 /// Collectives in memory, those over TCP and messages between two ranks take turns.
 #[test]
 fn collectives_of_both_ways_keep_their_order() {
-    run(3, |mesh| {
+    run(Way::Memory, 3, |mesh| {
         let (rank, size) = (mesh.rank(), mesh.size());
         for round in 0..50_u32 {
             let block = |from: u32, to: u32| vec![round * 100 + from * 10 + to; 700];
@@ -115,7 +116,7 @@ fn collectives_of_both_ways_keep_their_order() {
 
 #[test]
 fn a_collective_in_memory_and_one_over_tcp_fail_with_both_names() {
-    let errors = at_all(meshes(3), |mesh| {
+    let errors = at_all(meshes(Way::Memory, 3), |mesh| {
         let handle = match mesh.rank() {
             1 => mesh.gather(Some(SendRegion::owned(vec![0_u8; 4])), Vec::new(), 0),
             _ => mesh.allreduce(ReceiveRegion::owned(vec![0_f32; 10]), ElementType::F32, ReduceOp::Sum),
@@ -130,14 +131,14 @@ fn a_collective_in_memory_and_one_over_tcp_fail_with_both_names() {
 
 #[test]
 fn who_is_waited_for_is_known() {
-    let meshes = meshes(3);
+    let meshes = meshes(Way::Memory, 3);
     let handles: Vec<_> = [0, 2]
         .map(|rank| {
             let buffer = ReceiveRegion::owned(vec![1_f32; 100_000]);
             meshes[rank].allreduce(buffer, ElementType::F32, ReduceOp::Sum).unwrap()
         })
         .into();
-    // What the others have to do they do at their leisure.
+    // The other ranks do their work before this loop ends.
     while handles.iter().any(|handle| handle.awaited_ranks() != [1]) {
         assert!(handles.iter().all(|handle| !handle.is_done()));
         std::thread::sleep(Duration::from_millis(1));

@@ -4,11 +4,26 @@ use std::time::Duration;
 use paramhub_mesh::{MeshError, ReceiveRegion, SendRegion};
 use paramhub_transport::lend;
 
-use crate::common::{PATIENCE, Random, at_all, done, meshes, run, seed};
+use crate::common::{PATIENCE, Random, Way, at_all, done, meshes, run, seed};
 
-#[test]
-fn a_message_goes_from_rank_to_rank_around() {
-    run(4, |mesh| {
+over_both_ways!(
+    a_message_goes_from_rank_to_rank_around,
+    a_receive_names_its_source,
+    many_receives_from_anyone_take_every_message_once,
+    mixed_tags_are_matched_in_order_per_tag,
+    small_messages_overtake_a_large_one,
+    different_lengths_fail_the_mesh_on_both_sides,
+    callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh,
+    a_peer_that_left_is_missed_only_by_those_who_need_it,
+    leaving_waits_for_sends_and_gives_up_receives,
+    a_mesh_that_is_dropped_is_named,
+    an_abort_tells_everybody_why,
+    a_timeout_says_whom_it_waits_for,
+    what_makes_no_sense_is_refused_at_once,
+);
+
+fn a_message_goes_from_rank_to_rank_around(way: Way) {
+    run(way, 4, |mesh| {
         let (rank, size) = (mesh.rank(), mesh.size());
         let out = vec![rank as u8; 1000 + rank as usize];
         let before = (rank + size - 1) % size;
@@ -24,9 +39,8 @@ fn a_message_goes_from_rank_to_rank_around() {
     });
 }
 
-#[test]
-fn a_receive_names_its_source() {
-    run(3, |mesh| {
+fn a_receive_names_its_source(way: Way) {
+    run(way, 3, |mesh| {
         if mesh.rank() != 0 {
             return done(mesh.send(0, 5, SendRegion::owned(vec![mesh.rank() as u8]))).unwrap();
         }
@@ -45,11 +59,10 @@ fn a_receive_names_its_source() {
     });
 }
 
-#[test]
-fn many_receives_from_anyone_take_every_message_once() {
+fn many_receives_from_anyone_take_every_message_once(way: Way) {
     const MESSAGES: u32 = 200;
-    run(4, |mesh| {
-        // Everybody sends to everybody, and receives from anyone, all at once.
+    run(way, 4, |mesh| {
+        // Every rank sends to every other, and receives from any, all at once.
         let mut values = vec![[0_u32; 2]; 3 * MESSAGES as usize];
         let out: Vec<[u32; 2]> = (0..MESSAGES).map(|number| [mesh.rank(), number]).collect();
         let sources: Vec<u32> = lend(|lending| {
@@ -70,7 +83,7 @@ fn many_receives_from_anyone_take_every_message_once() {
                 .collect()
         });
         for source in (0..4).filter(|source| *source != mesh.rank()) {
-            // In order, and all of them.
+            // All have come, in order.
             let numbers: Vec<u32> = std::iter::zip(&values, &sources)
                 .filter(|(_, from)| **from == source)
                 .map(|(value, _)| {
@@ -83,11 +96,11 @@ fn many_receives_from_anyone_take_every_message_once() {
     });
 }
 
-#[test]
-fn mixed_tags_are_matched_in_order_per_tag() {
+fn mixed_tags_are_matched_in_order_per_tag(way: Way) {
     let seed = seed();
-    run(2, |mesh| {
-        // Both know all messages; each issues its side in an order of its own, but for the order within a tag.
+    run(way, 2, |mesh| {
+        // Both ranks know all messages; each issues its side in a random order that keeps the order within a
+        // tag.
         let mut random = Random(seed);
         let messages: Vec<(u64, Vec<u8>)> = (0..400)
             .map(|_| {
@@ -123,16 +136,15 @@ fn mixed_tags_are_matched_in_order_per_tag() {
     });
 }
 
-#[test]
-fn small_messages_overtake_a_large_one() {
+fn small_messages_overtake_a_large_one(way: Way) {
     const LARGE: usize = 64 << 20;
     const SMALL: usize = 20;
-    at_all(meshes(2), |mesh| {
+    at_all(meshes(way, 2), |mesh| {
         if mesh.rank() == 0 {
             let large = mesh.send(1, 1, SendRegion::owned(vec![3_u8; LARGE])).unwrap();
             let small: Vec<_> =
                 (0..SMALL).map(|_| mesh.send(1, 2, SendRegion::owned(vec![4_u8; 10])).unwrap()).collect();
-            // Both wait for the receives, which follow the barrier.
+            // Both sends wait for the receives, which follow the barrier.
             done(mesh.barrier()).unwrap();
             small.into_iter().chain([large]).for_each(|send| done(Ok(send)).unwrap());
             return mesh.leave(PATIENCE).unwrap();
@@ -141,7 +153,7 @@ fn small_messages_overtake_a_large_one() {
         let (mut large, mut small) = (vec![0_u8; LARGE], vec![[0_u8; 10]; SMALL]);
         let (told, hear) = mpsc::channel();
         lend(|lending| {
-            // From a callback all of them are announced at once, the large one first.
+            // A callback announces all of them at once, the large one first.
             let mut regions = vec![(1, lending.receive(&mut large))];
             regions.extend(small.iter_mut().map(|small| (2, lending.receive(small))));
             let on_thread = Arc::clone(&mesh);
@@ -161,9 +173,8 @@ fn small_messages_overtake_a_large_one() {
     });
 }
 
-#[test]
-fn different_lengths_fail_the_mesh_on_both_sides() {
-    let errors = at_all(meshes(2), |mesh| {
+fn different_lengths_fail_the_mesh_on_both_sides(way: Way) {
+    let errors = at_all(meshes(way, 2), |mesh| {
         let outcome = match mesh.rank() {
             0 => done(mesh.send(1, 11, SendRegion::owned(vec![0_u8; 8]))),
             _ => done(mesh.receive(0, 11, ReceiveRegion::owned(vec![0_u8; 12]))),
@@ -180,9 +191,8 @@ fn different_lengths_fail_the_mesh_on_both_sides() {
     }
 }
 
-#[test]
-fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh() {
-    at_all(meshes(2), |mesh| {
+fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh(way: Way) {
+    at_all(meshes(way, 2), |mesh| {
         let mesh = Arc::new(mesh);
         let (told, hear) = mpsc::channel();
         let again = Arc::downgrade(&mesh);
@@ -195,13 +205,13 @@ fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh() {
         if mesh.rank() == 0 {
             let handle = mesh.receive(1, 1, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
             handle.on_complete(|_| panic!("on purpose"));
-            // Registered before it is called, so that it is called on the mesh's thread.
+            // The callback is registered before the operation ends, so it runs on the mesh's thread.
             done(mesh.send(1, 2, SendRegion::owned(vec![0_u8; 1]))).unwrap();
         } else {
             done(mesh.receive(0, 2, ReceiveRegion::owned(vec![0_u8; 1]))).unwrap();
             done(mesh.send(0, 1, SendRegion::owned(vec![0_u8; 1]))).unwrap();
         }
-        // What was under way may still end well.
+        // Operations that were under way may still end well.
         let error = loop {
             if let Err(error) = done(mesh.barrier()) {
                 break error.to_string();
@@ -211,14 +221,13 @@ fn callbacks_issue_operations_and_a_panic_in_one_fails_the_mesh() {
     });
 }
 
-#[test]
-fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
-    at_all(meshes(3), |mesh| {
+fn a_peer_that_left_is_missed_only_by_those_who_need_it(way: Way) {
+    at_all(meshes(way, 3), |mesh| {
         done(mesh.barrier()).unwrap();
         if mesh.rank() == 2 {
             return mesh.leave(PATIENCE).unwrap();
         }
-        // A receive from the one who leaves hears of it.
+        // A receive from the rank that leaves fails with an error that says so.
         let error = done(mesh.receive(2, 1, ReceiveRegion::owned(vec![0_u8; 4]))).unwrap_err();
         assert!(matches!(error, MeshError::PeerLeft { rank: 2, .. }), "{error}");
         let error = done(mesh.send(2, 1, SendRegion::owned(vec![0_u8; 4]))).unwrap_err();
@@ -238,9 +247,8 @@ fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
     });
 }
 
-#[test]
-fn leaving_waits_for_sends_and_gives_up_receives() {
-    at_all(meshes(2), |mesh| {
+fn leaving_waits_for_sends_and_gives_up_receives(way: Way) {
+    at_all(meshes(way, 2), |mesh| {
         if mesh.rank() == 0 {
             let send = mesh.send(1, 1, SendRegion::owned(vec![5_u8; 3 << 20])).unwrap();
             let never = mesh.receive(1, 99, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
@@ -257,9 +265,8 @@ fn leaving_waits_for_sends_and_gives_up_receives() {
     });
 }
 
-#[test]
-fn a_mesh_that_is_dropped_is_named() {
-    at_all(meshes(2), |mesh| {
+fn a_mesh_that_is_dropped_is_named(way: Way) {
+    at_all(meshes(way, 2), |mesh| {
         if mesh.rank() == 1 {
             return;
         }
@@ -268,10 +275,9 @@ fn a_mesh_that_is_dropped_is_named() {
     });
 }
 
-#[test]
-fn an_abort_tells_everybody_why() {
-    at_all(meshes(3), |mesh| {
-        // Of a rank that is late even the call fails.
+fn an_abort_tells_everybody_why(way: Way) {
+    at_all(meshes(way, 3), |mesh| {
+        // If the rank is late, even the call fails.
         let never = mesh.receive((mesh.rank() + 1) % 3, 1, ReceiveRegion::owned(vec![0_u8; 4]));
         if mesh.rank() == 1 {
             mesh.abort("the sun has set");
@@ -284,9 +290,8 @@ fn an_abort_tells_everybody_why() {
     });
 }
 
-#[test]
-fn a_timeout_says_whom_it_waits_for() {
-    at_all(meshes(3), |mesh| {
+fn a_timeout_says_whom_it_waits_for(way: Way) {
+    at_all(meshes(way, 3), |mesh| {
         if mesh.rank() == 0 {
             let handle = mesh.receive(2, 4, ReceiveRegion::owned(vec![0_u8; 1])).unwrap();
             assert!(!handle.wait_timeout(Duration::from_millis(20)).unwrap());
@@ -301,22 +306,21 @@ fn a_timeout_says_whom_it_waits_for() {
     });
 }
 
-#[test]
-fn what_makes_no_sense_is_refused_at_once() {
-    run(2, |mesh| {
+fn what_makes_no_sense_is_refused_at_once(way: Way) {
+    run(way, 2, |mesh| {
         let region = || SendRegion::owned(vec![0_u8; 4]);
-        let misplaced = [
+        let misused = [
             mesh.send(mesh.rank(), 0, region()),
             mesh.send(2, 0, region()),
             mesh.broadcast(ReceiveRegion::owned(vec![0_u8; 4]), 2),
             mesh.all_to_all(vec![region()], vec![]),
             mesh.gather(None, Vec::new(), 1 - mesh.rank()),
         ];
-        for refused in misplaced {
+        for refused in misused {
             let error = refused.unwrap_err();
-            assert!(matches!(error, MeshError::Misplaced { .. }), "{error}");
+            assert!(matches!(error, MeshError::Misused { .. }), "{error}");
         }
-        // Nobody else noticed.
+        // The failure affected no other operation.
         done(mesh.barrier()).unwrap();
     });
 }

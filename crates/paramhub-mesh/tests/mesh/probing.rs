@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use paramhub_mesh::{Bandwidths, Mesh, MeshError, Pairs, Probe};
 
-use crate::common::{at_all, meshes, run};
+use crate::common::{Way, at_all, meshes, run};
 
 fn probe(milliseconds: u64, pairs: Pairs) -> Probe {
     Probe { budget: Duration::from_millis(milliseconds), pairs }
@@ -25,7 +25,7 @@ fn assert_complete(measured: &Bandwidths, size: usize) {
 fn every_rank_learns_every_pairs_rates() {
     for pairs in [Pairs::OneByOne, Pairs::Together] {
         for size in [1, 2, 3, 4] {
-            let measured = run(size, |mesh| mesh.probe(&probe(600, pairs)).unwrap());
+            let measured = run(Way::Memory, size, |mesh| mesh.probe(&probe(600, pairs)).unwrap());
             assert_complete(&measured[0], size as usize);
             assert!(measured.iter().all(|each| *each == measured[0]), "the ranks disagree: {measured:?}");
             let slowest = measured[0].slowest();
@@ -39,7 +39,7 @@ fn every_rank_learns_every_pairs_rates() {
 
 #[test]
 fn a_mesh_works_on_after_a_probe() {
-    run(3, |mesh| {
+    run(Way::Memory, 3, |mesh| {
         mesh.probe(&probe(200, Pairs::OneByOne)).unwrap();
         mesh.barrier().unwrap().wait().unwrap();
         assert_complete(&mesh.probe(&probe(300, Pairs::Together)).unwrap(), 3);
@@ -48,7 +48,7 @@ fn a_mesh_works_on_after_a_probe() {
 
 #[test]
 fn too_little_time_is_refused_with_what_would_do() {
-    run(4, |mesh| {
+    run(Way::Memory, 4, |mesh| {
         let refused = mesh.probe(&probe(100, Pairs::OneByOne)).unwrap_err();
         assert!(matches!(refused, MeshError::Configuration { .. }), "{refused:?}");
         let refused = refused.to_string();
@@ -59,19 +59,19 @@ fn too_little_time_is_refused_with_what_would_do() {
 
 #[test]
 fn ranks_that_measure_differently_are_told() {
-    run(3, |mesh| {
+    run(Way::Memory, 3, |mesh| {
         let pairs = if mesh.rank() == 2 { Pairs::Together } else { Pairs::OneByOne };
         let refused = mesh.probe(&probe(400, pairs)).unwrap_err().to_string();
         let other = if mesh.rank() == 2 { "rank 0" } else { "rank 2" };
         assert!(refused.contains("measure alike") && refused.contains(other), "{refused}");
-        // The mesh is none the worse for it.
+        // The mesh still works.
         mesh.probe(&probe(400, Pairs::Together)).unwrap();
     });
 }
 
 #[test]
 fn a_rank_that_goes_away_ends_the_probe_of_the_others() {
-    let outcomes = at_all(meshes(3), |mesh: Mesh| {
+    let outcomes = at_all(meshes(Way::Memory, 3), |mesh: Mesh| {
         if mesh.rank() == 2 {
             std::thread::sleep(Duration::from_millis(50));
             mesh.abort("rank 2 was told to");

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// Names the part that a rank plays.
+/// The part that a rank plays.
 pub(crate) const PART: &str = "PARAMHUB_TEST_MPI_PART";
-/// A folder of all ranks.
+/// A folder that all ranks share.
 pub(crate) const FOLDER: &str = "PARAMHUB_TEST_MPI_FOLDER";
 
-/// Nothing here takes a tenth of it.
+/// The time limit: nothing here takes a tenth of it.
 const SECONDS: &str = "120";
 
 /// A job that has ended.
@@ -22,12 +22,13 @@ pub(crate) struct Job {
     ranks: u32,
 }
 
-/// Starts ranks, waits for all to end, and looks at what came of it; is skipped where there is no `mpirun`.
+/// Starts ranks, waits for all to end, and passes the job to `look`; skips it where there is no `mpirun`.
 pub(crate) fn run(ranks: u32, part: &str, look: impl FnOnce(&Job)) {
     start(ranks, part, &[], look);
 }
 
-/// The same over an MPI that lacks `MPI_THREAD_MULTIPLE`: MPI's profiling interface is for putting functions in front of its own.
+/// [`run`] over an MPI that lacks `MPI_THREAD_MULTIPLE`: MPI's profiling interface lets a library replace its
+/// functions.
 pub(crate) fn run_over_serialized_mpi(ranks: u32, part: &str, look: impl FnOnce(&Job)) {
     if !is_here() {
         return;
@@ -67,7 +68,8 @@ fn start(ranks: u32, part: &str, before: &[&str], look: impl FnOnce(&Job)) {
     look(&job);
 }
 
-/// Starts ranks that do not end by themselves, kills `mpirun` when all have begun, and sees them go.
+/// Starts ranks that do not end by themselves, kills `mpirun` when all have begun, and waits until they have
+/// ended.
 pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
     if !is_here() {
         return;
@@ -75,7 +77,7 @@ pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
     let folder = TempDir::new().unwrap();
     let output = std::fs::File::create(folder.path().join("output")).unwrap();
     let mut command = mpirun(&["mpirun"], ranks, part, &[], folder.path());
-    // What nobody is left to remove goes with our folder.
+    // The files that no process is left to remove go with our folder.
     for setting in ["OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory"] {
         command.env(setting, folder.path());
     }
@@ -92,7 +94,7 @@ pub(crate) fn kill_mpirun(ranks: u32, part: &str) {
     nobody_is_left(folder.path(), ranks, &told);
 }
 
-/// How this program is started as ranks.
+/// The command that starts this program as ranks.
 fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Path) -> Command {
     let mut command = Command::new(program[0]);
     command
@@ -102,7 +104,8 @@ fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Pa
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "rank", "--ignored", "--nocapture"])
         .envs([(PART, part.as_ref()), (FOLDER, folder.as_os_str())])
-        // As options only OpenMPI has them; in the environment others leave them alone.
+        // In the environment, not as options: only OpenMPI has these options, and other MPIs ignore the
+        // variables.
         .envs([
             ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
             ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
@@ -113,13 +116,13 @@ fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Pa
     command
 }
 
-/// All ranks have been here, and none is now.
+/// Asserts that all ranks have begun, and that none is left.
 fn nobody_is_left(folder: &Path, ranks: u32, output: &str) {
     for rank in 0..ranks {
         let pid = std::fs::read_to_string(pid_file(folder, rank));
         let pid = pid.unwrap_or_else(|error| panic!("rank {rank} has not begun: {error}: {output}"));
         let deadline = Instant::now() + Duration::from_secs(20);
-        // Another process may have its number only once it is gone.
+        // No other process can get the rank's number before the rank is gone.
         while Path::new("/proc").join(&pid).exists() {
             if Instant::now() > deadline {
                 let killed = Command::new("kill").args(["-9", &pid]).status();
@@ -130,24 +133,24 @@ fn nobody_is_left(folder: &Path, ranks: u32, output: &str) {
     }
 }
 
-/// Where a rank writes its process' number.
+/// The file to which a rank writes its process id.
 pub(crate) fn pid_file(folder: &Path, rank: u32) -> PathBuf {
     folder.join(format!("pid of {rank}"))
 }
 
 impl Job {
-    /// It did, at all ranks.
+    /// Asserts that the job succeeded, at all ranks.
     pub(crate) fn succeed(&self) {
         assert!(self.status.success(), "{}: {}", self.status, self.output);
         assert_eq!(self.output.matches("played to the end").count() as u32, self.ranks, "{}", self.output);
     }
 
-    /// It did not.
+    /// Asserts that the job failed.
     pub(crate) fn fail(&self) {
         assert!(!self.status.success(), "{}", self.output);
     }
 
-    /// Ranks or `mpirun` said so.
+    /// Asserts that the ranks or `mpirun` printed these words.
     pub(crate) fn says(&self, words: &str) {
         assert!(self.output.contains(words), "nobody says `{words}`: {}", self.output);
     }

@@ -1,16 +1,17 @@
-//! Ranks that a real `mpirun` starts: this program's own test [`rank`], which plays the part that it is told.
+//! Ranks that a real `mpirun` starts: each is this program's own test [`rank`], which plays the part that the
+//! environment names.
 #![cfg(feature = "mpi")]
 
-#[path = "../../../paramhub-collective/tests/communicators/exercise.rs"]
+#[path = "../../../paramhub-collective/tests/integration/communicators/exercise.rs"]
 mod collectives;
-#[path = "../../../paramhub-collective/tests/kvstore/exercise.rs"]
+#[path = "../../../paramhub-collective/tests/integration/kvstore/exercise.rs"]
 mod exercise;
-#[path = "../../../paramhub-collective/tests/communicators/group.rs"]
+#[path = "../../../paramhub-collective/tests/integration/communicators/group.rs"]
 #[allow(dead_code, reason = "some of it is for the tests over there alone")]
 mod group;
 mod job;
 mod parts;
-#[path = "../../../paramhub-collective/tests/kvstore/team.rs"]
+#[path = "../../../paramhub-collective/tests/integration/kvstore/team.rs"]
 #[allow(dead_code, reason = "some of it is for the tests over there alone")]
 mod team;
 
@@ -44,7 +45,7 @@ fn blocks_that_do_not_fit_are_refused_before_anything_is_sent() {
 
 #[test]
 fn what_mpi_refuses_is_told_in_its_words_and_stays_so() {
-    // What has failed cannot be left, so the job does not count as ended well.
+    // A communicator that has failed cannot be left, so the job does not count as ended well.
     run(2, "wrong root", |job| {
         job.fail();
         job.says("rank 1: broadcast of `w`: MPI_ERR_ROOT");
@@ -80,7 +81,7 @@ fn ranks_whose_mpirun_is_killed_do_not_stay() {
 
 #[test]
 fn a_rank_that_ends_without_leaving_ends_the_job() {
-    // mpirun names the rank in a table of all that it was waiting for.
+    // mpirun names the rank in a table of all ranks that it was waiting for.
     run(3, "gone", |job| {
         job.fail();
         job.says("rank 1");
@@ -107,7 +108,7 @@ fn an_mpi_that_takes_one_thread_at_a_time_is_refused_for_many_and_does_for_one()
 
 #[test]
 fn concom_is_refused_where_mpi_was_started_for_one_thread() {
-    // A store that was not made has taken the communicator, and nobody has left it.
+    // A store that could not be made keeps the communicator, and no one leaves it.
     run(2, "concom over one thread", |job| {
         job.fail();
         job.says("rank 1: collectives of several threads: MPI was started for one thread at a time");

@@ -1,19 +1,19 @@
-//! What ranks do.
+//! The parts that ranks play.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use paramhub_collective::communicator::{Checking, Communicator, CommunicatorError};
+use paramhub_collective::communicator::{CheckedCommunicator, Communicator, CommunicatorError};
 use paramhub_collective::engine::EngineConfig;
 use paramhub_collective::kvstore::{KvStore, StoreKind, StoreOptions, create};
 use paramhub_core::codec::Dtype;
-use paramhub_mpi::{Mpi, Threads};
+use paramhub_mpi::{MpiCommunicator, ThreadLevel};
 
 use crate::team::{DESIGNS, engine};
 use crate::{collectives, exercise, job, team};
 
-/// Of the ranks' random naps; any will do.
+/// The seed of the ranks' random pauses; any will do.
 const SEED: u64 = 20_261_121;
 
 /// Plays a part.
@@ -22,7 +22,7 @@ pub(crate) fn play(part: &str) {
         "collectives" => all_collectives(),
         "duplicates" => duplicates(),
         "wrong root" => wrong_root(),
-        "misplaced" => misplaced(),
+        "misplaced" => misused(),
         "mismatch" => mismatch(),
         "stores" => stores(),
         "killed" => killed(),
@@ -40,9 +40,9 @@ pub(crate) fn play(part: &str) {
     println!("played to the end");
 }
 
-/// Joins, and says which process this is.
-fn join(threads: Threads) -> Mpi {
-    let mpi = Mpi::start(threads).unwrap();
+/// Joins, and writes the process id of this rank.
+fn join(threads: ThreadLevel) -> MpiCommunicator {
+    let mpi = MpiCommunicator::start(threads).unwrap();
     here(mpi.rank());
     mpi
 }
@@ -56,12 +56,12 @@ fn folder() -> PathBuf {
 }
 
 fn all_collectives() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     collectives::exercise(&mpi);
     mpi.leave().unwrap();
     assert!(mpi.barrier().unwrap_err().to_string().ends_with("this communicator has been left"));
-    // In pieces, of halves and of f32 that lie askew at one rank.
-    let cut = Mpi::start(Threads::One).unwrap().with_pieces(30_011);
+    // In pieces, of halves and of f32 that are unaligned at one rank.
+    let cut = MpiCommunicator::start(ThreadLevel::Serialized).unwrap().with_pieces(30_011);
     collectives::exercise(&cut);
     let askew = usize::from(cut.rank() == 0);
     let count = 70_001;
@@ -81,7 +81,7 @@ fn all_collectives() {
 }
 
 fn wrong_root() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     let refused = mpi.broadcast("w", &mut [0; 4], mpi.size()).unwrap_err().to_string();
     println!("{refused}");
     assert_eq!(mpi.barrier().unwrap_err().to_string(), refused, "it stays so");
@@ -89,21 +89,21 @@ fn wrong_root() {
 }
 
 fn duplicates() {
-    let mpi = join(Threads::Many);
+    let mpi = join(ThreadLevel::Multiple);
     collectives::duplicates(&mpi);
     mpi.leave().unwrap();
 }
 
-fn misplaced() {
-    let mpi = join(Threads::One);
-    collectives::misplaced(&mpi);
+fn misused() {
+    let mpi = join(ThreadLevel::Serialized);
+    collectives::misused(&mpi);
     let told = mpi.allreduce("g", &mut [0; 6], Dtype::F32).unwrap_err().to_string();
     assert_eq!(told, "collective `g`: 6 bytes are no whole number of f32");
     mpi.leave().unwrap();
 }
 
 fn mismatch() {
-    let checking = Checking::new(join(Threads::One));
+    let checking = CheckedCommunicator::new(join(ThreadLevel::Serialized));
     let names = if checking.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
     let told =
         names.iter().find_map(|name| checking.allreduce(name, &mut [0; 400], Dtype::F32).err()).unwrap();
@@ -113,20 +113,20 @@ fn mismatch() {
 }
 
 /// A store whose calls are checked.
-fn store(kind: StoreKind, mpi: Mpi) -> Box<dyn KvStore> {
+fn store(kind: StoreKind, mpi: MpiCommunicator) -> Box<dyn KvStore> {
     let engine = engine(EngineConfig { compute_threads: 2, ..Default::default() });
-    create(kind, StoreOptions::over(engine, Checking::new(mpi))).unwrap()
+    create(kind, StoreOptions::over(engine, CheckedCommunicator::new(mpi))).unwrap()
 }
 
 fn stores() {
-    // Once for all: every store is over another communicator, and MPI ends after the last.
-    let first = join(Threads::Many);
+    // One run for all kinds: every store is over another communicator, and MPI ends after the last.
+    let first = join(ThreadLevel::Multiple);
     for kind in DESIGNS {
-        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        let checked = store(kind, MpiCommunicator::start(ThreadLevel::Multiple).unwrap());
         exercise::sums(&*checked);
         checked.leave().unwrap();
 
-        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        let checked = store(kind, MpiCommunicator::start(ThreadLevel::Multiple).unwrap());
         let (rank, size) = (checked.rank(), checked.size());
         let found = exercise::trained(&*checked, &[rank]);
         checked.leave().unwrap();
@@ -135,7 +135,7 @@ fn stores() {
             assert!(native[0] == found, "{kind}");
         }
 
-        let checked = store(kind, Mpi::start(Threads::Many).unwrap());
+        let checked = store(kind, MpiCommunicator::start(ThreadLevel::Multiple).unwrap());
         exercise::disorder(&*checked, SEED);
         checked.leave().unwrap();
     }
@@ -143,7 +143,7 @@ fn stores() {
 }
 
 fn killed() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     let mut values = vec![0; 400_000];
     for round in 0.. {
         if (mpi.rank(), round) == (1, 20) {
@@ -154,16 +154,16 @@ fn killed() {
 }
 
 fn without_end() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     loop {
         mpi.allreduce("g", &mut [0; 4000], Dtype::F32).unwrap();
     }
 }
 
 fn gone() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     mpi.barrier().unwrap();
-    // As a program does that returns from its main function with an error nobody looks at.
+    // Like a program that returns from its main function with an error that no one looks at.
     if mpi.rank() == 1 {
         std::process::exit(0);
     }
@@ -171,14 +171,14 @@ fn gone() {
 }
 
 fn panics() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     mpi.barrier().unwrap();
     assert!(mpi.rank() != 1, "the loss is not a number");
     mpi.barrier().unwrap();
 }
 
 fn aborted() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     mpi.barrier().unwrap();
     if mpi.rank() == 1 {
         mpi.abort("the loss is not a number");
@@ -187,14 +187,14 @@ fn aborted() {
 }
 
 fn one_thread_at_a_time() {
-    let told = Mpi::start(Threads::Many).unwrap_err().to_string();
+    let told = MpiCommunicator::start(ThreadLevel::Multiple).unwrap_err().to_string();
     assert!(told.contains("start of MPI for several threads: "), "{told}");
     assert!(told.contains("provides MPI_THREAD_SERIALIZED, and MPI_THREAD_MULTIPLE is needed: "), "{told}");
     assert!(told.contains("or choose depcha or funnel"), "{told}");
 
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     for kind in [StoreKind::Funnel, StoreKind::DepCha] {
-        let store = store(kind, Mpi::start(Threads::One).unwrap());
+        let store = store(kind, MpiCommunicator::start(ThreadLevel::Serialized).unwrap());
         exercise::disorder(&*store, SEED);
         store.leave().unwrap();
     }
@@ -202,37 +202,37 @@ fn one_thread_at_a_time() {
 }
 
 fn concom_over_one_thread() {
-    let options = StoreOptions::over(engine(EngineConfig::default()), join(Threads::One));
+    let options = StoreOptions::over(engine(EngineConfig::default()), join(ThreadLevel::Serialized));
     println!("{}", create(StoreKind::ConCom, options).err().unwrap());
 }
 
 fn begun_before() {
     let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();
-    let mpi = join(Threads::Many);
+    let mpi = join(ThreadLevel::Multiple);
     collectives::duplicates(&mpi);
     mpi.leave().unwrap();
     drop(universe);
-    let told = Mpi::start(Threads::One).unwrap_err().to_string();
+    let told = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
     assert!(told.contains("MPI has ended in this process"), "{told}");
 }
 
 fn begun_before_with_less() {
     let universe = mpi::initialize().unwrap();
-    let told = Mpi::start(Threads::One).unwrap_err().to_string();
+    let told = MpiCommunicator::start(ThreadLevel::Serialized).unwrap_err().to_string();
     let expected = "start of MPI: the MPI that this process has begun provides MPI_THREAD_SINGLE, and MPI_THREAD_SERIALIZED is needed";
     assert!(told.contains(expected), "{told}");
     here(mpi::traits::Communicator::rank(&universe.world()) as u32);
 }
 
 fn a_second_thread() {
-    let mpi = join(Threads::One);
+    let mpi = join(ThreadLevel::Serialized);
     let (waits, tries) = (mpi.duplicate().unwrap(), mpi.duplicate().unwrap());
     let refused = folder().join("refused");
     match mpi.rank() {
         0 => {
             std::thread::scope(|scope| {
                 scope.spawn(|| waits.barrier().unwrap());
-                // Nothing to sum: it asks for a turn and is done.
+                // There is nothing to sum: the call only asks for a permit.
                 let attempt = || tries.allreduce("g", &mut [], Dtype::F32);
                 let told: CommunicatorError = (0..).find_map(|_| attempt().err()).unwrap();
                 println!("{told}");

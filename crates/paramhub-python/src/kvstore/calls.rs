@@ -6,57 +6,58 @@ use std::time::Instant;
 
 use paramhub::collective::kvstore::KvStore;
 
-use super::report::Report;
+use super::report::CallReport;
 
-/// Calls that wait for the thread; whoever makes more waits until it has come to some.
+/// The maximum of calls that wait for the thread; a caller that makes more waits until the thread has made
+/// some.
 const CALLS_MAX: usize = 4096;
 
-/// What a call does at the store.
+/// The closure of a call, which the thread runs.
 pub(super) type Make = Box<dyn FnOnce(&Arc<dyn KvStore>) + Send>;
 
-/// What the thread is to do.
-pub(super) enum Call {
+/// One command for the thread.
+pub(super) enum StoreCall {
     Make(Make),
-    /// The last one.
-    Leave(Report),
+    /// Leaves the store: the last command.
+    Leave(CallReport),
 }
 
-pub(super) struct Calls {
-    state: Mutex<State>,
+pub(super) struct StoreCalls {
+    state: Mutex<CallsState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    waiting: VecDeque<Call>,
+struct CallsState {
+    waiting: VecDeque<StoreCall>,
     is_closed: bool,
-    /// The thread has ended, and the store is gone.
+    /// Whether the thread has ended, and the store is gone.
     is_over: bool,
 }
 
-/// Why a call was not taken.
-pub(super) enum Refusal {
-    /// There was no room for it until the time was up.
-    Full(Call),
+/// Why a call was refused.
+pub(super) enum CallRefusal {
+    /// No room became free before the deadline.
+    Full(StoreCall),
     Closed,
 }
 
-impl Calls {
-    pub(super) fn new() -> Calls {
-        Calls { state: Mutex::default(), changed: Condvar::new() }
+impl StoreCalls {
+    pub(super) fn new() -> StoreCalls {
+        StoreCalls { state: Mutex::default(), changed: Condvar::new() }
     }
 
-    pub(super) fn put(&self, call: Call, deadline: Instant) -> Result<(), Refusal> {
+    pub(super) fn put(&self, call: StoreCall, deadline: Instant) -> Result<(), CallRefusal> {
         let mut state = self.lock();
         while state.waiting.len() >= CALLS_MAX && !state.is_closed {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Refusal::Full(call));
+                return Err(CallRefusal::Full(call));
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         if state.is_closed {
-            return Err(Refusal::Closed);
+            return Err(CallRefusal::Closed);
         }
         state.waiting.push_back(call);
         drop(state);
@@ -64,14 +65,14 @@ impl Calls {
         Ok(())
     }
 
-    /// Makes calls until the store is left or nobody wants it any more.
+    /// Makes calls until the store is left or the handle is dropped.
     pub(super) fn make(&self, store: Arc<dyn KvStore>) {
-        // Also when a call panics: whoever waits for others must not wait for ever.
-        let _over = Over(self);
+        // Close also when a call panics: no caller must wait for ever.
+        let _over = CloseOnDrop(self);
         while let Some(call) = self.take() {
             match call {
-                Call::Make(call) => call(&store),
-                Call::Leave(report) => {
+                StoreCall::Make(call) => call(&store),
+                StoreCall::Leave(report) => {
                     let left = store.leave();
                     if let Err(error) = &left {
                         store.abort(&format!("rank {} could not leave: {error}", store.rank()));
@@ -80,7 +81,7 @@ impl Calls {
                     let ended = report.prepare(None, left, culprit);
                     drop(store);
                     self.close();
-                    return ended.tell();
+                    return ended.deliver();
                 }
             }
         }
@@ -94,7 +95,7 @@ impl Calls {
             std::mem::take(&mut state.waiting)
         };
         self.changed.notify_all();
-        // Not under the lock: what they report may lead back here.
+        // Not under the lock: their reports may lead back here.
         drop(waiting);
     }
 
@@ -110,7 +111,7 @@ impl Calls {
         }
     }
 
-    fn take(&self) -> Option<Call> {
+    fn take(&self) -> Option<StoreCall> {
         let mut state = self.lock();
         loop {
             if let Some(call) = state.waiting.pop_front() {
@@ -128,14 +129,14 @@ impl Calls {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CallsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-struct Over<'a>(&'a Calls);
+struct CloseOnDrop<'a>(&'a StoreCalls);
 
-impl Drop for Over<'_> {
+impl Drop for CloseOnDrop<'_> {
     fn drop(&mut self) {
         self.0.close();
         self.0.lock().is_over = true;

@@ -1,40 +1,41 @@
-//! How what was asked of a store has ended, for the handle that Python has of it.
+//! Reports the outcomes of a store's calls to the handles that Python holds.
 
 use std::sync::Arc;
 
 use paramhub::collective::kvstore::{Array, Key, KvStore, StoreError};
 
-use super::lent::Lease;
+use super::leases::ArrayLease;
 use crate::errors::{Failure, StoreFailure};
-use crate::handle::Counter;
+use crate::handle::CompletionCounter;
 
-/// One of the ends that a handle waits for. Dropped without a word, it has failed.
-pub(super) struct Report {
+/// One of the outcomes that a handle waits for. A report dropped undelivered is a failure.
+pub(super) struct CallReport {
     who: Arc<str>,
-    counter: Option<Counter>,
+    counter: Option<CompletionCounter>,
 }
 
-/// A report that only has to be told.
-pub(super) struct Ended {
-    report: Report,
+/// The outcome of a call, ready to be delivered to the handle.
+pub(super) struct CallOutcome {
+    report: CallReport,
     failure: Option<Failure>,
 }
 
-impl Report {
-    pub(super) fn new(who: &Arc<str>, counter: &Counter) -> Report {
-        Report { who: Arc::clone(who), counter: Some(counter.clone()) }
+impl CallReport {
+    pub(super) fn new(who: &Arc<str>, counter: &CompletionCounter) -> CallReport {
+        CallReport { who: Arc::clone(who), counter: Some(counter.clone()) }
     }
 
-    /// Says how it has ended, of which key if of any; the rank at fault is asked for where the error does not know it.
+    /// Prepares the outcome, with its key if it has one. `culprit` finds the rank at fault where the error
+    /// does not know it.
     pub(super) fn prepare(
         self,
         key: Option<&Key>,
         outcome: Result<(), StoreError>,
         culprit: impl FnOnce() -> Option<u32>,
-    ) -> Ended {
+    ) -> CallOutcome {
         let failure = outcome.err().map(|error| {
             let whose = match (&error, key) {
-                // These name it themselves.
+                // These errors name the key themselves.
                 (StoreError::Key { .. } | StoreError::Failed(_) | StoreError::Push(_), _) | (_, None) => {
                     format!("{}: ", self.who)
                 }
@@ -43,24 +44,24 @@ impl Report {
             let culprit = error.culprit().or_else(culprit);
             Failure::Store(Arc::new(StoreFailure { whose, error, culprit }))
         });
-        Ended { report: self, failure }
+        CallOutcome { report: self, failure }
     }
 
-    /// Tells how a call has ended.
+    /// Delivers the outcome of a call.
     pub(super) fn end(self, store: &dyn KvStore, outcome: Result<(), StoreError>) {
-        self.prepare(None, outcome, || store.failure()?.culprit()).tell();
+        self.prepare(None, outcome, || store.failure()?.culprit()).deliver();
     }
 }
 
-impl Ended {
-    pub(super) fn tell(mut self) {
+impl CallOutcome {
+    pub(super) fn deliver(mut self) {
         if let Some(counter) = self.report.counter.take() {
             counter.count(self.failure.take());
         }
     }
 }
 
-impl Drop for Report {
+impl Drop for CallReport {
     fn drop(&mut self) {
         if let Some(counter) = self.counter.take() {
             let message = format!("{}: the store was given up before this was done", self.who);
@@ -69,40 +70,46 @@ impl Drop for Report {
     }
 }
 
-/// Memory that a call has, and who hears when the call has it no more.
-pub(super) struct Part {
-    pub(super) lease: Lease,
-    pub(super) report: Report,
+/// Memory leased for a call, and the report for the end of its use.
+pub(super) struct LeasedPart {
+    pub(super) lease: ArrayLease,
+    pub(super) report: CallReport,
 }
 
-/// What a call does with a part's memory.
+/// How a call uses a part's memory.
 #[derive(Clone, Copy)]
-pub(super) enum Use {
+pub(super) enum MemoryUse {
     Reads,
     Writes,
 }
 
-impl Part {
-    /// The call that was made with it has been `made`; reports when the engine is done with the memory, too.
-    pub(super) fn follow(self, store: &Arc<dyn KvStore>, key: &Key, made: Result<(), StoreError>, used: Use) {
-        let (Part { lease, report }, key) = (self, key.clone());
+impl LeasedPart {
+    /// Reports, after the call returned `made`, when the engine no longer uses the memory.
+    pub(super) fn follow(
+        self,
+        store: &Arc<dyn KvStore>,
+        key: &Key,
+        made: Result<(), StoreError>,
+        used: MemoryUse,
+    ) {
+        let (LeasedPart { lease, report }, key) = (self, key.clone());
         let (variable, here) = (lease.array().variable().clone(), Arc::downgrade(store));
-        let tell = move |waited: Result<(), Arc<_>>| {
+        let report_end = move |waited: Result<(), Arc<_>>| {
             let outcome = made.and_then(|()| Ok(waited?));
             let ended = report.prepare(Some(&key), outcome, || here.upgrade()?.failure()?.culprit());
-            // First, so that who hears of the end finds the memory free.
+            // Drop the lease first, so that a caller who sees the end finds the memory free.
             drop(lease);
-            ended.tell();
+            ended.deliver();
         };
         match used {
-            // Others may read it still, and who waits wants to change it.
-            Use::Reads => store.engine().when_mutable(&variable, tell),
-            Use::Writes => store.engine().when_readable(&variable, tell),
+            // Other operations may still read the memory, and the waiting caller wants to change it.
+            MemoryUse::Reads => store.engine().when_mutable(&variable, report_end),
+            MemoryUse::Writes => store.engine().when_readable(&variable, report_end),
         }
     }
 }
 
-/// The arrays of parts.
-pub(super) fn arrays(parts: &[Part]) -> Vec<Array> {
+/// The arrays of the parts.
+pub(super) fn arrays(parts: &[LeasedPart]) -> Vec<Array> {
     parts.iter().map(|part| part.lease.array().clone()).collect()
 }

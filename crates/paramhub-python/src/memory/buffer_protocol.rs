@@ -1,5 +1,5 @@
-//! The buffer protocol, declared here: Python's stable interface has it since 3.11 only, but the functions and the structure
-//! are the same in 3.10 (CPython's Include/cpython/object.h).
+//! The buffer protocol, declared here: Python's stable interface has it only since 3.11, but the functions
+//! and the structure are the same in 3.10 (CPython's Include/cpython/object.h).
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -39,14 +39,14 @@ unsafe extern "C" {
     fn PyBuffer_Release(view: *mut PyBuffer);
 }
 
-/// An exported buffer; dropping it gives it back.
+/// An exported buffer; its drop releases it.
 pub(super) struct View {
     /// Boxed: an exporter may keep pointers into it.
     view: Box<PyBuffer>,
     pub(super) description: Description,
 }
 
-// SAFETY: the buffer belongs to this value from any thread, and it is given back with the GIL held.
+// SAFETY: this value owns the buffer on any thread, and releases it with the GIL held.
 unsafe impl Send for View {}
 // SAFETY: shared references reach `description` alone.
 unsafe impl Sync for View {}
@@ -75,7 +75,7 @@ impl View {
                 &format!("a {} lends no {wanted} memory: {}", object.get_type().name()?, cause.value(py)),
             ));
         }
-        // SAFETY: PyObject_GetBuffer has filled it.
+        // SAFETY: PyObject_GetBuffer has filled it, for it returned 0.
         let view: Box<PyBuffer> = unsafe { view.assume_init() };
         let format = match view.format.is_null() {
             true => "B",
@@ -88,7 +88,7 @@ impl View {
             _ => None,
         };
         let shape = match view.ndim {
-            // A single element has no extents, and none are pointed to.
+            // A single element has no extents, and `shape` may point to none.
             0 => Vec::new(),
             // SAFETY: with PyBUF_ND the exporter fills `ndim` extents, which live as long as the buffer.
             _ => unsafe { std::slice::from_raw_parts(view.shape, view.ndim as usize) }
@@ -102,7 +102,7 @@ impl View {
         );
         let description =
             Description { address: view.buf as usize, bytes, dtype: dtype.unwrap_or_default(), shape };
-        // From here on dropping it gives the buffer back.
+        // From here on the drop of `view` releases the buffer.
         let view = View { view, description };
         if dtype.is_none() {
             return Err(errors::misuse(py, &refused));
@@ -113,8 +113,8 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        // Without an interpreter nothing is left to give it back to.
-        // SAFETY: filled by PyObject_GetBuffer, given back once, with the GIL held.
+        // Without an interpreter there is no exporter left to release it to.
+        // SAFETY: PyObject_GetBuffer has filled it; it is released once, with the GIL held.
         let _ = Python::try_attach(|_| unsafe { PyBuffer_Release(&mut *self.view) });
     }
 }

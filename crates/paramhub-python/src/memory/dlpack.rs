@@ -1,5 +1,5 @@
-//! DLPack: its structures as in dlpack.h 0.8, which every version since still reads and hands out, and to whoever asks those of
-//! 1.0, whose memory NumPy may write.
+//! DLPack: its structures as in dlpack.h 0.8, which every version since still reads and exports; and those of
+//! 1.0 for consumers that ask for them, whose memory NumPy may write.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -45,7 +45,8 @@ struct ManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
 }
 
-/// DLPack 1.0's: a version, so that there can be others, and flags, of which we set none: the memory may be written.
+/// DLPack 1.0's structure: it has a version, so that others can follow, and flags, of which we set none:
+/// consumers may write the memory.
 #[repr(C)]
 struct VersionedTensor {
     major: u32,
@@ -64,13 +65,13 @@ const FRESH: &CStr = c"dltensor";
 const USED: &CStr = c"used_dltensor";
 const FRESH_VERSIONED: &CStr = c"dltensor_versioned";
 
-/// A tensor taken over from another library; dropping it gives it back.
+/// A tensor taken over from another library; its drop gives the tensor back.
 pub(super) struct Import {
     managed: NonNull<ManagedTensor>,
     pub(super) description: Description,
 }
 
-// SAFETY: the tensor belongs to this value from any thread, and it is given back with the GIL held.
+// SAFETY: this value owns the tensor on any thread, and gives it back with the GIL held.
 unsafe impl Send for Import {}
 // SAFETY: shared references reach `description` alone.
 unsafe impl Sync for Import {}
@@ -81,12 +82,13 @@ impl Import {
         let py = object.py();
         let Some(method) = object.getattr_opt("__dlpack__")? else { return Ok(None) };
         let capsule = method.call0().map_err(|error| refused(py, error))?;
-        // SAFETY: the object is alive and the GIL is held; a wrong type or name answers null and raises.
+        // SAFETY: the object is alive and the GIL is held; for a wrong type or name the call returns null and
+        // raises.
         let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), FRESH.as_ptr()) };
         let Some(managed) = NonNull::new(pointer.cast::<ManagedTensor>()) else {
             return Err(PyErr::fetch(py));
         };
-        // SAFETY: a capsule of this name; renaming it says that the tensor is ours now.
+        // SAFETY: the capsule has this name; renaming it marks the tensor as taken over.
         if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr()) } != 0 {
             return Err(PyErr::fetch(py));
         }
@@ -100,8 +102,8 @@ impl Import {
     }
 }
 
-/// Why a library does not lend a tensor, as of one that takes part in a gradient's computation: each version of each has an
-/// exception of its own for it.
+/// The exception for a tensor that its library does not lend, for example because it takes part in computing
+/// a gradient. Each library, and each version of it, raises an exception of its own, which becomes the cause.
 fn refused(py: Python<'_>, error: PyErr) -> PyErr {
     if !error.is_instance_of::<PyException>(py) {
         return error;
@@ -158,21 +160,21 @@ impl Drop for Import {
     fn drop(&mut self) {
         // SAFETY: alive until its deleter has run, which is below.
         let Some(deleter) = (unsafe { self.managed.as_ref().deleter }) else { return };
-        // Without an interpreter nothing is left to give it back to.
-        // SAFETY: called once, with the GIL held, as its maker expects.
+        // Without an interpreter there is no library left to give it back to.
+        // SAFETY: the deleter is called once, with the GIL held, as its maker expects.
         let _ = Python::try_attach(|_| unsafe { deleter(self.managed.as_ptr()) });
     }
 }
 
-/// An exported tensor and what keeps its memory and extents.
+/// An exported tensor, with the owners of its memory and its extents.
 struct Exported<M> {
     managed: M,
     _extents: Vec<i64>,
     _keeper: Box<dyn Send + Sync>,
 }
 
-/// A DLPack capsule over memory that lives as long as `keeper`, as row-major elements of `dtype` with the extents `shape`;
-/// `versioned` as of DLPack 1.0.
+/// A DLPack capsule over memory that lives as long as `keeper`: row-major elements of `dtype` with the
+/// extents `shape`. `versioned` chooses DLPack 1.0's structure.
 pub(crate) fn export(
     py: Python<'_>,
     address: usize,
@@ -205,7 +207,7 @@ pub(crate) fn export(
         device: Device { kind: CPU, id: 0 },
         ndim: shape.len() as i32,
         dtype: DataType { code, bits, lanes: 1 },
-        // They stay where they are when the vector moves into its box.
+        // The extents stay in place when the vector moves into its box.
         shape: extents_at,
         strides: extents_at.wrapping_add(shape.len()),
         byte_offset: 0,
@@ -215,14 +217,14 @@ pub(crate) fn export(
         let deleter = Some(give_back_versioned as unsafe extern "C" fn(_));
         let managed = VersionedTensor { major: 1, minor: 0, context, deleter, flags: 0, tensor };
         let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
-        // SAFETY: just allocated and nobody else's yet.
+        // SAFETY: just allocated, so there is no other reference.
         let managed = unsafe { &mut (*exported).managed };
         managed.context = exported.cast();
         encapsulate(py, std::ptr::from_mut(managed).cast(), FRESH_VERSIONED, drop_unused_versioned)
     } else {
         let managed = ManagedTensor { tensor, context, deleter: Some(give_back) };
         let exported = Box::into_raw(Box::new(Exported { managed, _extents: extents, _keeper: keeper }));
-        // SAFETY: just allocated and nobody else's yet.
+        // SAFETY: just allocated, so there is no other reference.
         let managed = unsafe { &mut (*exported).managed };
         managed.context = exported.cast();
         encapsulate(py, std::ptr::from_mut(managed).cast(), FRESH, drop_unused)
@@ -241,7 +243,7 @@ fn encapsulate(
     unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.map(Bound::unbind)
 }
 
-/// The consumer has done with the tensor.
+/// The deleter, which the consumer calls when it no longer needs the tensor.
 unsafe extern "C" fn give_back(managed: *mut ManagedTensor) {
     // SAFETY: alive until the box is dropped below.
     let exported = unsafe { (*managed).context }.cast::<Exported<ManagedTensor>>();
@@ -249,7 +251,7 @@ unsafe extern "C" fn give_back(managed: *mut ManagedTensor) {
     drop(unsafe { Box::from_raw(exported) });
 }
 
-/// As [`give_back`].
+/// See [`give_back`].
 unsafe extern "C" fn give_back_versioned(managed: *mut VersionedTensor) {
     // SAFETY: alive until the box is dropped below.
     let exported = unsafe { (*managed).context }.cast::<Exported<VersionedTensor>>();
@@ -257,7 +259,7 @@ unsafe extern "C" fn give_back_versioned(managed: *mut VersionedTensor) {
     drop(unsafe { Box::from_raw(exported) });
 }
 
-/// The capsule goes; if nobody took the tensor, so does that.
+/// The destructor of a capsule: deletes the tensor, too, if no consumer took it.
 unsafe extern "C" fn drop_unused(capsule: *mut ffi::PyObject) {
     // SAFETY: called by Python with the capsule it destroys.
     if let Some(managed) = unsafe { unused(capsule, FRESH) } {
@@ -266,7 +268,7 @@ unsafe extern "C" fn drop_unused(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// As [`drop_unused`].
+/// See [`drop_unused`].
 unsafe extern "C" fn drop_unused_versioned(capsule: *mut ffi::PyObject) {
     // SAFETY: called by Python with the capsule it destroys.
     if let Some(managed) = unsafe { unused(capsule, FRESH_VERSIONED) } {
@@ -275,12 +277,13 @@ unsafe extern "C" fn drop_unused_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// What a capsule still has under the name of one that nobody took.
+/// The pointer of a capsule whose tensor no consumer took, by its name.
 ///
 /// # Safety
 /// `capsule` is a capsule, and the GIL is held.
 unsafe fn unused(capsule: *mut ffi::PyObject, name: &'static CStr) -> Option<*mut c_void> {
-    // SAFETY: the caller's promise; a used one has another name.
+    // SAFETY: the caller passes a capsule and holds the GIL; a capsule whose tensor was taken has another
+    // name.
     if unsafe { ffi::PyCapsule_IsValid(capsule, name.as_ptr()) } == 0 {
         return None;
     }

@@ -10,7 +10,7 @@ const GEOMETRY: Geometry = Geometry { channels: 3, height: 32, width: 32, classe
 const PIXELS: usize = 32 * 32;
 /// One label and three planes of pixels.
 const RECORD_BYTES: usize = 1 + 3 * PIXELS;
-/// The original files have exactly this many; smaller extracts are welcome.
+/// The records of an original file; smaller extracts are accepted.
 const RECORDS_MAX: usize = 10_000;
 
 /// `data_batch_1.bin` to `data_batch_5.bin` for training, `test_batch.bin` for testing.

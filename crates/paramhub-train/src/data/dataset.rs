@@ -5,9 +5,9 @@ use std::fmt;
 pub struct Geometry {
     /// 1 for grey, 3 for colour.
     pub channels: usize,
-    /// In pixels.
+    /// The height in pixels.
     pub height: usize,
-    /// In pixels.
+    /// The width in pixels.
     pub width: usize,
     /// Labels are `0..classes`.
     pub classes: usize,
@@ -34,7 +34,7 @@ pub struct Dataset {
     geometry: Geometry,
     pixels: Vec<u8>,
     labels: Vec<u8>,
-    /// The normalised float of every byte, for each channel.
+    /// The normalised float of every byte value, for each channel.
     normalised: Vec<[f32; 256]>,
 }
 
@@ -51,7 +51,8 @@ impl Dataset {
         Dataset { normalised: normalised.collect(), geometry, pixels, labels }
     }
 
-    /// The same images under the mean and standard deviation of `other`: a test set sees what training saw.
+    /// The same images, normalised with the mean and standard deviation of `other`: a test set is normalised
+    /// like the training set.
     pub(super) fn normalised_like(mut self, other: &Dataset) -> Self {
         self.normalised.clone_from(&other.normalised);
         self

@@ -3,10 +3,10 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a data set cannot be used: which file, what was expected, what was found.
+/// Why a data set cannot be used: the file, what was expected and what was found.
 #[derive(Debug, Error)]
 pub enum DataError {
-    /// The name of the source is unknown.
+    /// The name of the data set is unknown.
     #[error(
         "`{0}` is not a data set: use `digits`, `idx:DIR` for a folder with MNIST's four files, or `cifar10:DIR` for \
          a folder with the binary version of CIFAR-10"
@@ -17,15 +17,15 @@ pub enum DataError {
     Missing {
         /// The folder given.
         folder: PathBuf,
-        /// The file name, or names, looked for.
+        /// The file name, or names, that are missing.
         expected: String,
     },
-    /// The operating system, or the decompressor, refuses.
+    /// The operating system or the decompressor cannot read the file.
     #[error("{file}: {source}")]
     Read {
         /// Path of the file.
         file: String,
-        /// Its reason.
+        /// The cause.
         source: io::Error,
     },
     /// The file does not begin like one of its format.
@@ -33,11 +33,11 @@ pub enum DataError {
     Magic {
         /// Path of the file.
         file: String,
-        /// The first four bytes, big-endian, that it should have.
+        /// The first four bytes that the file should have, big-endian.
         expected: u32,
-        /// What they stand for.
+        /// The meaning of these bytes.
         meaning: &'static str,
-        /// The ones it has.
+        /// The first four bytes of the file.
         found: u32,
     },
     /// The file ends too early.
@@ -45,17 +45,17 @@ pub enum DataError {
     Truncated {
         /// Path of the file.
         file: String,
-        /// Bytes that its header, or its format, announces (after decompression).
+        /// Bytes that the file's header or its format announces (after decompression).
         expected: u64,
-        /// Bytes that are there.
+        /// Bytes found.
         found: u64,
     },
-    /// The file goes on after its end.
+    /// The file has more bytes than announced.
     #[error("{file}: expected {expected} bytes, found more after them")]
     Trailing {
         /// Path of the file.
         file: String,
-        /// Bytes that its header, or its format, announces (after decompression).
+        /// Bytes that the file's header or its format announces (after decompression).
         expected: u64,
     },
     /// An extent in the header is zero, too large, or not that of the other files.
@@ -63,12 +63,12 @@ pub enum DataError {
     Extent {
         /// Path of the file.
         file: String,
-        /// What is acceptable.
+        /// The accepted values.
         expected: String,
-        /// What the file says.
+        /// The value in the file.
         found: String,
     },
-    /// Images and labels are not equally many.
+    /// The numbers of images and labels differ.
     #[error("{file}: expected {expected} labels, one for each image, found {found}")]
     Count {
         /// Path of the file with the labels.
@@ -87,7 +87,7 @@ pub enum DataError {
         classes: usize,
         /// The label.
         found: u8,
-        /// Which example has it, from 0.
+        /// The position of the example with that label, from 0.
         position: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! Data sets: where they come from, what a batch of them looks like, and who trains on which example.
+//! Data sets: their sources, their batches, and which worker trains on which example.
 
 mod cifar10;
 mod dataset;

@@ -6,10 +6,10 @@ const PURPOSE: u64 = 1;
 
 /// Which worker trains on which example at which step of one epoch.
 ///
-/// The epoch's examples are shuffled by (seed, epoch) alone, so that every rank computes the same order without talking.
-/// Step t takes the next `workers * batch` of them: the *global batch*. Rank r's shard is the r-th run of `batch` within
-/// it, so the global batch is the ranks' shards one after the other and one process can compute all of them in turn. The
-/// last, incomplete global batch is dropped.
+/// The epoch's examples are shuffled by (seed, epoch) alone, so that every rank computes the same order
+/// without communication. Step t takes the next `workers * batch` of them: the *global batch*. Rank r's shard
+/// is the r-th run of `batch` examples within it, so the global batch is the ranks' shards one after the
+/// other, and one process can compute all of them in turn. The last, incomplete global batch is dropped.
 #[derive(Clone, Debug)]
 pub struct EpochOrder {
     examples: Vec<u32>,

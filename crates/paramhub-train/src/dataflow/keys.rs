@@ -1,22 +1,24 @@
-//! Keys between the network and a store: gradients leave, sums come back, and parameters follow from these.
+//! Keys between the network and a store: gradients are pushed, sums are pulled, and new parameters are
+//! computed from the sums.
 
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::Tensor;
 use paramhub_collective::engine::{Engine, Kind, PushError, Variable};
 use paramhub_collective::kvstore::{Array, Key, KvStore, StoreError, StoreKind};
 use paramhub_kernels::{Hyperparameters, Optimizer, Step};
 
 use super::meter::Meter;
-use crate::net::{NetError, Network, storage};
+use crate::net::{Network, SharedParameters};
 use crate::trainer::TrainError;
 
 /// All keys of a network.
 pub(super) struct Keys {
     keys: Vec<Parameter>,
-    /// Of each key, its parameters in the network.
+    /// The variable of each key's parameters in the network.
     variables: Vec<Variable>,
-    /// For each of this process's shards, those of each key. The first's also take the sums.
+    /// The gradients of each key, for each of this process's shards. Those of the first shard also receive
+    /// the sums.
     gradients: Vec<Vec<Array>>,
     meter: Arc<Meter>,
 }
@@ -32,18 +34,18 @@ pub(super) struct Updater {
 
 struct Parameter {
     key: Key,
-    tensor: Tensor,
-    state: Arc<Mutex<State>>,
+    parameters: SharedParameters,
+    state: Arc<Mutex<ParameterState>>,
 }
 
-/// What the optimizer remembers of a key.
-struct State {
+/// The optimizer's state for one key.
+struct ParameterState {
     values: Vec<f32>,
     updates: u64,
 }
 
 impl Keys {
-    /// Gives every key its value, rank 0's, in the store and in the network.
+    /// Gives every key rank 0's value, in the store and in the network.
     pub(super) fn new(
         network: &mut Network,
         store: &dyn KvStore,
@@ -53,18 +55,17 @@ impl Keys {
     ) -> Result<Keys, TrainError> {
         let engine = store.engine();
         let slots = updater.optimizer.state_slots(&updater.hyperparameters);
-        let arrays = |network: &Network| -> Result<Vec<Array>, NetError> {
-            let arrays = network.all_parameters()?.into_iter().map(|values| Array::new(engine, values));
-            Ok(arrays.collect())
+        let arrays = |network: &Network| -> Vec<Array> {
+            network.all_parameters().into_iter().map(|values| Array::new(engine, values)).collect()
         };
-        let (mut keys, initial) = (Vec::new(), arrays(network)?);
+        let (mut keys, initial) = (Vec::new(), arrays(network));
         for (at, value) in initial.iter().enumerate() {
             let key = Key::from(network.keys()[at].name.as_str());
             store.init(&key, value)?;
             store.pull(&key, std::slice::from_ref(value), 0)?;
-            let state = State { values: vec![0.0; slots * value.elements()], updates: 0 };
-            let tensor = network.tensor(at).clone();
-            keys.push(Parameter { key, tensor, state: Arc::new(Mutex::new(state)) });
+            let state = ParameterState { values: vec![0.0; slots * value.elements()], updates: 0 };
+            let parameters = network.shared_parameters(at);
+            keys.push(Parameter { key, parameters, state: Arc::new(Mutex::new(state)) });
         }
         for (at, value) in initial.iter().enumerate() {
             let values = value.to_vec(engine).map_err(StoreError::from)?;
@@ -72,7 +73,7 @@ impl Keys {
         }
         Ok(Keys {
             variables: keys.iter().map(|_| engine.variable()).collect(),
-            gradients: (0..shards).map(|_| arrays(network)).collect::<Result<_, _>>()?,
+            gradients: (0..shards).map(|_| arrays(network)).collect(),
             keys,
             meter,
         })
@@ -82,7 +83,7 @@ impl Keys {
         &self.variables
     }
 
-    /// Of a shard, counted from this process's first.
+    /// The gradients of a shard, counted from this process's first.
     pub(super) fn gradients(&self, shard: usize) -> &[Array] {
         &self.gradients[shard]
     }
@@ -92,11 +93,12 @@ impl Keys {
         self.gradients[0].iter().map(Array::bytes).sum()
     }
 
-    /// Pushes the reduction of all keys' gradients and the updates with the sums, in the order in which gradients come: last layers
-    /// first.
+    /// Pushes the reduction of all keys' gradients, and the updates with the sums, in the order in which
+    /// gradients come: last layers first.
     pub(super) fn push_exchange(&self, store: &dyn KvStore, updater: &Updater) -> Result<(), StoreError> {
         let order = || (0..self.keys.len()).rev();
-        // With depcha, so that no copy waits behind a collective; the others have nothing to do in a pull but the copy back.
+        // With depcha all pulls come after all pushes, so that no copy waits behind a collective. In the
+        // other stores a pull is only the copy back.
         let is_apart = store.kind() == StoreKind::DepCha;
         for at in order() {
             let own: Vec<Array> = self.gradients.iter().map(|shard| shard[at].clone()).collect();
@@ -120,14 +122,15 @@ impl Keys {
         Ok(self.push_update(store.engine(), at, sum, updater)?)
     }
 
-    /// Pushes what notes that a sum is there. The update would note it later: it waits for a thread that computes.
+    /// Pushes an operation that records the arrival of a sum. The update would record it too late, since it
+    /// waits for a compute thread.
     fn push_arrival(&self, engine: &Engine, at: usize, sum: &Array) -> Result<(), PushError> {
         let meter = Arc::clone(&self.meter);
         engine
             .operation(format!("arrival {}", self.keys[at].key), Kind::Copy)
             .reads([sum.variable()])
             .priority(i32::MAX)
-            .push(move || -> Result<(), String> {
+            .push(move || -> Result<(), Infallible> {
                 meter.arrive();
                 Ok(())
             })
@@ -140,17 +143,17 @@ impl Keys {
         sum: &Array,
         updater: &Updater,
     ) -> Result<(), PushError> {
-        let Parameter { key, tensor, state } = &self.keys[at];
-        let (tensor, state, meter) = (tensor.clone(), Arc::clone(state), Arc::clone(&self.meter));
+        let Parameter { key, parameters, state } = &self.keys[at];
+        let (parameters, state, meter) = (parameters.clone(), Arc::clone(state), Arc::clone(&self.meter));
         let (from, updater) = (sum.clone(), updater.clone());
         engine
             .operation(format!("update {key}"), Kind::Compute)
             .reads([sum.variable()])
             .mutates([&self.variables[at]])
-            .push(move || -> candle_core::Result<()> {
+            .push(move || -> Result<(), Infallible> {
                 meter.computes(|| {
                     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
-                    let State { values, updates } = &mut *state;
+                    let ParameterState { values, updates } = &mut *state;
                     *updates += 1;
                     let step = Step {
                         hyperparameters: &updater.hyperparameters,
@@ -160,11 +163,12 @@ impl Keys {
                     };
                     from.read(|bytes| {
                         let sum = bytemuck::cast_slice(bytes);
-                        storage::lend(&tensor, |parameters| {
-                            updater.optimizer.apply(&step, parameters, sum, values)
-                        })
-                    })
-                })
+                        parameters.update(|parameters| {
+                            updater.optimizer.apply(&step, parameters, sum, values);
+                        });
+                    });
+                });
+                Ok(())
             })
     }
 }

@@ -1,25 +1,25 @@
-//! Time that computing takes, that keys are under way, and that both do at once.
+//! The time of computation, the time with keys under way, and the time with both at once.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long this process computed, how long a key was under way, and how long both at once.
+/// Measures how long this process computed, how long a key was under way, and how long both at once.
 #[derive(Debug)]
-pub struct Meter(Mutex<State>);
+pub struct Meter(Mutex<MeterState>);
 
 /// What a [`Meter`] has measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Times {
-    /// With an operation running that computes.
+    /// The time during which an operation computed.
     pub computing: Duration,
-    /// With the gradient of a key there, and its sum not.
+    /// The time during which a key had a gradient but not yet its sum.
     pub in_flight: Duration,
-    /// Both.
+    /// The time during which both held.
     pub hidden: Duration,
 }
 
 #[derive(Debug)]
-struct State {
+struct MeterState {
     since: Instant,
     computing: u32,
     in_flight: u32,
@@ -27,13 +27,14 @@ struct State {
 }
 
 impl Meter {
-    /// One that has measured nothing yet.
+    /// A meter that has measured nothing yet.
     pub fn new() -> Meter {
         let (since, times) = (Instant::now(), Times::default());
-        Meter(Mutex::new(State { since, computing: 0, in_flight: 0, times }))
+        Meter(Mutex::new(MeterState { since, computing: 0, in_flight: 0, times }))
     }
 
-    /// Computes. A failure ends the run, and so nobody cares that a panic is not counted out.
+    /// Runs `work` and counts its time as computing. A panic is not counted out: it ends the run, and with it
+    /// the need for the numbers.
     pub fn computes<R>(&self, work: impl FnOnce() -> R) -> R {
         self.change(|state| state.computing += 1);
         let made = work();
@@ -41,22 +42,22 @@ impl Meter {
         made
     }
 
-    /// Some keys' gradients are there.
+    /// Records that the gradients of some keys are there.
     pub fn leave(&self, keys: u32) {
         self.change(|state| state.in_flight += keys);
     }
 
-    /// A key's sum is there.
+    /// Records that the sum of a key is there.
     pub fn arrive(&self) {
         self.change(|state| state.in_flight -= 1);
     }
 
-    /// What it has measured until now.
+    /// The times measured until now.
     pub fn times(&self) -> Times {
         self.change(|state| state.times)
     }
 
-    fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+    fn change<R>(&self, change: impl FnOnce(&mut MeterState) -> R) -> R {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let passed = now - std::mem::replace(&mut state.since, now);

@@ -1,10 +1,12 @@
-//! Training as a graph of operations: every node's forward and backward, every key's exchange and update is pushed to a dependency
-//! engine and runs when its data is ready (MPI collectives in DAGs, sections 3 and 4).
+//! Training as a graph of operations: every node's forward and backward pass and every key's exchange and
+//! update is pushed to a dependency engine and runs when its data is ready (MPI collectives in DAGs, sections
+//! 3 and 4).
 //!
-//! The thread that calls [`train`] computes nothing. It pushes one step after the other, in one order at all ranks, and is at most one
-//! step ahead of the losses that it hears of. What overlaps follows from the variables: the branches of a network, where there are
-//! threads for that; gradients of the layers above under way while those below compute; updates of one key while another is summed; and
-//! the forward pass of the next step, of which each layer waits for its own parameters alone.
+//! The thread that calls [`train`] computes nothing. It pushes one step after the other, in the same order at
+//! all ranks, and is at most one step ahead of the losses that it receives. The variables decide what
+//! overlaps: the branches of a network, if there are threads for that; gradients of the layers above under
+//! way while those below compute; updates of one key while another is summed; and the forward pass of the
+//! next step, of which each layer waits for its own parameters alone.
 
 mod keys;
 mod meter;
@@ -29,31 +31,34 @@ pub use meter::{Meter, Times};
 use passes::Passes;
 use slot::Slot;
 
-/// Steps that may be pushed and not have their losses yet, beside the newest.
+/// Steps that may be pushed beside the newest before their losses have come.
 const STEPS_AHEAD: usize = 1;
 
-/// Who sums the gradients, and what becomes of the sums.
+/// How gradients are summed, and how parameters are computed from the sums.
 pub struct Learner<'a> {
-    /// Sums what all ranks push. It has no optimizer, and knows none of the network's keys yet.
+    /// The store that sums what all ranks push. It has no optimizer, and no keys of the network yet.
     pub store: &'a dyn KvStore,
-    /// Workers whose shards each rank computes, one after the other on the same parameters: 1, or all workers of a local store.
+    /// Workers whose shards each rank computes, one after the other on the same parameters: 1, or all workers
+    /// of a local store.
     pub workers_per_rank: NonZeroUsize,
-    /// Makes parameters of the sums, at every rank alike.
+    /// Computes parameters from the sums, in the same way at every rank.
     pub optimizer: Arc<dyn Optimizer>,
-    /// What the optimizer has [accepted](Optimizer::check).
+    /// Hyperparameters that the optimizer has [accepted](Optimizer::check).
     pub hyperparameters: Hyperparameters,
 }
 
-/// An engine for a trainer with this many threads that compute: one, unless the worker has a machine to itself.
+/// The configuration of an engine for a trainer with this many compute threads: one, unless the worker has a
+/// machine to itself.
 pub fn engine_config(compute_threads: NonZeroUsize) -> EngineConfig {
     EngineConfig { compute_threads: compute_threads.get(), ..EngineConfig::default() }
 }
 
-/// Trains a network through a store, whose engine runs everything.
+/// Trains a network through a store, in whose engine all operations run.
 ///
-/// All ranks have the same configuration and data, and begin with rank 0's parameters. What is reported is this process's: bytes
-/// are those of the gradients that the store was given and of the sums that it gave, however often its design sends them, and the
-/// time that counts as waiting is that in which nothing computed. When it returns, nothing of it is in flight.
+/// All ranks have the same configuration and data, and begin with rank 0's parameters. The report is this
+/// process's. Its bytes are those of the gradients pushed to the store and of the sums pulled from it,
+/// however often the store sends them. Its waiting time is that in which nothing computed. No operation is in
+/// flight when this returns.
 ///
 /// # Errors
 /// The first thing that fails; of operations, the first that was pushed. The network's parameters are then of no step.
@@ -99,7 +104,7 @@ pub fn train(
     };
     let done = run.all_steps(on_progress).and_then(|()| run.finish());
     if done.is_err() {
-        // Told already; and whatever depends on it is not run.
+        // The error is returned already, and operations that depend on the failed one do not run.
         let _ = store.engine().wait_for_all();
     }
     done
@@ -111,7 +116,7 @@ struct Run<'a> {
     network: &'a mut Network,
     store: &'a dyn KvStore,
     workers: usize,
-    /// Whose shards are computed here.
+    /// The ranks whose shards are computed here.
     ranks: Range<usize>,
     steps: usize,
     steps_per_epoch: usize,
@@ -121,11 +126,11 @@ struct Run<'a> {
     meter: Arc<Meter>,
     started: Instant,
     evaluating: Duration,
-    /// The losses to come, of each step those of its shards.
+    /// The losses that have yet to come: for each step those of its shards.
     pending: VecDeque<Vec<Slot<f64>>>,
     /// Steps whose losses have come.
     settled: usize,
-    /// Of the epoch of the last of these.
+    /// The mean loss of the epoch in which the last of these steps is.
     loss: Mean,
     epochs: Vec<Epoch>,
 }
@@ -146,7 +151,8 @@ impl Run<'_> {
                 let accuracy = self.accuracy()?;
                 let ended = self.epochs.last_mut().expect("an epoch has steps");
                 ended.accuracy = Some(accuracy);
-                // The step has been told when its loss came; now there is more to tell of it.
+                // The progress of this step was reported when its loss came; it is reported again with the
+                // accuracy.
                 let (epoch, loss) = (ended.epoch, ended.loss);
                 on_progress(&self.progress(epoch, loss, Some(accuracy)));
             }
@@ -180,7 +186,7 @@ impl Run<'_> {
         Progress { step: self.settled, of: self.steps, epoch, loss, examples_per_second, accuracy }
     }
 
-    /// Waits until the losses of all but so many steps have come.
+    /// Waits until the losses of all but `but` steps have come.
     fn settle(&mut self, but: usize, on_progress: &mut dyn FnMut(&Progress)) -> Result<(), TrainError> {
         while self.pending.len() > but {
             let losses = self.pending.pop_front().expect("there are more than none");
@@ -204,11 +210,11 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for the parameters of the last step that was pushed, and measures them.
+    /// Waits for the parameters of the last step that was pushed, and measures their accuracy.
     fn accuracy(&mut self) -> Result<f64, TrainError> {
         self.store.engine().wait_for_all().map_err(StoreError::from)?;
         let started = Instant::now();
-        let accuracy = self.network.accuracy(&self.data.test)?;
+        let accuracy = self.network.accuracy(&self.data.test);
         self.evaluating += started.elapsed();
         Ok(accuracy)
     }
@@ -241,7 +247,7 @@ impl Run<'_> {
             },
             bytes_sent: bytes,
             bytes_received: bytes,
-            parameters: self.network.all_parameters()?,
+            parameters: self.network.all_parameters(),
         })
     }
 }

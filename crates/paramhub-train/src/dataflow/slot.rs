@@ -3,7 +3,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use paramhub_collective::engine::{Engine, Variable};
 
-/// What one operation leaves for a later one, with the variable that both mutate. A handle.
+/// A handle of data that one operation leaves for a later one, with the variable that both mutate.
 pub(super) struct Slot<T> {
     value: Arc<Mutex<Option<T>>>,
     variable: Variable,

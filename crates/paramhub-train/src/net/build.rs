@@ -2,9 +2,10 @@ use paramhub_core::key::Key;
 
 use super::convolution::Convolution;
 use super::join::Join;
-use super::layer::{Layer, Parameters};
+use super::layer::Layer;
 use super::linear::Linear;
 use super::node::{Node, Work};
+use super::parameters::LinearMap;
 use super::pool::{AveragePool, MaxPool};
 use super::relu::Relu;
 use super::window::Window;
@@ -20,21 +21,22 @@ pub(super) enum Pool {
     Average,
 }
 
-/// Where the next layer goes: after a node, or after the images.
+/// The position of the next layer: after a node, or after the images.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tip {
+pub(super) struct BranchEnd {
     after: Option<usize>,
-    /// Rows, columns, channels of the activation there.
+    /// Rows, columns and channels of the activation there.
     extents: [usize; 3],
 }
 
-/// Adds layers one after the other, following the extents of the activation. For a branch it goes back to where that begins.
+/// Adds layers one after the other, following the extents of the activation. For a branch it goes back to the
+/// branch's beginning.
 pub(super) struct Builder {
     kind: NetKind,
     geometry: Geometry,
     seed: u64,
-    tip: Tip,
-    /// Each after all that it follows.
+    tip: BranchEnd,
+    /// The nodes, each after all that it follows.
     nodes: Vec<Planned>,
     keys: Vec<Key>,
 }
@@ -49,17 +51,17 @@ struct Planned {
 impl Builder {
     pub(super) fn new(kind: NetKind, geometry: Geometry, seed: u64) -> Builder {
         let Geometry { channels, height, width, .. } = geometry;
-        let tip = Tip { after: None, extents: [height, width, channels] };
+        let tip = BranchEnd { after: None, extents: [height, width, channels] };
         Builder { kind, geometry, seed, tip, nodes: Vec::new(), keys: Vec::new() }
     }
 
-    /// Where the next layer would go.
-    pub(super) fn tip(&self) -> Tip {
+    /// The position of the next layer.
+    pub(super) fn tip(&self) -> BranchEnd {
         self.tip
     }
 
-    /// Has the next layer go there.
-    pub(super) fn resume(&mut self, tip: Tip) {
+    /// Sets the position of the next layer.
+    pub(super) fn resume(&mut self, tip: BranchEnd) {
         self.tip = tip;
     }
 
@@ -72,7 +74,7 @@ impl Builder {
     ) -> Result<&mut Self, NetError> {
         let window = Window { padding, ..self.window(side, 1) };
         let (rows, columns) = self.positions(name, &window)?;
-        let parameters = self.parameters(name, &[outputs, side, side, window.channels], 2.0)?;
+        let parameters = self.parameters(name, &[outputs, side, side, window.channels], 2.0);
         Ok(self.keyed(name, Convolution::new(window, parameters), [rows, columns, outputs]))
     }
 
@@ -87,14 +89,14 @@ impl Builder {
         })
     }
 
-    /// Average pooling that keeps rows and columns, for an odd side.
+    /// Average pooling with an odd side, which keeps rows and columns.
     pub(super) fn pool_same(&mut self, name: &str, side: usize) -> Result<&mut Self, NetError> {
         let window = Window { padding: side / 2, ..self.window(side, 1) };
         let (rows, columns) = self.positions(name, &window)?;
         Ok(self.plain(name, AveragePool::new(window), [rows, columns, window.channels]))
     }
 
-    /// The mean of each channel.
+    /// The mean of each channel over all positions.
     pub(super) fn pool_all(&mut self, name: &str) -> &mut Self {
         let [height, width, channels] = self.tip.extents;
         let side = height.max(width);
@@ -108,16 +110,16 @@ impl Builder {
         self.plain(&name, Relu::default(), self.tip.extents)
     }
 
-    pub(super) fn linear(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
+    pub(super) fn linear(&mut self, name: &str, outputs: usize) -> &mut Self {
         self.fully_connected(name, outputs, 2.0)
     }
 
-    pub(super) fn last(&mut self, name: &str, outputs: usize) -> Result<&mut Self, NetError> {
+    pub(super) fn last(&mut self, name: &str, outputs: usize) -> &mut Self {
         self.fully_connected(name, outputs, 1.0)
     }
 
-    /// One branch's channels after the other's.
-    pub(super) fn concatenate(&mut self, name: &str, branches: &[Tip]) -> &mut Self {
+    /// Concatenates the channels of branches.
+    pub(super) fn concatenate(&mut self, name: &str, branches: &[BranchEnd]) -> &mut Self {
         let [rows, columns, _] = branches[0].extents;
         assert!(
             branches.iter().all(|branch| branch.extents[..2] == [rows, columns]),
@@ -128,26 +130,25 @@ impl Builder {
         self.join(name, branches, Join::Concatenate { positions: rows * columns, channels }, extents)
     }
 
-    /// The sum of branches with the same extents.
+    /// Adds branches with the same extents.
     #[cfg(test)]
-    pub(super) fn add(&mut self, name: &str, branches: &[Tip]) -> &mut Self {
+    pub(super) fn add(&mut self, name: &str, branches: &[BranchEnd]) -> &mut Self {
         let extents = branches[0].extents;
         assert!(branches.iter().all(|branch| branch.extents == extents), "{name}: extents differ");
         self.join(name, branches, Join::Add, extents)
     }
 
-    /// Draws the edges. The last layer's output is the network's.
+    /// Adds the edges. The output of the last layer is that of the network.
     pub(super) fn network(self) -> Network {
         let Builder { geometry, nodes: planned, keys, .. } = self;
         let last = planned.len() - 1;
-        let in_place: Vec<bool> = planned.iter().map(|node| node.work.is_in_place()).collect();
         let mut nodes = Vec::new();
         let mut edges = 0;
         let mut edge = || {
             edges += 1;
             edges - 1
         };
-        let (mut after_images, mut tensors) = (Vec::new(), Vec::new());
+        let (mut after_images, mut parameters) = (Vec::new(), Vec::new());
         for (at, Planned { name, after, first_key, work }) in planned.into_iter().enumerate() {
             let mut node = Node::new(name, first_key, work);
             for &before in &after {
@@ -163,30 +164,25 @@ impl Builder {
                 }
             }
             node.is_trained = first_key.is_some() || node.passes_gradient;
-            tensors.extend(node.parameters().into_iter().flat_map(|both| [both.weight, both.bias]));
+            parameters.extend(node.parameters().into_iter().flatten());
             if at == last {
                 node.outputs.push(edge());
             }
             nodes.push(node);
         }
-        for (node, _) in nodes.iter().zip(in_place).filter(|(_, in_place)| *in_place) {
-            let is_shared = |edges: &[usize]| edges.contains(&node.inputs[0]) && edges.len() > 1;
-            let shared = nodes.iter().any(|before| is_shared(&before.outputs)) || is_shared(&after_images);
-            assert!(!shared, "{} changes what another layer needs", node.name);
-        }
         assert!(nodes.iter().all(|node| !node.outputs.is_empty()), "a branch ends nowhere");
-        Network::new_graph(geometry, nodes, edges, after_images, keys, tensors)
+        Network::new_graph(geometry, nodes, edges, after_images, keys, parameters)
     }
 
-    fn fully_connected(&mut self, name: &str, outputs: usize, gain: f64) -> Result<&mut Self, NetError> {
+    fn fully_connected(&mut self, name: &str, outputs: usize, gain: f64) -> &mut Self {
         let inputs = self.tip.extents.iter().product();
-        let parameters = self.parameters(name, &[outputs, inputs], gain)?;
-        Ok(self.keyed(name, Linear::new(parameters), [1, 1, outputs]))
+        let parameters = self.parameters(name, &[outputs, inputs], gain);
+        self.keyed(name, Linear::new(parameters), [1, 1, outputs])
     }
 
-    /// Weights uniform in ±sqrt(3 gain / inputs), whose variance is gain / inputs. Uniform rather than normal: a square
-    /// root is exact on every machine, a logarithm is not.
-    fn parameters(&mut self, name: &str, shape: &[usize], gain: f64) -> Result<Parameters, NetError> {
+    /// Weights uniform in ±sqrt(3 gain / inputs), whose variance is gain / inputs. They are uniform rather
+    /// than normal because a square root is exact on every machine and a logarithm is not.
+    fn parameters(&mut self, name: &str, shape: &[usize], gain: f64) -> LinearMap {
         let mut random = Random::new(self.seed, &[PURPOSE, self.keys.len() as u64]);
         let (outputs, inputs) = (shape[0], shape[1..].iter().product::<usize>());
         let bound = (3.0 * gain / inputs as f64).sqrt() as f32;
@@ -194,10 +190,10 @@ impl Builder {
         let extents: Vec<u64> = shape.iter().map(|&extent| extent as u64).collect();
         self.keys.push(Key::new(format!("{name}.weight"), extents));
         self.keys.push(Key::new(format!("{name}.bias"), [outputs as u64]));
-        Ok(Parameters::new(weight, outputs)?)
+        LinearMap::new(weight, outputs)
     }
 
-    /// Without padding, and whole.
+    /// A window without padding, which must not stick out.
     fn window(&self, side: usize, stride: usize) -> Window {
         let [height, width, channels] = self.tip.extents;
         Window { height, width, channels, side, stride, padding: 0, partial: false }
@@ -217,7 +213,7 @@ impl Builder {
         self.append(name, vec![self.tip.after], None, Work::Layer(Box::new(layer)), extents)
     }
 
-    fn join(&mut self, name: &str, branches: &[Tip], join: Join, extents: [usize; 3]) -> &mut Self {
+    fn join(&mut self, name: &str, branches: &[BranchEnd], join: Join, extents: [usize; 3]) -> &mut Self {
         let after = branches.iter().map(|branch| branch.after).collect();
         self.append(name, after, None, Work::Join(join), extents)
     }
@@ -231,7 +227,7 @@ impl Builder {
         extents: [usize; 3],
     ) -> &mut Self {
         self.nodes.push(Planned { name: name.to_owned(), after, first_key, work });
-        self.tip = Tip { after: Some(self.nodes.len() - 1), extents };
+        self.tip = BranchEnd { after: Some(self.nodes.len() - 1), extents };
         self
     }
 }

@@ -1,7 +1,8 @@
-use candle_core::{Device, Result, Tensor};
+use std::sync::Arc;
 
-use super::layer::{Layer, Parameters};
-use super::storage;
+use super::layer::Layer;
+use super::matrix::{Activation, Matrix};
+use super::parameters::LinearMap;
 use super::window::Window;
 
 /// A convolution as one matrix product per batch (im2col): each row of `columns` is the input under one window.
@@ -10,13 +11,13 @@ use super::window::Window;
 /// activation, and its gradient already is the matrix that the weight's gradient needs: nothing is transposed.
 pub(super) struct Convolution {
     window: Window,
-    parameters: Parameters,
-    columns: Option<Tensor>,
+    parameters: LinearMap,
+    columns: Option<Matrix>,
 }
 
 impl Convolution {
-    /// The weight is outputs x (side x side x channels).
-    pub(super) fn new(window: Window, parameters: Parameters) -> Self {
+    /// A convolution; its weight is outputs x (side x side x channels).
+    pub(super) fn new(window: Window, parameters: LinearMap) -> Self {
         Convolution { window, parameters, columns: None }
     }
 
@@ -31,38 +32,32 @@ impl Convolution {
 }
 
 impl Layer for Convolution {
-    fn forward(&mut self, input: Tensor, _training: bool) -> Result<Tensor> {
-        let batch = input.dim(0)?;
-        let rows = batch * self.positions();
-        let mut columns = match self.columns.take() {
-            Some(tensor) => storage::into_values(tensor)?,
-            None => Vec::new(),
-        };
-        columns.resize(rows * self.window_values(), 0.0);
-        storage::read(&input, |images| gather(&self.window, images, &mut columns))?;
-        let columns = Tensor::from_vec(columns, (rows, self.window_values()), &Device::Cpu)?;
-        let output = self.parameters.apply(&columns)?;
+    fn forward(&mut self, input: Activation, _training: bool) -> Activation {
+        let batch = input.rows();
+        let mut columns = self.columns.take().map_or_else(Vec::new, Matrix::into_values);
+        columns.resize(batch * self.positions() * self.window_values(), 0.0);
+        gather(&self.window, input.values(), &mut columns);
+        let columns = Matrix::new(columns, self.window_values());
+        let output = self.parameters.apply(&columns).with_rows(batch);
         self.columns = Some(columns);
-        let outputs = output.elem_count() / batch;
-        output.reshape((batch, outputs))
+        Arc::new(output)
     }
 
-    fn input_gradient(&mut self, output_gradient: Tensor) -> Result<Tensor> {
-        let batch = output_gradient.dim(0)?;
-        let output_gradient = output_gradient.reshape((batch * self.positions(), ()))?;
-        let columns = self.parameters.input_gradient(&output_gradient)?;
-        let mut images = vec![0.0; batch * self.window.features()];
-        storage::read(&columns, |columns| scatter(&self.window, columns, &mut images))?;
-        Tensor::from_vec(images, (batch, self.window.features()), &Device::Cpu)
+    fn input_gradient(&mut self, output_gradient: Matrix) -> Matrix {
+        let batch = output_gradient.rows();
+        let columns = self.parameters.input_gradient(&output_gradient.with_rows(batch * self.positions()));
+        let mut images = Matrix::zeros(batch, self.window.features());
+        scatter(&self.window, columns.values(), images.values_mut());
+        images
     }
 
-    fn parameters(&self) -> Option<&Parameters> {
+    fn parameters(&self) -> Option<&LinearMap> {
         Some(&self.parameters)
     }
 
-    fn parameter_gradients(&mut self, output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
+    fn parameter_gradients(&mut self, output_gradient: &Matrix) -> [Vec<f32>; 2] {
         let columns = self.columns.as_ref().expect("forward comes before backward");
-        self.parameters.gradients(columns, &output_gradient.reshape((columns.dim(0)?, ()))?)
+        self.parameters.gradients(columns, output_gradient.values())
     }
 }
 
@@ -90,8 +85,8 @@ fn scatter(window: &Window, columns: &[f32], images: &mut [f32]) {
     });
 }
 
-/// For every row of every window, in order: values of padding before it, its place in the images, its length, values of
-/// padding after it.
+/// Calls `run` for every row of every window, in order, with the values of padding before it, its position in
+/// the images, its length, and the values of padding after it.
 fn for_each_run(window: &Window, values: usize, mut run: impl FnMut(usize, usize, usize, usize)) {
     let (rows, columns) = window.output().expect("checked when the network was built");
     let (channels, run_values) = (window.channels, window.side * window.channels);

@@ -1,4 +1,4 @@
-//! What the networks are made of.
+//! The layers of the networks.
 
 use super::build::{Builder, Pool};
 use super::{NetError, NetKind, Network};
@@ -9,8 +9,8 @@ pub(super) fn network(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Ne
     let mut builder = Builder::new(kind, geometry, seed);
     match kind {
         NetKind::Mlp => {
-            builder.linear("fc1", 128)?.relu();
-            builder.linear("fc2", 64)?.relu();
+            builder.linear("fc1", 128).relu();
+            builder.linear("fc2", 64).relu();
         }
         NetKind::Lenet => {
             let (side, padding) = if height.min(width) >= 28 { (5, 0) } else { (3, 1) };
@@ -18,13 +18,13 @@ pub(super) fn network(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Ne
             builder.pool("pool1", 2, Pool::Max)?;
             builder.convolution("conv2", side, padding, 50)?.relu();
             builder.pool("pool2", 2, Pool::Max)?;
-            builder.linear("fc1", 500)?.relu();
+            builder.linear("fc1", 500).relu();
         }
         NetKind::CifarQuick => {
             builder.convolution("conv1", 5, 2, 32)?.pool("pool1", 3, Pool::Max)?.relu();
             builder.convolution("conv2", 5, 2, 32)?.relu().pool("pool2", 3, Pool::Average)?;
             builder.convolution("conv3", 5, 2, 64)?.relu().pool("pool3", 3, Pool::Average)?;
-            builder.linear("fc1", 64)?;
+            builder.linear("fc1", 64);
         }
         NetKind::Inception => {
             builder.convolution("stem", 3, 1, 16)?.relu();
@@ -43,12 +43,13 @@ pub(super) fn network(kind: NetKind, geometry: Geometry, seed: u64) -> Result<Ne
         NetKind::Lenet | NetKind::CifarQuick => "fc2",
         NetKind::Inception => "fc",
     };
-    builder.last(last, classes)?;
+    builder.last(last, classes);
     Ok(builder.network())
 }
 
-/// A block of four branches, whose channels are those of: the 1x1 convolution; the 3x3 one and before it its reduction; the pair of
-/// 3x3 ones and its reduction, as in Inception-BN in place of a 5x5; the convolution after the pooling.
+/// A block of four branches. Its channels are those of the 1x1 convolution; of the 3x3 convolution and of the
+/// reduction before it; of the pair of 3x3 convolutions, as in Inception-BN in place of a 5x5 one, and of
+/// their reduction; and of the convolution after the pooling.
 fn inception(
     builder: &mut Builder,
     block: &str,

@@ -1,4 +1,5 @@
-/// Softmax cross-entropy, the mean over the rows of `logits` (one row of classes per label), which become its gradient.
+/// Softmax cross-entropy, the mean over the rows of `logits` (one row of classes per label). The gradient
+/// replaces `logits`.
 pub(super) fn softmax_cross_entropy(logits: &mut [f32], labels: &[u8]) -> f64 {
     let classes = logits.len() / labels.len();
     let scale = 1.0 / labels.len() as f32;
@@ -18,7 +19,7 @@ pub(super) fn softmax_cross_entropy(logits: &mut [f32], labels: &[u8]) -> f64 {
     loss / labels.len() as f64
 }
 
-/// Rows whose largest value stands at their label.
+/// The number of rows whose largest value is at their label.
 pub(super) fn correct(logits: &[f32], labels: &[u8]) -> usize {
     let classes = logits.len() / labels.len();
     let predicted = logits

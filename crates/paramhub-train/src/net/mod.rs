@@ -1,7 +1,7 @@
 //! Networks as graphs of layers, computed forward and backward one node at a time.
 //!
-//! A network without branches is a chain. Where an activation goes to several nodes, the gradients that come back are added in
-//! the order of the edges, whatever the order in which they came.
+//! A network without branches is a chain. If an activation goes to several nodes, the gradients that come
+//! back are added in the order of the edges, in whatever order they came.
 
 mod build;
 mod convolution;
@@ -10,24 +10,28 @@ mod kinds;
 mod layer;
 mod linear;
 mod loss;
+mod matrix;
 mod node;
+mod parameters;
 mod pool;
 mod relu;
-pub(crate) mod storage;
 #[cfg(test)]
 mod tests;
 mod window;
 
+use std::convert::Infallible;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
 use paramhub_core::key::Key;
 use thiserror::Error;
 
 use crate::data::{Dataset, Geometry};
+pub(crate) use matrix::Activation;
+pub use matrix::Matrix;
 pub(crate) use node::Node;
+pub(crate) use parameters::SharedParameters;
 
 /// A network by name, as given to `--net`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,13 +51,13 @@ pub enum NetKind {
     Inception,
 }
 
-/// Why a network cannot be built or computed.
+/// Why a network cannot be built, or its parameters not be changed.
 #[derive(Debug, Error)]
 pub enum NetError {
     /// The name is unknown.
     #[error("`{0}` is not a network: use `mlp`, `lenet`, `cifar-quick` or `inception`")]
     UnknownKind(String),
-    /// The images do not fit the network.
+    /// The images are too small for the network.
     #[error("images of {geometry} are too small for `{kind}`: nothing is left of them after {layer}")]
     TooSmall {
         /// The network.
@@ -63,9 +67,18 @@ pub enum NetError {
         /// The layer that has no output.
         layer: String,
     },
-    /// Candle refuses.
-    #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+    /// The number of a key's parameters was changed.
+    #[error(
+        "key `{key}`: expected {expected} parameters, found {found}: change them in place or exchange them for as many"
+    )]
+    ParameterCount {
+        /// The key's name.
+        key: String,
+        /// Elements of the key.
+        expected: usize,
+        /// Elements after the change.
+        found: usize,
+    },
 }
 
 /// A network with its parameters.
@@ -74,28 +87,29 @@ pub enum NetError {
 /// outputs x inputs, that of a convolution outputs x rows x columns x channels.
 pub struct Network {
     geometry: Geometry,
-    /// Each after all that it takes its inputs from.
+    /// The nodes, each after all from which it takes its inputs.
     nodes: Vec<Arc<Node>>,
-    /// How many there are. The last carries the logits.
+    /// The number of edges. The last edge carries the logits.
     edges: usize,
     /// Edges that carry the images.
     sources: Vec<usize>,
     keys: Vec<Key>,
-    /// The memory of each key, which its layer has as well.
-    tensors: Vec<Tensor>,
+    /// The parameters of each key, shared with its layer.
+    parameters: Vec<SharedParameters>,
 }
 
-/// What the backward pass makes for the parameters of one layer.
+/// The gradient of the parameters of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LayerGradient {
     /// The gradients of weight and bias.
     Dense([Vec<f32>; 2]),
-    /// Of a fully connected layer, a row for each example: the gradient of the weight is the sum of their outer products, that of
-    /// the bias the sum of the rows of output gradients.
+    /// The factors of a fully connected layer's gradients, a row for each example. The gradient of the weight
+    /// is the sum of the outer products of their rows, that of the bias the sum of the rows of
+    /// `output_gradients`.
     Factors {
-        /// What came in.
+        /// The input.
         inputs: Vec<f32>,
-        /// The gradient of what came out.
+        /// The gradient of the output.
         output_gradients: Vec<f32>,
     },
 }
@@ -116,10 +130,10 @@ impl Network {
         edges: usize,
         sources: Vec<usize>,
         keys: Vec<Key>,
-        tensors: Vec<Tensor>,
+        parameters: Vec<SharedParameters>,
     ) -> Self {
         let nodes = nodes.into_iter().map(Arc::new).collect();
-        Network { geometry, nodes, edges, sources, keys, tensors }
+        Network { geometry, nodes, edges, sources, keys, parameters }
     }
 
     /// What the images look like.
@@ -133,26 +147,27 @@ impl Network {
     }
 
     /// Parameters of one key.
-    pub fn parameters(&self, key: usize) -> Result<Vec<f32>, NetError> {
-        Ok(storage::read(&self.tensors[key], <[f32]>::to_vec)?)
+    pub fn parameters(&self, key: usize) -> Vec<f32> {
+        self.parameters[key].read().clone()
     }
 
     /// All parameters, one vector per key.
-    pub fn all_parameters(&self) -> Result<Vec<Vec<f32>>, NetError> {
+    pub fn all_parameters(&self) -> Vec<Vec<f32>> {
         (0..self.keys.len()).map(|key| self.parameters(key)).collect()
     }
 
-    /// Lends the parameters of one key to be changed in place, or exchanged for other memory of the same length. Not
-    /// between a forward pass and its backward pass, which must see the same parameters.
+    /// Lends the parameters of one key to be changed in place, or exchanged for other memory of the same
+    /// length. It must not be called between a forward pass and its backward pass, which must have the same
+    /// parameters.
     ///
     /// # Errors
-    /// If the length has changed.
+    /// [`NetError::ParameterCount`] if the length has changed.
     pub fn lend_parameters<R>(
         &mut self,
         key: usize,
         borrower: impl FnOnce(&mut Vec<f32>) -> R,
     ) -> Result<R, NetError> {
-        Ok(storage::lend(&self.tensors[key], borrower)?)
+        self.lend(key, borrower)
     }
 
     /// The forward pass of a batch: normalised images, batch x height x width x channels, to logits, batch x classes.
@@ -162,91 +177,87 @@ impl Network {
     /// [`lend_parameters`](Self::lend_parameters) allows).
     ///
     /// # Errors
-    /// The first error of `before`, or candle's.
+    /// The first error of `before`, or [`NetError::ParameterCount`] if it has changed the length.
+    ///
+    /// # Panics
+    /// If the last image is not whole.
     pub fn forward<E: From<NetError>>(
         &mut self,
         images: Vec<f32>,
         mut before: impl FnMut(usize, &mut Vec<f32>) -> Result<(), E>,
-    ) -> Result<Tensor, E> {
-        let input = self.input(images)?;
-        self.run(input, true, |node| {
+    ) -> Result<Matrix, E> {
+        self.run(images, true, |node| {
             for key in node.first_key.into_iter().flat_map(|first| [first, first + 1]) {
-                storage::lend(&self.tensors[key], |values| before(key, values)).map_err(NetError::from)??;
+                self.lend(key, |values| before(key, values))??;
             }
             Ok(())
         })
     }
 
     /// Mean softmax cross-entropy of the batch, and its gradient with respect to the logits.
-    ///
-    /// # Errors
-    /// Candle's.
-    pub fn loss(&self, logits: Tensor, labels: &[u8]) -> Result<(f64, Tensor), NetError> {
+    pub fn loss(&self, logits: Matrix, labels: &[u8]) -> (f64, Matrix) {
         loss_of(logits, labels)
     }
 
-    /// The fully connected layers: the key of the weight, which that of the bias follows, and how many outputs and inputs they
-    /// have.
+    /// The fully connected layers: the key of the weight, and the outputs and inputs. The bias has the next
+    /// key.
     pub fn fully_connected(&self) -> impl Iterator<Item = (usize, [usize; 2])> + '_ {
         self.nodes.iter().filter_map(|node| Some((node.first_key?, node.fully_connected?)))
     }
 
     /// The backward pass of the last forward pass, from the gradient of the logits.
     ///
-    /// `emit` gets the key of each layer's weight with the layer's gradient, averaged over the batch, as soon as it exists: last
-    /// layer first, and before the layer computes its input's gradient, let alone the layers below it (Poseidon, section 3.1).
-    /// Those of which `takes_factors` says so, by the same key, are not multiplied out.
+    /// `emit` gets the key of each layer's weight with the layer's gradient, averaged over the batch, as soon
+    /// as it exists: last layer first, and before the layer computes its input's gradient (Poseidon, section
+    /// 3.1). Gradients are emitted as factors if `takes_factors` is true for the weight's key.
     ///
     /// # Errors
-    /// The first error of `emit`, or candle's.
-    pub fn backward<E: From<NetError>>(
+    /// The first error of `emit`.
+    pub fn backward<E>(
         &mut self,
-        logits_gradient: Tensor,
+        logits_gradient: Matrix,
         takes_factors: impl Fn(usize) -> bool,
         mut emit: impl FnMut(usize, LayerGradient) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut edges = vec![None; self.edges];
         edges[self.edges - 1] = Some(logits_gradient);
         for node in self.nodes.iter().rev().filter(|node| node.is_trained) {
-            let gradient = node.output_gradient(take(&mut edges, &node.outputs)).map_err(NetError::from)?;
+            let gradient = node.output_gradient(take(&mut edges, &node.outputs));
             if let Some(first) = node.first_key {
                 let made = if takes_factors(first) && node.fully_connected.is_some() {
-                    node.factors(&gradient)
-                        .map(|[inputs, output_gradients]| LayerGradient::Factors { inputs, output_gradients })
+                    let [inputs, output_gradients] = node.factors(&gradient);
+                    LayerGradient::Factors { inputs, output_gradients }
                 } else {
-                    node.parameter_gradients(&gradient).map(LayerGradient::Dense)
+                    LayerGradient::Dense(node.parameter_gradients(&gradient))
                 };
-                emit(first, made.map_err(NetError::from)?)?;
+                emit(first, made)?;
             }
             if node.passes_gradient {
-                let gradients = node.input_gradients(gradient).map_err(NetError::from)?;
+                let gradients = node.input_gradients(gradient);
                 node.inputs.iter().zip(gradients).for_each(|(&edge, gradient)| edges[edge] = Some(gradient));
             }
         }
         Ok(())
     }
 
-    /// The share of examples whose largest logit is their label's.
-    ///
-    /// # Errors
-    /// Candle's.
-    pub fn accuracy(&mut self, data: &Dataset) -> Result<f64, NetError> {
+    /// The share of examples whose largest logit is at their label.
+    pub fn accuracy(&mut self, data: &Dataset) -> f64 {
         let (mut labels, mut correct) = (Vec::new(), 0);
         for start in (0..data.len()).step_by(EVALUATION_BATCH) {
             let mut images = Vec::new();
             data.batch(start..(start + EVALUATION_BATCH).min(data.len()), &mut images, &mut labels);
-            let logits = self.run(self.input(images)?, false, |_| Ok::<(), NetError>(()))?;
-            correct += storage::read(&logits, |logits| loss::correct(logits, &labels))?;
+            let Ok(logits) = self.run(images, false, |_| Ok::<(), Infallible>(()));
+            correct += loss::correct(logits.values(), &labels);
         }
-        Ok(correct as f64 / data.len() as f64)
+        correct as f64 / data.len() as f64
     }
 
-    /// The nodes, each after all that it takes its inputs from.
+    /// The nodes, each after all from which it takes its inputs.
     pub(crate) fn nodes(&self) -> &[Arc<Node>] {
         &self.nodes
     }
 
-    /// How many edges there are; the last carries the logits.
+    /// The number of edges. The last edge carries the logits.
     pub(crate) fn edges(&self) -> usize {
         self.edges
     }
@@ -256,56 +267,61 @@ impl Network {
         &self.sources
     }
 
-    /// The memory of a key, which its layer has as well.
-    pub(crate) fn tensor(&self, key: usize) -> &Tensor {
-        &self.tensors[key]
+    /// A handle of the parameters of a key.
+    pub(crate) fn shared_parameters(&self, key: usize) -> SharedParameters {
+        self.parameters[key].clone()
     }
 
-    /// Through all nodes, in order.
-    fn run<E: From<NetError>>(
+    /// Runs the forward pass through all nodes, in order.
+    fn run<E>(
         &self,
-        input: Tensor,
+        images: Vec<f32>,
         training: bool,
         mut before: impl FnMut(&Node) -> Result<(), E>,
-    ) -> Result<Tensor, E> {
+    ) -> Result<Matrix, E> {
         let mut edges = vec![None; self.edges];
-        put(&mut edges, &self.sources, input);
+        put(&mut edges, &self.sources, input_of(images, self.geometry));
         for node in &self.nodes {
             before(node)?;
-            let output = node.forward(take(&mut edges, &node.inputs), training).map_err(NetError::from)?;
+            let output = node.forward(take(&mut edges, &node.inputs), training);
             put(&mut edges, &node.outputs, output);
         }
-        Ok(edges.pop().flatten().expect("the last node's output is on the last edge"))
+        let logits = edges.pop().flatten().expect("the last node's output is on the last edge");
+        Ok(Arc::unwrap_or_clone(logits))
     }
 
-    fn input(&self, images: Vec<f32>) -> Result<Tensor, NetError> {
-        input_of(images, self.geometry)
+    fn lend<R>(&self, key: usize, borrower: impl FnOnce(&mut Vec<f32>) -> R) -> Result<R, NetError> {
+        let parameters = &self.parameters[key];
+        parameters.lend(borrower).map_err(|found| NetError::ParameterCount {
+            key: self.keys[key].name.clone(),
+            expected: parameters.read().len(),
+            found,
+        })
     }
 }
 
 /// A batch as an activation: a row for each image.
-pub(crate) fn input_of(images: Vec<f32>, geometry: Geometry) -> Result<Tensor, NetError> {
-    Ok(Tensor::from_vec(images, ((), geometry.features()), &Device::Cpu)?)
+pub(crate) fn input_of(images: Vec<f32>, geometry: Geometry) -> Activation {
+    Arc::new(Matrix::new(images, geometry.features()))
 }
 
 /// As [`Network::loss`].
-pub(crate) fn loss_of(logits: Tensor, labels: &[u8]) -> Result<(f64, Tensor), NetError> {
-    let mut loss = 0.0;
-    storage::update(&logits, |values| loss = loss::softmax_cross_entropy(values, labels))?;
-    Ok((loss, logits))
+pub(crate) fn loss_of(mut logits: Matrix, labels: &[u8]) -> (f64, Matrix) {
+    let loss = loss::softmax_cross_entropy(logits.values_mut(), labels);
+    (loss, logits)
 }
 
-/// Handles of one activation for all of these edges.
-fn put(edges: &mut [Option<Tensor>], of: &[usize], activation: Tensor) {
-    of.iter().for_each(|&edge| edges[edge] = Some(activation.clone()));
+/// Puts handles of one activation on all of these edges.
+fn put(edges: &mut [Option<Activation>], of: &[usize], activation: Activation) {
+    of.iter().for_each(|&edge| edges[edge] = Some(Arc::clone(&activation)));
 }
 
-/// What these edges carry, which is gone from them.
-fn take(edges: &mut [Option<Tensor>], of: &[usize]) -> Vec<Tensor> {
+/// Takes what is on these edges.
+fn take<T>(edges: &mut [Option<T>], of: &[usize]) -> Vec<T> {
     of.iter().map(|&edge| edges[edge].take().expect("nodes are in the order of their edges")).collect()
 }
 
-/// Enough for the matrix products, little in memory.
+/// Large enough for efficient matrix products, small in memory.
 const EVALUATION_BATCH: usize = 64;
 
 impl NetKind {

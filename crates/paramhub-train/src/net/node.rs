@@ -1,41 +1,41 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_core::{Result, Tensor};
-
 use super::join::{Join, total};
-use super::layer::{Layer, Parameters};
+use super::layer::Layer;
+use super::matrix::{Activation, Matrix};
+use super::parameters::SharedParameters;
 
 /// One operation of a network, between edges that carry an activation forward and its gradient back.
 ///
-/// What it computes with is behind a lock, so that threads can share the network. Whoever uses several threads puts the
-/// calls of one node in order by other means; nobody waits for the lock then.
+/// What it computes with is behind a lock, so that threads can share the network. A caller with several
+/// threads must order the calls of one node itself; then no thread waits for the lock.
 pub(crate) struct Node {
     pub(crate) name: String,
-    /// Edges that come in.
+    /// The incoming edges.
     pub(crate) inputs: Vec<usize>,
-    /// Edges that go out, to later nodes; each carries the same activation.
+    /// The outgoing edges, to later nodes. Each carries the same activation.
     pub(crate) outputs: Vec<usize>,
-    /// The key of the layer's weight; its bias has the next one.
+    /// The key of the layer's weight. Its bias has the next key.
     pub(crate) first_key: Option<usize>,
-    /// Whether a key stands at this node or before it: if not, no gradient need come here.
+    /// Whether this node or one before it has a key. If not, it needs no gradient.
     pub(crate) is_trained: bool,
-    /// Whether that is so of a node right before it.
+    /// Whether a node directly before it is trained.
     pub(crate) passes_gradient: bool,
-    /// Outputs and inputs of a fully connected layer.
+    /// Outputs and inputs, if the layer is fully connected.
     pub(crate) fully_connected: Option<[usize; 2]>,
     work: Mutex<Work>,
 }
 
-/// What a node computes.
+/// The computation of a node.
 pub(super) enum Work {
-    /// With one input.
+    /// A layer, with one input.
     Layer(Box<dyn Layer>),
-    /// With several.
+    /// A join of several inputs.
     Join(Join),
 }
 
 impl Node {
-    /// Without edges yet.
+    /// A node without edges yet.
     pub(super) fn new(name: String, first_key: Option<usize>, work: Work) -> Node {
         let fully_connected = match &work {
             Work::Layer(layer) => layer.fully_connected(),
@@ -53,48 +53,49 @@ impl Node {
         }
     }
 
-    /// The output for these inputs, one for each edge that comes in, whose memory it may use. Only with `training` does it
-    /// remember what the gradients need.
-    pub(crate) fn forward(&self, inputs: Vec<Tensor>, training: bool) -> Result<Tensor> {
+    /// The output for these inputs, one for each incoming edge. It keeps what the gradients need only with
+    /// `training`.
+    pub(crate) fn forward(&self, inputs: Vec<Activation>, training: bool) -> Activation {
         match &mut *self.work() {
             Work::Layer(layer) => layer.forward(only(inputs), training),
             Work::Join(join) => join.forward(inputs),
         }
     }
 
-    /// The gradient of the output, from those that came back along the edges that go out, in their order.
-    pub(crate) fn output_gradient(&self, along_edges: Vec<Tensor>) -> Result<Tensor> {
+    /// The gradient of the output: the sum of the gradients along the outgoing edges, in their order.
+    pub(crate) fn output_gradient(&self, along_edges: Vec<Matrix>) -> Matrix {
         total(along_edges)
     }
 
-    /// The gradients of weight and bias. Only of a node with keys, before [`input_gradients`](Self::input_gradients).
-    pub(crate) fn parameter_gradients(&self, output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
+    /// The gradients of weight and bias. Only for a node with keys, before
+    /// [`input_gradients`](Self::input_gradients).
+    pub(crate) fn parameter_gradients(&self, output_gradient: &Matrix) -> [Vec<f32>; 2] {
         match &mut *self.work() {
             Work::Layer(layer) => layer.parameter_gradients(output_gradient),
             Work::Join(_) => unreachable!("a join has no keys"),
         }
     }
 
-    /// The factors of these. Only of a fully connected layer.
-    pub(super) fn factors(&self, output_gradient: &Tensor) -> Result<[Vec<f32>; 2]> {
+    /// The factors of these gradients. Only for a fully connected layer.
+    pub(super) fn factors(&self, output_gradient: &Matrix) -> [Vec<f32>; 2] {
         match &mut *self.work() {
             Work::Layer(layer) => layer.factors(output_gradient),
             Work::Join(_) => unreachable!("a join has no factors"),
         }
     }
 
-    /// The gradient of each input, each in memory that nobody else has.
-    pub(crate) fn input_gradients(&self, output_gradient: Tensor) -> Result<Vec<Tensor>> {
+    /// The gradient of each input.
+    pub(crate) fn input_gradients(&self, output_gradient: Matrix) -> Vec<Matrix> {
         match &mut *self.work() {
-            Work::Layer(layer) => Ok(vec![layer.input_gradient(output_gradient)?]),
+            Work::Layer(layer) => vec![layer.input_gradient(output_gradient)],
             Work::Join(join) => join.input_gradients(output_gradient, self.inputs.len()),
         }
     }
 
     /// Handles of weight and bias.
-    pub(super) fn parameters(&self) -> Option<Parameters> {
+    pub(super) fn parameters(&self) -> Option<[SharedParameters; 2]> {
         match &*self.work() {
-            Work::Layer(layer) => layer.parameters().cloned(),
+            Work::Layer(layer) => layer.parameters().map(|map| [map.weight.clone(), map.bias.clone()]),
             Work::Join(_) => None,
         }
     }
@@ -104,14 +105,7 @@ impl Node {
     }
 }
 
-impl Work {
-    /// Whether it writes to the memory of its input, which must then go to no other node.
-    pub(super) fn is_in_place(&self) -> bool {
-        matches!(self, Work::Layer(layer) if layer.is_in_place())
-    }
-}
-
-fn only(inputs: Vec<Tensor>) -> Tensor {
-    let [input] = <[Tensor; 1]>::try_from(inputs).expect("a layer has one input");
+fn only(inputs: Vec<Activation>) -> Activation {
+    let [input] = <[Activation; 1]>::try_from(inputs).expect("a layer has one input");
     input
 }

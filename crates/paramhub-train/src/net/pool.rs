@@ -1,7 +1,7 @@
-use candle_core::{Device, Result, Tensor};
+use std::sync::Arc;
 
 use super::layer::Layer;
-use super::storage;
+use super::matrix::{Activation, Matrix};
 use super::window::Window;
 
 /// The largest value under each window, for each channel; of equal ones the first.
@@ -18,7 +18,7 @@ impl MaxPool {
 }
 
 impl Layer for MaxPool {
-    fn forward(&mut self, input: Tensor, _training: bool) -> Result<Tensor> {
+    fn forward(&mut self, input: Activation, _training: bool) -> Activation {
         let sources = &mut self.sources;
         sources.clear();
         pool(&self.window, &input, |image, places, output| {
@@ -41,22 +41,20 @@ impl Layer for MaxPool {
         })
     }
 
-    fn input_gradient(&mut self, output_gradient: Tensor) -> Result<Tensor> {
-        let (batch, outputs) = output_gradient.dims2()?;
-        let features = self.window.features();
-        let mut gradient = vec![0.0; batch * features];
-        storage::read(&output_gradient, |values| {
-            let images = gradient.chunks_exact_mut(features);
-            let rows = values.chunks_exact(outputs).zip(self.sources.chunks_exact(outputs));
-            for (image, (values, sources)) in images.zip(rows) {
-                values.iter().zip(sources).for_each(|(value, &source)| image[source as usize] += value);
-            }
-        })?;
-        Tensor::from_vec(gradient, (batch, features), &Device::Cpu)
+    fn input_gradient(&mut self, output_gradient: Matrix) -> Matrix {
+        let (outputs, features) = (output_gradient.columns(), self.window.features());
+        let mut gradient = Matrix::zeros(output_gradient.rows(), features);
+        let images = gradient.values_mut().chunks_exact_mut(features);
+        let rows = output_gradient.values().chunks_exact(outputs).zip(self.sources.chunks_exact(outputs));
+        for (image, (values, sources)) in images.zip(rows) {
+            values.iter().zip(sources).for_each(|(value, &source)| image[source as usize] += value);
+        }
+        gradient
     }
 }
 
-/// The mean under each window, for each channel. As in Caffe, a window that sticks out divides by what it covers.
+/// The mean under each window, for each channel. As in Caffe, a window that sticks out divides by the number
+/// of values that it covers.
 pub(super) struct AveragePool {
     window: Window,
 }
@@ -68,7 +66,7 @@ impl AveragePool {
 }
 
 impl Layer for AveragePool {
-    fn forward(&mut self, input: Tensor, _training: bool) -> Result<Tensor> {
+    fn forward(&mut self, input: Activation, _training: bool) -> Activation {
         pool(&self.window, &input, |image, places, output| {
             let mut count = 0.0;
             for place in places {
@@ -79,46 +77,43 @@ impl Layer for AveragePool {
         })
     }
 
-    fn input_gradient(&mut self, output_gradient: Tensor) -> Result<Tensor> {
-        let (batch, outputs) = output_gradient.dims2()?;
+    fn input_gradient(&mut self, output_gradient: Matrix) -> Matrix {
         let (window, features) = (&self.window, self.window.features());
-        let mut gradient = vec![0.0; batch * features];
-        storage::read(&output_gradient, |values| {
-            for (image, values) in gradient.chunks_exact_mut(features).zip(values.chunks_exact(outputs)) {
-                for (at, values) in values.chunks_exact(window.channels).enumerate() {
-                    let count = places(window, at).count() as f32;
-                    for place in places(window, at) {
-                        let sums = &mut image[place..][..window.channels];
-                        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value / count);
-                    }
+        let mut gradient = Matrix::zeros(output_gradient.rows(), features);
+        let images = gradient.values_mut().chunks_exact_mut(features);
+        for (image, values) in images.zip(output_gradient.values().chunks_exact(output_gradient.columns())) {
+            for (at, values) in values.chunks_exact(window.channels).enumerate() {
+                let count = places(window, at).count() as f32;
+                for place in places(window, at) {
+                    let sums = &mut image[place..][..window.channels];
+                    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value / count);
                 }
             }
-        })?;
-        Tensor::from_vec(gradient, (batch, features), &Device::Cpu)
+        }
+        gradient
     }
 }
 
-/// Reduces every window: `reduce` gets the image, the places of the window's pixels in it, and the output's channels.
+/// Reduces every window. `reduce` gets the image, the positions of the window's pixels in it, and the
+/// output's channels.
 fn pool(
     window: &Window,
-    input: &Tensor,
+    input: &Matrix,
     mut reduce: impl FnMut(&[f32], &mut dyn Iterator<Item = usize>, &mut [f32]),
-) -> Result<Tensor> {
-    let (batch, features) = input.dims2()?;
+) -> Activation {
     let (rows, columns) = window.output().expect("checked when the network was built");
     let outputs = rows * columns * window.channels;
-    let mut output = vec![0.0; batch * outputs];
-    storage::read(input, |images| {
-        for (image, output) in images.chunks_exact(features).zip(output.chunks_exact_mut(outputs)) {
-            for (at, output) in output.chunks_exact_mut(window.channels).enumerate() {
-                reduce(image, &mut places(window, at), output);
-            }
+    let mut output = Matrix::zeros(input.rows(), outputs);
+    let images = input.values().chunks_exact(input.columns());
+    for (image, output) in images.zip(output.values_mut().chunks_exact_mut(outputs)) {
+        for (at, output) in output.chunks_exact_mut(window.channels).enumerate() {
+            reduce(image, &mut places(window, at), output);
         }
-    })?;
-    Tensor::from_vec(output, (batch, outputs), &Device::Cpu)
+    }
+    Arc::new(output)
 }
 
-/// Where the pixels under one window begin in their image, row by row.
+/// The positions at which the pixels under one window begin in their image, row by row.
 fn places(window: &Window, at: usize) -> impl Iterator<Item = usize> + use<> {
     let (_, columns) = window.output().expect("checked when the network was built");
     let Window { width, channels, .. } = *window;

@@ -1,36 +1,27 @@
-use candle_core::{Result, Tensor};
+use std::sync::Arc;
 
 use super::layer::Layer;
-use super::storage;
+use super::matrix::{Activation, Matrix};
 
-/// max(x, 0), in place: no layer before it needs its own output again. NaN stays NaN, so that it is noticed.
+/// max(x, 0), in the memory of its input if no other node has it. NaN stays NaN, so that it is noticed.
 #[derive(Default)]
 pub(super) struct Relu {
-    output: Option<Tensor>,
+    output: Option<Activation>,
 }
 
 impl Layer for Relu {
-    fn forward(&mut self, input: Tensor, training: bool) -> Result<Tensor> {
-        storage::update(&input, |values| {
-            values.iter_mut().for_each(|value| *value = if *value <= 0.0 { 0.0 } else { *value })
-        })?;
-        self.output = training.then(|| input.clone());
-        Ok(input)
+    fn forward(&mut self, mut input: Activation, training: bool) -> Activation {
+        let values = Arc::make_mut(&mut input).values_mut();
+        values.iter_mut().for_each(|value| *value = if *value <= 0.0 { 0.0 } else { *value });
+        self.output = training.then(|| Arc::clone(&input));
+        input
     }
 
-    fn input_gradient(&mut self, output_gradient: Tensor) -> Result<Tensor> {
+    fn input_gradient(&mut self, mut output_gradient: Matrix) -> Matrix {
         let output = self.output.take().expect("forward comes before backward");
-        storage::read(&output, |output| {
-            storage::update(&output_gradient, |gradient| {
-                for (gradient, &output) in gradient.iter_mut().zip(output) {
-                    *gradient = if output <= 0.0 { 0.0 } else { *gradient };
-                }
-            })
-        })??;
-        Ok(output_gradient)
-    }
-
-    fn is_in_place(&self) -> bool {
-        true
+        for (gradient, &output) in output_gradient.values_mut().iter_mut().zip(output.values()) {
+            *gradient = if output <= 0.0 { 0.0 } else { *gradient };
+        }
+        output_gradient
     }
 }

@@ -1,4 +1,4 @@
-/// Where a square window slides over an image: the geometry of convolution and pooling.
+/// A square window that slides over an image: the geometry of convolution and pooling.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
     /// Extents of the input.
@@ -8,14 +8,14 @@ pub(super) struct Window {
     /// Side of the window.
     pub(super) side: usize,
     pub(super) stride: usize,
-    /// Zeros around the input for a convolution; pooling takes no notice of them.
+    /// Zeros around the input for a convolution; pooling ignores them.
     pub(super) padding: usize,
-    /// Whether a last window that sticks out counts (Caffe's pooling) or not (convolution).
+    /// Whether a last window that sticks out counts (as in Caffe's pooling) or not (as in a convolution).
     pub(super) partial: bool,
 }
 
 impl Window {
-    /// Rows and columns of the output; `None` where not a single window fits.
+    /// Rows and columns of the output; `None` if not a single window fits.
     pub(super) fn output(&self) -> Option<(usize, usize)> {
         Some((self.positions(self.height)?, self.positions(self.width)?))
     }

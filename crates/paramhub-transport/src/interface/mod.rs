@@ -1,7 +1,9 @@
-//! This host's network interfaces: what there is, which of it a peer on another host could use, and what lies behind it.
+//! This host's network interfaces: which exist, which of them a peer on another host could use, and their
+//! devices.
 //!
-//! Hubs choose by it what they listen on and advertise, workers where their streams leave. The rules are functions of what
-//! was found: only [`interfaces`], [`Sysfs`] and [`leaves_by`] ask the system.
+//! Hubs use them to choose where to listen and what to advertise, workers to choose where their streams
+//! leave. The rules are functions of what was found: only [`interfaces`], [`Sysfs`] and [`leaves_by`] query
+//! the system.
 
 mod choice;
 mod rate;
@@ -16,34 +18,34 @@ use std::net::IpAddr;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::socket::SockaddrStorage;
 
-pub use choice::{Choice, ChoiceError, LeftOut, Usable, choose};
+pub use choice::{ChoiceError, ExcludedInterface, InterfaceChoice, UsableInterface, choose};
 pub use rate::Rate;
 pub use route::leaves_by;
-pub use selector::{Network, Pattern, Selector};
+pub use selector::{Pattern, Selector, Subnet};
 pub use sysfs::Sysfs;
-pub use watch::{Change, DOWN_GRACE, LOOK, Watch};
+pub use watch::{DOWN_GRACE, InterfaceChange, InterfaceMonitor, LOOK};
 
 /// A network interface of this host, in the process's own network namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
-    /// As `ip link` shows it.
+    /// The name that `ip link` shows.
     pub name: String,
     /// Whether an operator has switched it on.
     pub is_up: bool,
-    /// Whether it has a carrier: a cable, and somebody at its other end.
+    /// Whether it has a carrier: a cable with a device at the other end.
     pub has_carrier: bool,
     /// Whether it never leaves this host.
     pub is_loopback: bool,
-    /// Whether it is a tunnel or the like, which has one peer and no neighbours.
+    /// Whether it is a tunnel or similar, which has one peer and no neighbours.
     pub is_point_to_point: bool,
     /// Its addresses and the subnets they are in, in the kernel's order.
-    pub networks: Vec<Network>,
+    pub networks: Vec<Subnet>,
 }
 
-/// All interfaces, in the kernel's order, those without an address too.
+/// All interfaces in the kernel's order, including those without an address.
 ///
 /// # Errors
-/// What the operating system says.
+/// The error of the operating system.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
     let mut found: Vec<Interface> = Vec::new();
     for entry in nix::ifaddrs::getifaddrs().map_err(io::Error::from)? {
@@ -66,7 +68,7 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
         };
         if let Some(address) = entry.address.as_ref().and_then(ip_of) {
             let bits = entry.netmask.as_ref().and_then(ip_of).map_or(u32::MAX, leading_ones);
-            found[index].networks.push(Network::new(address, bits));
+            found[index].networks.push(Subnet::new(address, bits));
         }
     }
     Ok(found)
@@ -90,7 +92,7 @@ impl Interface {
         self.is_up && self.has_carrier
     }
 
-    /// Whether this is one of its addresses; all of loopback's block are loopback's.
+    /// Whether this is one of its addresses; loopback has all of its block.
     pub fn has(&self, ip: IpAddr) -> bool {
         self.networks
             .iter()

@@ -1,20 +1,20 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// How much an interface carries one way, in Mbit/s; at least 1.
+/// The rate of an interface in one direction, in Mbit/s; at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rate(u32);
 
-/// Far above any line there is, far below where sums of weights would matter.
+/// Far above any existing link, and far below where sums of weights would matter.
 const MBIT_MAX: u32 = 100_000_000;
 
 impl Rate {
-    /// So many Mbit/s, if that is between 1 and 100,000,000.
+    /// A rate of this many Mbit/s, if that is between 1 and 100,000,000.
     pub fn from_mbit(mbit: u32) -> Option<Rate> {
         (1..=MBIT_MAX).contains(&mbit).then_some(Rate(mbit))
     }
 
-    /// In Mbit/s.
+    /// The rate in Mbit/s.
     pub fn mbit(self) -> u32 {
         self.0
     }
@@ -32,7 +32,7 @@ impl fmt::Display for Rate {
 impl FromStr for Rate {
     type Err = String;
 
-    /// As `tc` writes rates, in units of bits: `10gbit`, `2.5gbit`, `500mbit`.
+    /// Reads a rate as `tc` writes it, in units of bits: `10gbit`, `2.5gbit`, `500mbit`.
     fn from_str(text: &str) -> Result<Self, String> {
         let refuse = || {
             format!("`{text}` is no rate: expected one from 1mbit to 100000gbit, as in 500mbit or 2.5gbit")
@@ -45,7 +45,7 @@ impl FromStr for Rate {
         };
         let number: f64 = number.trim().parse().map_err(|_| refuse())?;
         let mbit = (number * mbit).round();
-        // Whatever is no number fails every comparison.
+        // NaN fails every comparison.
         match mbit >= 1.0 && mbit <= f64::from(MBIT_MAX) {
             true => Rate::from_mbit(mbit as u32).ok_or_else(refuse),
             false => Err(refuse()),

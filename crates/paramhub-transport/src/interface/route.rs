@@ -1,5 +1,5 @@
-//! Asks the kernel which way a connection would take. A source address alone does not say: without rules for it, the
-//! kernel goes by the destination and may leave by another interface.
+//! Asks the kernel which route a connection would take. A source address alone does not determine it: without
+//! rules for that address, the kernel routes by the destination and may use another interface.
 
 use std::io;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
-/// Of `linux/rtnetlink.h` and `linux/netlink.h`.
+/// Constants of `linux/rtnetlink.h` and `linux/netlink.h`.
 const RTM_NEWROUTE: u16 = 24;
 const RTM_GETROUTE: u16 = 26;
 const NLMSG_ERROR: u16 = 2;
@@ -17,19 +17,19 @@ const NLM_F_REQUEST: u16 = 1;
 const RTA_DST: u16 = 1;
 const RTA_SRC: u16 = 2;
 const RTA_OIF: u16 = 4;
-/// Bytes of `nlmsghdr`, of `rtmsg`, of `rtattr`.
+/// Bytes of `nlmsghdr`, of `rtmsg` and of `rtattr`.
 const HEADER: usize = 16;
 const ROUTE: usize = 12;
 const ATTRIBUTE: usize = 4;
 
-/// The kernel answers at once; a bound all the same.
+/// The bound of the wait; normally the kernel answers at once.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The interface by which a connection from `source` to `destination` leaves this host; `None` if there is no route from
-/// one to the other.
+/// The interface by which a connection from `source` to `destination` leaves this host; `None` if there is no
+/// route between them.
 ///
 /// # Errors
-/// What the operating system says, if it cannot be asked.
+/// The error of the operating system, if the kernel cannot be asked.
 pub fn leaves_by(source: IpAddr, destination: IpAddr) -> io::Result<Option<String>> {
     let family = AddressFamily::NETLINK;
     let socket = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
@@ -61,9 +61,10 @@ fn question(source: IpAddr, destination: IpAddr) -> Vec<u8> {
     let mut question = (length as u32).to_ne_bytes().to_vec();
     question.extend(RTM_GETROUTE.to_ne_bytes());
     question.extend(NLM_F_REQUEST.to_ne_bytes());
-    // Sequence number and sender: one question a socket needs neither.
+    // Sequence number and sender: a socket with one question needs neither.
     question.extend([0; 8]);
-    // Family and the prefixes' lengths; type of service, table, protocol, scope, type and flags are the kernel's to say.
+    // Family and the lengths of the prefixes; the kernel determines type of service, table, protocol, scope,
+    // type and flags.
     question.extend([family.as_raw() as u8, bits, bits]);
     question.extend([0; ROUTE - 3]);
     question.extend(attributes);
@@ -77,7 +78,7 @@ fn outgoing_interface(answer: &[u8]) -> io::Result<Option<u32>> {
     let u16_at = |at: usize| Some(u16::from_ne_bytes(answer.get(at..at + 2)?.try_into().ok()?));
     let u32_at = |at: usize| Some(u32::from_ne_bytes(answer.get(at..at + 4)?.try_into().ok()?));
     match u16_at(4).ok_or_else(broken)? {
-        // Unreachable, or the source is none of this host's addresses.
+        // Unreachable, or the source is not an address of this host.
         NLMSG_ERROR => return Ok(None),
         RTM_NEWROUTE => {}
         _ => return Err(broken()),
@@ -87,7 +88,7 @@ fn outgoing_interface(answer: &[u8]) -> io::Result<Option<u32>> {
         if kind == RTA_OIF {
             return u32_at(at + ATTRIBUTE).map(Some).ok_or_else(broken);
         }
-        // Attributes begin at multiples of four; one shorter than its own head would never end.
+        // Attributes begin at multiples of four; one shorter than its own header would never end.
         at += usize::from(length).max(ATTRIBUTE).next_multiple_of(4);
     }
     Ok(None)

@@ -1,4 +1,4 @@
-//! Which interfaces somebody wants, as they write it.
+//! The interfaces that an operator wants, and their text.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -6,16 +6,16 @@ use std::str::FromStr;
 
 /// An address and the length of its subnet's prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Network {
+pub struct Subnet {
     address: IpAddr,
     bits: u32,
 }
 
-impl Network {
+impl Subnet {
     /// `bits` beyond the address's own count as all of them.
     pub fn new(address: IpAddr, bits: u32) -> Self {
         let most = if address.is_ipv4() { 32 } else { 128 };
-        Network { address, bits: bits.min(most) }
+        Subnet { address, bits: bits.min(most) }
     }
 
     /// The address.
@@ -39,11 +39,12 @@ impl Network {
     }
 }
 
-/// Which interfaces to use. Written as a list with commas: a name, the beginning of names, or a CIDR network, all of them
-/// left out instead where the list begins with `^`.
+/// Which interfaces to use. The text is a list with commas of names, beginnings of names and CIDR networks.
+/// If the list begins with `^`, all of these are left out instead.
 ///
-/// A name that ends in a digit means that interface alone, so that `eth1` is not `eth10`; one that does not means all that
-/// begin with it, so that `docker` is `docker0`. `=NAME` is always that name alone.
+/// A name that ends in a digit selects that interface alone, so that `eth1` is not `eth10`; another name
+/// selects all that begin with it, so that `docker` selects `docker0`. `=NAME` always selects that name
+/// alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Selector {
     /// Those over which a peer on another host could be reached; written `auto`.
@@ -51,19 +52,19 @@ pub enum Selector {
     Auto,
     /// These and no others.
     Only(Vec<Pattern>),
-    /// Of those of `Auto` all but these.
+    /// Those of `Auto` except these.
     Except(Vec<Pattern>),
 }
 
-/// Part of a [`Selector`].
+/// One entry of a [`Selector`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// That name.
+    /// This name.
     Name(String),
-    /// Names that begin so.
+    /// Names that begin with this text.
     Beginning(String),
     /// Addresses in this network.
-    Network(Network),
+    Network(Subnet),
 }
 
 /// Bytes of an interface's name in Linux, without the closing zero.
@@ -72,7 +73,7 @@ const NAME_BYTES_MAX: usize = 15;
 const PATTERNS_MAX: usize = 256;
 
 impl Pattern {
-    /// Whether it means this address of this interface.
+    /// Whether it selects this address of this interface.
     pub(super) fn matches(&self, name: &str, ip: IpAddr) -> bool {
         match self {
             Pattern::Network(network) => network.contains(ip),
@@ -80,7 +81,7 @@ impl Pattern {
         }
     }
 
-    /// Whether it means this interface, whatever its addresses.
+    /// Whether it selects this interface, whatever its addresses.
     pub(super) fn matches_name(&self, name: &str) -> bool {
         match self {
             Pattern::Name(wanted) => wanted == name,
@@ -101,13 +102,13 @@ impl FromStr for Pattern {
             let bits: u32 = bits.parse().map_err(|_| refuse())?;
             let most = if address.is_ipv4() { 32 } else { 128 };
             return if bits <= most {
-                Ok(Pattern::Network(Network::new(address, bits)))
+                Ok(Pattern::Network(Subnet::new(address, bits)))
             } else {
                 Err(refuse())
             };
         }
         if let Ok(address) = text.parse::<IpAddr>() {
-            return Ok(Pattern::Network(Network::new(address, 128)));
+            return Ok(Pattern::Network(Subnet::new(address, 128)));
         }
         let name = text.strip_prefix('=').unwrap_or(text);
         let is_sound =

@@ -1,4 +1,4 @@
-//! What the kernel tells of devices in files.
+//! What the kernel's files state about devices.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ pub struct Sysfs {
 }
 
 impl Default for Sysfs {
-    /// The kernel's.
+    /// The kernel's tree.
     fn default() -> Self {
         Sysfs::at("/sys")
     }
@@ -23,15 +23,15 @@ impl Sysfs {
         Sysfs { root: root.into() }
     }
 
-    /// What an interface's driver says it carries. `None` where it does not know, as without a carrier, or does not say, as
-    /// many virtual ones.
+    /// The rate of an interface according to its driver. `None` if the driver does not know it, as without a
+    /// carrier, or does not state it, as for many virtual interfaces.
     pub fn rate(&self, interface: &str) -> Option<Rate> {
-        // Without a carrier the file holds -1, or reading it fails.
+        // Without a carrier the file has -1, or reading it fails.
         Rate::from_mbit(read(&self.interface(interface).join("speed"))?.parse().ok()?)
     }
 
-    /// The NUMA node of an interface's device. `None` for virtual interfaces, which have no device, and on machines with one
-    /// node, where the file holds -1.
+    /// The NUMA node of an interface's device. `None` for virtual interfaces, which have no device, and on
+    /// machines with one node, where the file has -1.
     pub fn node(&self, interface: &str) -> Option<u32> {
         read(&self.interface(interface).join("device/numa_node"))?.parse().ok()
     }
@@ -42,7 +42,7 @@ impl Sysfs {
         !ports.flatten().any(|port| self.leads_outside(&port.file_name().to_string_lossy()))
     }
 
-    /// Whether there is a device, or another interface that may have one, below this one.
+    /// Whether there is a device below this interface, or another interface that may have one.
     fn leads_outside(&self, interface: &str) -> bool {
         let folder = self.interface(interface);
         let is_above_another = || {
@@ -52,7 +52,7 @@ impl Sysfs {
         folder.join("device").exists() || is_above_another()
     }
 
-    /// The processors of every NUMA node, ascending; nothing where the kernel knows no nodes.
+    /// The processors of each NUMA node, ascending; none if the kernel knows no nodes.
     pub fn nodes(&self) -> Vec<(u32, Vec<usize>)> {
         let entries =
             std::fs::read_dir(self.root.join("devices/system/node")).into_iter().flatten().flatten();
@@ -75,9 +75,9 @@ fn read(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Reads the kernel's lists, as in `0-3,8`; a node without processors has an empty one.
+/// Reads a list of the kernel, as in `0-3,8`; a node without processors has an empty one.
 fn processors(list: &str) -> Option<Vec<usize>> {
-    /// What a kernel can be built for.
+    /// The largest number of processors for which a kernel can be built.
     const PROCESSOR_MAX: usize = 8191;
     let mut processors = Vec::new();
     for range in list.split(',').filter(|range| !range.is_empty()) {

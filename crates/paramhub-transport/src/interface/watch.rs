@@ -1,61 +1,63 @@
-//! Notices interfaces that have gone down.
+//! Detects interfaces that have gone down.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::Interface;
 
-/// How often to look. Two system calls each time, on a thread of the control plane.
+/// How often to look, with two system calls each time, on a thread of the control plane.
 pub const LOOK: Duration = Duration::from_millis(500);
-/// How long an interface may be down before it counts: a cable that is plugged in again, or a link that is negotiated anew,
-/// costs a pause and no job. Together with a look and the way of the news this stays below five seconds.
+/// How long an interface may be down before it counts: a cable that is plugged in again, or a link that is
+/// negotiated again, must cause a pause but not end a job. With the time of a look and of the report this
+/// stays below five seconds.
 pub const DOWN_GRACE: Duration = Duration::from_secs(2);
 
-/// Watches some addresses of this host. It asks nobody: whoever has it looks, and tells it what was found and when.
+/// Watches some addresses of this host. It asks the system nothing: its owner looks, and passes in what was
+/// found and when.
 #[derive(Debug)]
-pub struct Watch {
-    watched: Vec<Watched>,
+pub struct InterfaceMonitor {
+    watched: Vec<MonitoredInterface>,
 }
 
 #[derive(Debug)]
-struct Watched {
+struct MonitoredInterface {
     name: String,
     address: IpAddr,
     down_since: Option<Instant>,
     is_told: bool,
 }
 
-/// An address that went away, or is back.
+/// An address that went down, or is up again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Change {
-    /// Its position among those watched.
+pub struct InterfaceChange {
+    /// Its position among the watched addresses.
     pub position: usize,
-    /// Why it went, for people: the interface, the address and what happened. None if it is back.
+    /// Why it went down, for people: the interface, the address and what happened. `None` if it is up again.
     pub down: Option<String>,
 }
 
-impl Watch {
-    /// Watches each of these interfaces for this address.
+impl InterfaceMonitor {
+    /// Watches each of these interfaces for its address.
     pub fn new(watched: impl IntoIterator<Item = (String, IpAddr)>) -> Self {
-        let watched = watched.into_iter().map(|(name, address)| Watched {
+        let watched = watched.into_iter().map(|(name, address)| MonitoredInterface {
             name,
             address,
             down_since: None,
             is_told: false,
         });
-        Watch { watched: watched.collect() }
+        InterfaceMonitor { watched: watched.collect() }
     }
 
-    /// Compares with what was found at `now`; what has been down for [`DOWN_GRACE`], or is up again after that was told, has
-    /// changed.
-    pub fn look(&mut self, found: &[Interface], now: Instant) -> Vec<Change> {
+    /// Compares with what was found at `now`, and returns the changes: what has been down for [`DOWN_GRACE`],
+    /// and what is up again after that was reported.
+    pub fn look(&mut self, found: &[Interface], now: Instant) -> Vec<InterfaceChange> {
         let mut changes = Vec::new();
         for (position, watched) in self.watched.iter_mut().enumerate() {
             match trouble(watched, found) {
                 None => {
                     watched.down_since = None;
                     if std::mem::take(&mut watched.is_told) {
-                        changes.push(Change { position, down: None });
+                        changes.push(InterfaceChange { position, down: None });
                     }
                 }
                 Some(trouble) => {
@@ -63,7 +65,7 @@ impl Watch {
                     if !watched.is_told && now.saturating_duration_since(since) >= DOWN_GRACE {
                         watched.is_told = true;
                         let down = format!("interface {} ({}) {trouble}", watched.name, watched.address);
-                        changes.push(Change { position, down: Some(down) });
+                        changes.push(InterfaceChange { position, down: Some(down) });
                     }
                 }
             }
@@ -72,7 +74,7 @@ impl Watch {
     }
 }
 
-fn trouble(watched: &Watched, found: &[Interface]) -> Option<&'static str> {
+fn trouble(watched: &MonitoredInterface, found: &[Interface]) -> Option<&'static str> {
     match found.iter().find(|interface| interface.name == watched.name) {
         None => Some("is gone"),
         Some(interface) if !interface.is_up => Some("is down: it was switched off"),
@@ -84,7 +86,7 @@ fn trouble(watched: &Watched, found: &[Interface]) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Network;
+    use super::super::Subnet;
     use super::*;
 
     fn interface(name: &str, address: &str) -> Interface {
@@ -94,14 +96,14 @@ mod tests {
             has_carrier: true,
             is_loopback: false,
             is_point_to_point: false,
-            networks: vec![Network::new(address.parse().unwrap(), 24)],
+            networks: vec![Subnet::new(address.parse().unwrap(), 24)],
         }
     }
 
     #[test]
     fn what_stays_down_is_told_once_and_what_comes_back_too() {
         let all = [interface("eth0", "10.0.0.7"), interface("eth1", "10.0.1.7")];
-        let mut watch = Watch::new(all.iter().map(|i| (i.name.clone(), i.networks[0].address())));
+        let mut watch = InterfaceMonitor::new(all.iter().map(|i| (i.name.clone(), i.networks[0].address())));
         let start = Instant::now();
         let at = |looks: u32| start + LOOK * looks;
         let off = Interface { is_up: false, ..all[1].clone() };
@@ -122,7 +124,7 @@ mod tests {
             let told = watch.look(&found, at(looks));
             assert!(told[0].position == 1 && told[0].down.as_ref().unwrap().contains(part), "{told:?}");
             assert_eq!(watch.look(&found, at(looks + 1)), [], "told once");
-            assert_eq!(watch.look(&all, at(looks + 2)), [Change { position: 1, down: None }]);
+            assert_eq!(watch.look(&all, at(looks + 2)), [InterfaceChange { position: 1, down: None }]);
             assert_eq!(watch.look(&all, at(looks + 3)), []);
             looks += 4;
         }
@@ -132,7 +134,7 @@ mod tests {
     fn an_interface_that_comes_back_in_time_was_never_down() {
         let up = [interface("eth0", "10.0.0.7")];
         let down = [Interface { has_carrier: false, ..up[0].clone() }];
-        let mut watch = Watch::new([("eth0".to_owned(), "10.0.0.7".parse().unwrap())]);
+        let mut watch = InterfaceMonitor::new([("eth0".to_owned(), "10.0.0.7".parse().unwrap())]);
         let start = Instant::now();
         for look in 0..40 {
             let found = if look % 4 == 3 { &up } else { &down };

@@ -1,4 +1,4 @@
-//! Descriptors from one process to another.
+//! Passing descriptors from one process to another.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,7 +15,8 @@ use rustix::net::{
 /// Descriptors of one message.
 const DESCRIPTORS_MAX: usize = 4;
 
-/// Connects to the abstract Unix socket of this name, within `timeout` even where its owner accepts nobody.
+/// Connects to the abstract Unix socket of this name, within `timeout` even if its owner accepts no
+/// connections.
 pub fn connect(name: &str, timeout: Duration) -> io::Result<UnixStream> {
     let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
     // The kernel takes zero for "no timeout".
@@ -25,8 +26,8 @@ pub fn connect(name: &str, timeout: Duration) -> io::Result<UnixStream> {
     Ok(UnixStream::from(OwnedFd::from(socket)))
 }
 
-/// Sends `bytes` and duplicates of `descriptors`, at most four, over a Unix socket. All of it or an error: the message is
-/// small, and the socket's buffer empty.
+/// Sends `bytes` and duplicates of `descriptors`, at most four, over a Unix socket. It sends everything or
+/// fails: the message is small, and the socket's buffer is empty.
 pub fn send_segments(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -43,7 +44,8 @@ pub fn send_segments(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<
     }
 }
 
-/// Receives up to `buffer.len()` bytes and the descriptors that come with them. No bytes: the other side has closed.
+/// Receives up to `buffer.len()` bytes and the descriptors that come with them. No bytes mean that the other
+/// side has closed.
 pub fn receive_segments(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -7,8 +7,9 @@
 //!   | u64    | u64    | u32            | ended, u32     |              |
 //!   +--------+--------+----------------+----------------+--------------+
 //! ```
-//! `written` and `read` count bytes since the beginning; a byte's place is its number modulo the capacity, a power of two.
-//! Each side keeps its own count and only publishes it, so that the other can disturb nobody but itself.
+//! `written` and `read` count bytes since the beginning; a byte's place is its number modulo the capacity, a
+//! power of two. Each side keeps its own count and only publishes it, so that the other side can disturb only
+//! itself.
 
 use std::io::{self, IoSliceMut};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use paramhub_kernels::shared;
 
 use super::segment::Segment;
 
-/// Bytes one direction of a stream holds by default: thousands of headers, or the control frames of minutes.
+/// The default capacity of one direction of a stream: thousands of headers, or the control frames of minutes.
 pub const RING_BYTES_DEFAULT: usize = 64 << 10;
 
 const WRITTEN: usize = 0;
@@ -34,27 +35,28 @@ pub(super) const fn ring_bytes(capacity: usize) -> usize {
     BYTES + capacity
 }
 
-/// Prepares a ring in a new segment: its reader sleeps, and so hears of the first byte whenever it comes to listen.
+/// Prepares a ring in a new segment: its reader counts as asleep, so that the first byte wakes it whenever it
+/// begins to listen.
 pub(super) fn prepare(segment: &Segment, base: usize) {
     segment.flag(base + READER_SLEEPS).store(1, Release);
 }
 
-/// Where a ring lies.
+/// The place of a ring.
 #[derive(Debug)]
-struct Place {
+struct RingMemory {
     segment: Arc<Segment>,
     base: usize,
     capacity: usize,
 }
 
-impl Place {
+impl RingMemory {
     fn new(segment: Arc<Segment>, base: usize, capacity: usize) -> Self {
         assert!(capacity.is_power_of_two(), "a ring's capacity is a power of two");
-        Place { segment, base, capacity }
+        RingMemory { segment, base, capacity }
     }
 
-    /// Calls `copy` with (offset in the segment, range of the `length` bytes) for the one or two pieces that the bytes
-    /// from number `count` on lie in.
+    /// Calls `copy` with (offset in the segment, range of the `length` bytes) for each of the one or two
+    /// pieces that hold the bytes from number `count` on.
     fn pieces(&self, count: u64, length: usize, mut copy: impl FnMut(usize, std::ops::Range<usize>)) {
         let at = count as usize & (self.capacity - 1);
         let first = length.min(self.capacity - at);
@@ -68,72 +70,75 @@ impl Place {
 /// The writing end.
 #[derive(Debug)]
 pub(super) struct Writer {
-    place: Place,
+    memory: RingMemory,
     written: u64,
     published: u64,
-    /// The reader's count when it was last looked at.
+    /// The reader's count at the last look.
     read: u64,
 }
 
 impl Writer {
     pub(super) fn new(segment: Arc<Segment>, base: usize, capacity: usize) -> Self {
-        Writer { place: Place::new(segment, base, capacity), written: 0, published: 0, read: 0 }
+        Writer { memory: RingMemory::new(segment, base, capacity), written: 0, published: 0, read: 0 }
     }
 
-    /// Copies as much of `bytes` as there is room for; [`publish`](Self::publish) shows it to the reader.
+    /// Copies as much of `bytes` as there is room for; [`publish`](Self::publish) makes it visible to the
+    /// reader.
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut room = self.place.capacity - (self.written - self.read) as usize;
+        let mut room = self.memory.capacity - (self.written - self.read) as usize;
         if room < bytes.len() {
             self.look()?;
-            room = self.place.capacity - (self.written - self.read) as usize;
+            room = self.memory.capacity - (self.written - self.read) as usize;
         }
         let length = room.min(bytes.len());
-        self.place.pieces(self.written, length, |offset, range| {
-            self.place.segment.write(offset, &bytes[range]);
+        self.memory.pieces(self.written, length, |offset, range| {
+            self.memory.segment.write(offset, &bytes[range]);
         });
         self.written += length as u64;
         Ok(length)
     }
 
-    /// Shows what was written. A reader that sleeps goes on sleeping until [`wakes_reader`](Self::wakes_reader) says so.
+    /// Makes visible what was written. A reader that sleeps continues to sleep until it is woken: see
+    /// [`wakes_reader`](Self::wakes_reader).
     pub(super) fn publish(&mut self) {
         if self.published < self.written {
-            // What was streamed into an arena before must be there when its frame is.
+            // Data that was streamed into an arena must be visible before its frame is.
             shared::fence();
-            self.place.segment.counter(self.place.base + WRITTEN).store(self.written, Release);
+            self.memory.segment.counter(self.memory.base + WRITTEN).store(self.written, Release);
             self.published = self.written;
         }
     }
 
-    /// Whether the reader sleeps; it is taken to be awake from now on.
+    /// Whether the reader sleeps and must be woken; it counts as awake from now on.
     pub(super) fn wakes_reader(&self) -> bool {
-        // Between the store before and the load here lies the reader's chance to see one of both.
+        // The fence separates the store before from the load here, so that at least one side sees the other's
+        // store.
         fence(SeqCst);
-        let sleeps = self.place.segment.flag(self.place.base + READER_SLEEPS);
+        let sleeps = self.memory.segment.flag(self.memory.base + READER_SLEEPS);
         sleeps.load(Relaxed) != 0 && sleeps.swap(0, AcqRel) != 0
     }
 
-    /// Announces that this side will sleep until there is room; `false` if there is some already.
+    /// Announces that this side will sleep until there is room; `false` if there is room already.
     pub(super) fn sleep(&mut self) -> io::Result<bool> {
-        let sleeps = self.place.segment.flag(self.place.base + WRITER_SLEEPS);
+        let sleeps = self.memory.segment.flag(self.memory.base + WRITER_SLEEPS);
         sleeps.store(1, Release);
         fence(SeqCst);
         self.look()?;
-        if (self.written - self.read) as usize == self.place.capacity {
+        if (self.written - self.read) as usize == self.memory.capacity {
             return Ok(true);
         }
-        self.place.segment.flag(self.place.base + WRITER_SLEEPS).store(0, Relaxed);
+        self.memory.segment.flag(self.memory.base + WRITER_SLEEPS).store(0, Relaxed);
         Ok(false)
     }
 
-    /// Says that no more will come; `true` if the reader must be woken.
+    /// Announces that no more will come; `true` if the reader must be woken.
     pub(super) fn end(&mut self) -> bool {
-        self.place.segment.flag(self.place.base + ENDED).store(1, Release);
+        self.memory.segment.flag(self.memory.base + ENDED).store(1, Release);
         self.wakes_reader()
     }
 
     fn look(&mut self) -> io::Result<()> {
-        let read = self.place.segment.counter(self.place.base + READ).load(Acquire);
+        let read = self.memory.segment.counter(self.memory.base + READ).load(Acquire);
         if read < self.read || read > self.published {
             return Err(lies("read", read, self.read));
         }
@@ -145,18 +150,18 @@ impl Writer {
 /// The reading end.
 #[derive(Debug)]
 pub(super) struct Reader {
-    place: Place,
+    memory: RingMemory,
     read: u64,
-    /// The writer's count when it was last looked at.
+    /// The writer's count at the last look.
     written: u64,
 }
 
 impl Reader {
     pub(super) fn new(segment: Arc<Segment>, base: usize, capacity: usize) -> Self {
-        Reader { place: Place::new(segment, base, capacity), read: 0, written: 0 }
+        Reader { memory: RingMemory::new(segment, base, capacity), read: 0, written: 0 }
     }
 
-    /// Fills `slices` as far as there is something.
+    /// Fills `slices` as far as there is data.
     pub(super) fn read(&mut self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
         if ((self.written - self.read) as usize) < wanted {
@@ -165,37 +170,38 @@ impl Reader {
         let mut taken = 0;
         for slice in slices {
             let length = slice.len().min((self.written - self.read) as usize);
-            self.place.pieces(self.read, length, |offset, range| {
-                self.place.segment.read(offset, &mut slice[range]);
+            self.memory.pieces(self.read, length, |offset, range| {
+                self.memory.segment.read(offset, &mut slice[range]);
             });
             self.read += length as u64;
             taken += length;
         }
         if taken > 0 {
-            self.place.segment.counter(self.place.base + READ).store(self.read, Release);
+            self.memory.segment.counter(self.memory.base + READ).store(self.read, Release);
         }
         Ok(taken)
     }
 
-    /// Whether the writer waits for room and half of the ring is free; it is taken to be awake from now on. A writer woken
-    /// over a few bytes would sleep again at once.
+    /// Whether the writer waits for room and half of the ring is free, so that it must be woken; it counts as
+    /// awake from now on. A writer that is woken for a few bytes would sleep again at once.
     pub(super) fn wakes_writer(&self) -> bool {
-        if (self.written - self.read) as usize > self.place.capacity / 2 {
+        if (self.written - self.read) as usize > self.memory.capacity / 2 {
             return false;
         }
         fence(SeqCst);
-        let sleeps = self.place.segment.flag(self.place.base + WRITER_SLEEPS);
+        let sleeps = self.memory.segment.flag(self.memory.base + WRITER_SLEEPS);
         sleeps.load(Relaxed) != 0 && sleeps.swap(0, AcqRel) != 0
     }
 
-    /// Announces that this side will sleep until something comes; `false` if something has, or nothing more will.
+    /// Announces that this side will sleep until data comes; `false` if there is some already, or none will
+    /// come.
     pub(super) fn sleep(&mut self) -> io::Result<bool> {
-        self.place.segment.flag(self.place.base + READER_SLEEPS).store(1, Release);
+        self.memory.segment.flag(self.memory.base + READER_SLEEPS).store(1, Release);
         fence(SeqCst);
         if self.is_empty()? && !self.has_ended() {
             return Ok(true);
         }
-        self.place.segment.flag(self.place.base + READER_SLEEPS).store(0, Relaxed);
+        self.memory.segment.flag(self.memory.base + READER_SLEEPS).store(0, Relaxed);
         Ok(false)
     }
 
@@ -204,22 +210,22 @@ impl Reader {
         Ok(self.written == self.read)
     }
 
-    /// Throws away what is there.
+    /// Drops the data that is there.
     pub(super) fn discard(&mut self) -> io::Result<()> {
         self.look()?;
         self.read = self.written;
-        self.place.segment.counter(self.place.base + READ).store(self.read, Release);
+        self.memory.segment.counter(self.memory.base + READ).store(self.read, Release);
         Ok(())
     }
 
-    /// The writer will write no more; asked before the last look at what it wrote.
+    /// Whether the writer will write no more. Call it before the last look at what was written.
     pub(super) fn has_ended(&self) -> bool {
-        self.place.segment.flag(self.place.base + ENDED).load(Acquire) != 0
+        self.memory.segment.flag(self.memory.base + ENDED).load(Acquire) != 0
     }
 
     fn look(&mut self) -> io::Result<()> {
-        let written = self.place.segment.counter(self.place.base + WRITTEN).load(Acquire);
-        if written < self.written || written - self.read > self.place.capacity as u64 {
+        let written = self.memory.segment.counter(self.memory.base + WRITTEN).load(Acquire);
+        if written < self.written || written - self.read > self.memory.capacity as u64 {
             return Err(lies("written", written, self.written));
         }
         self.written = written;

@@ -11,13 +11,13 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// `statfs` of anonymous memory files whose pages cannot be missing when they are touched; those of huge pages can.
+/// `statfs` of anonymous memory files whose pages cannot be missing when they are touched; huge pages can.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// A memory file of fixed size, mapped. Both processes may read and write it at any time, so its bytes are copied in and
-/// out and never borrowed.
+/// A mapped memory file of fixed size. Both processes may read and write it at any time, so its bytes are
+/// copied in and out and never borrowed.
 ///
-/// Offsets beyond its end are broken invariants of the caller, and panic.
+/// An offset beyond its end is a bug of the caller, and panics.
 pub struct Segment {
     start: NonNull<u8>,
     length: usize,
@@ -26,8 +26,8 @@ pub struct Segment {
     identity: (u64, u64),
 }
 
-// SAFETY: the mapping belongs to this value until it is dropped, and may be used from any thread: every access goes through
-// raw copies or atomics, for which other writers, in this process or another, are allowed.
+// SAFETY: the mapping belongs to this value until it is dropped, and may be used from any thread: every
+// access uses raw copies or atomics, which allow other writers, in this process or another.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -36,13 +36,13 @@ impl Segment {
     /// A new segment of `length` bytes of zeros, whose pages are allocated now and whose size is sealed.
     pub fn create(name: &str, length: usize) -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems insist that it is not executable, older ones cannot be told.
+        // Some systems require that it is not executable; older ones do not know the flag.
         let memory = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
             Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags)?,
             memory => memory?,
         };
-        // Allocates where it can fail in order, and charges this process rather than the first to write. A signal undoes
-        // what was allocated.
+        // This allocates where it can fail in order, and charges this process instead of the first one to
+        // write. A signal undoes the allocation.
         rustix::io::retry_on_intr(|| {
             rustix::fs::fallocate(&memory, FallocateFlags::empty(), 0, length as u64)
         })?;
@@ -50,7 +50,7 @@ impl Segment {
         Self::map(memory, length, true)
     }
 
-    /// Lets nobody write from now on who does not already; the other side gets to read only.
+    /// Prevents new writable mappings from now on, so that the other side can only read.
     pub fn seal_writing(&self) -> io::Result<()> {
         Ok(rustix::fs::fcntl_add_seals(&self.memory, SealFlags::FUTURE_WRITE | SealFlags::SEAL)?)
     }
@@ -58,13 +58,13 @@ impl Segment {
     /// Maps a segment that another process made and that must be `length` bytes long.
     ///
     /// # Errors
-    /// If it has another size, if its size is not sealed, or if it is no ordinary memory file.
+    /// If it has another size, if its size is not sealed, or if it is not an ordinary memory file.
     pub fn adopt(memory: OwnedFd, length: usize) -> io::Result<Self> {
         check(&memory, length)?;
         Self::map(memory, length, true)
     }
 
-    /// [`adopt`](Self::adopt) to read only.
+    /// As [`adopt`](Self::adopt), but read-only.
     pub fn adopt_to_read(memory: OwnedFd, length: usize) -> io::Result<Self> {
         check(&memory, length)?;
         Self::map(memory, length, false)
@@ -73,7 +73,7 @@ impl Segment {
     fn map(memory: OwnedFd, length: usize, writable: bool) -> io::Result<Self> {
         let stat = rustix::fs::fstat(&memory)?;
         let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-        // SAFETY: a new mapping at an address of the kernel's choice, which touches no other.
+        // SAFETY: a new mapping at an address that the kernel chooses, which touches no other.
         let start = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &memory, 0)?
         };
@@ -81,17 +81,17 @@ impl Segment {
         Ok(Segment { start, length, writable, memory, identity: (stat.st_dev, stat.st_ino) })
     }
 
-    /// Bytes.
+    /// Number of bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether it has no bytes; none has.
+    /// Whether it has no bytes; no segment is empty.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// Tells one memory file from another on this host.
+    /// Distinguishes memory files on this host.
     pub fn identity(&self) -> (u64, u64) {
         self.identity
     }
@@ -105,12 +105,13 @@ impl Segment {
     #[inline]
     pub fn read(&self, offset: usize, target: &mut [u8]) {
         let source = self.at(offset, target.len());
-        // SAFETY: `at` checked that the bytes are mapped, and they stay so while `self` lives; `target` is borrowed
-        // exclusively and so lies elsewhere, since no reference to a segment's bytes is made here.
+        // SAFETY: `at` checked that the bytes are mapped, and they stay so while `self` lives; `target` is
+        // borrowed exclusively and does not overlap them, since no reference to a segment's bytes is made
+        // here.
         unsafe { shared::copy_in(source, target) };
     }
 
-    /// f32 elements of the segment, to add up where they are.
+    /// f32 elements of the segment, to be added up without a copy.
     #[inline]
     pub fn floats(&self, offset: usize, len: usize) -> shared::Floats<'_> {
         let start = self.at(offset, len * size_of::<f32>());
@@ -137,14 +138,14 @@ impl Segment {
 
     /// A counter in the segment, at a multiple of 8.
     ///
-    /// # Panics
+    /// If it is not at a multiple of 8, or the segment was mapped read-only.
     /// If it is not, or the segment was mapped to read.
     #[inline]
     pub fn counter(&self, offset: usize) -> &AtomicU64 {
         let pointer = self.at(offset, size_of::<AtomicU64>()).cast::<AtomicU64>();
         assert!(pointer.is_aligned() && self.writable);
-        // SAFETY: mapped, writable and aligned while `self` lives; any bits are a number, and the other process's writes
-        // are those of an atomic.
+        // SAFETY: mapped, writable and aligned while `self` lives; any bits are a number, and the other
+        // process's writes are atomic.
         unsafe { &*pointer }
     }
 
@@ -186,7 +187,8 @@ impl fmt::Debug for Segment {
 
 fn check(memory: &OwnedFd, length: usize) -> io::Result<()> {
     let refused = |why: String| Err(io::Error::new(io::ErrorKind::InvalidData, why));
-    // Seals first: asking a file of some other system may wait for that system, and only memory files have any.
+    // Seals come first: a query of a file in some other file system may wait for that system, and only memory
+    // files have seals.
     let seals = rustix::fs::fcntl_get_seals(memory);
     if seals.is_err() || rustix::fs::fstatfs(memory)?.f_type as u64 != TMPFS_MAGIC {
         return refused("the descriptor is no ordinary memory file".into());

@@ -13,8 +13,8 @@ use super::segment::Segment;
 use crate::assembly::Assembly;
 use crate::stream::{FrameSink, Outgoing, ReceiveError, Received, Scratch, Sent, Stream, StreamError};
 
-/// What is taken from the ring at once where tensors lie in an arena: few headers, since each may stand for a chunk that
-/// is worked on before the next is looked at.
+/// Bytes taken from the ring at once if tensors are in an arena: few headers, since each may stand for a
+/// chunk that is processed before the next is read.
 const AHEAD_BYTES: usize = 8 * HEADER_BYTES;
 
 /// Bytes of the segment that holds both rings of a stream, `capacity` bytes each, a power of two.
@@ -22,8 +22,7 @@ pub const fn rings_bytes(capacity: usize) -> usize {
     2 * ring_bytes(capacity)
 }
 
-/// A new segment with both rings of a stream, for one side to make and the other to
-/// [`adopt`](Segment::adopt).
+/// A new segment with both rings of a stream, which one side makes and the other [`adopts`](Segment::adopt).
 pub fn create_rings(capacity: usize) -> io::Result<Segment> {
     let rings = Segment::create("paramhub-rings", rings_bytes(capacity))?;
     for base in [0, ring_bytes(capacity)] {
@@ -34,12 +33,13 @@ pub fn create_rings(capacity: usize) -> io::Result<Segment> {
 
 /// A [`Stream`] between processes of one host.
 ///
-/// With an arena ([`with_arena`](Self::with_arena), agreed on by both ends), the payloads of frames that carry tensors
-/// lie there and do not travel: such frames are sent with an empty payload and are handed to [`FrameSink::placed`].
+/// With an arena ([`with_arena`](Self::with_arena), on which both ends agree), the payloads of frames that
+/// carry tensors are in it and do not travel: such frames are sent with an empty payload and passed to
+/// [`FrameSink::placed`].
 ///
-/// It differs from TCP in how a thread waits for it: the poller reports its socket readable when the other side has written
-/// something or made room, and never writable. Something may be left to read without a report where a
-/// [`receive`](Stream::receive) said `more`.
+/// A thread waits for it differently than for TCP: the poller reports its socket readable when the other side
+/// has written data or made room, and never writable. After a [`receive`](Stream::receive) that returned
+/// `more`, data may be left without a report.
 #[derive(Debug)]
 pub struct ShmStream {
     socket: OwnedFd,
@@ -47,10 +47,10 @@ pub struct ShmStream {
     writer: Writer,
     assembly: Assembly,
     has_arena: bool,
-    /// The other process has closed the socket, or died.
-    hung_up: Option<HungUp>,
+    /// Whether and how the other process has closed the socket, or died.
+    peer_closed: Option<PeerClosed>,
     receiving_is_over: bool,
-    /// Bytes the other side may be left asleep over.
+    /// Bytes that may be sent while the other side sleeps.
     patience_bytes: usize,
     /// Bytes sent since the other side was last known to be awake or woken.
     unannounced: usize,
@@ -63,14 +63,14 @@ pub struct ShmStream {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum HungUp {
+enum PeerClosed {
     InOrder,
-    /// With bells unheard.
+    /// The socket was closed with bells unread.
     Reset,
 }
 
 impl ShmStream {
-    /// Takes a connected Unix socket, over which nothing else will be said, and the rings that one side has
+    /// Takes a connected Unix socket that carries nothing else, and the rings that one side has
     /// [created](create_rings). The worker's ring comes first in them.
     ///
     /// `direction` is that of the frames received, `frame_bytes_max` bounds their tensor payload, as for
@@ -99,7 +99,7 @@ impl ShmStream {
             writer: Writer::new(rings, mine, capacity),
             assembly: Assembly::new(direction, frame_bytes_max),
             has_arena: false,
-            hung_up: None,
+            peer_closed: None,
             receiving_is_over: false,
             patience_bytes: 0,
             unannounced: 0,
@@ -111,21 +111,21 @@ impl ShmStream {
         })
     }
 
-    /// Tensors lie in an arena, on both ends.
+    /// The same with tensors in an arena, on both ends.
     pub fn with_arena(mut self) -> Self {
         self.has_arena = true;
         self.assembly = self.assembly.with_arena();
         self
     }
 
-    /// Lets a sleeping peer sleep until `bytes` bytes, payloads in arenas included, have been sent, or until
-    /// [`announce`](Self::announce): waking it costs both sides more than a few frames do.
+    /// Leaves a sleeping peer asleep until `bytes` bytes, with payloads in arenas, have been sent, or until
+    /// [`announce`](Self::announce): a wake-up costs both sides more than a few frames.
     pub fn with_patience(mut self, bytes: usize) -> Self {
         self.patience_bytes = bytes;
         self
     }
 
-    /// Wakes a peer that sleeps over something sent. To be called before this side waits for anything.
+    /// Wakes a peer that sleeps although something was sent. Call it before this side waits for anything.
     pub fn announce(&mut self) -> Result<(), StreamError> {
         if std::mem::take(&mut self.unannounced) > 0 && self.writer.wakes_reader() {
             self.ring_bell()?;
@@ -133,12 +133,12 @@ impl ShmStream {
         Ok(())
     }
 
-    /// Whether [`announce`](Self::announce) may have something to say.
+    /// Whether [`announce`](Self::announce) may have a peer to wake.
     pub fn is_unannounced(&self) -> bool {
         self.unannounced > 0
     }
 
-    /// Says that nothing more will be sent. The other direction goes on.
+    /// Announces that nothing more will be sent. The other direction continues.
     pub fn end_sending(&mut self) -> io::Result<()> {
         if self.writer.end() {
             self.ring_bell().map_err(|error| io::Error::other(error.to_string()))?;
@@ -146,13 +146,13 @@ impl ShmStream {
         Ok(())
     }
 
-    /// Throws away what has come; `true` once nothing more will.
+    /// Drops what has arrived; `true` once no more will arrive.
     pub fn discard(&mut self) -> bool {
-        // One that never stops sending must not keep the thread here.
+        // A peer that never stops sending must not block the thread here.
         for _ in 0..16 {
             let ended = self.reader.has_ended();
             self.drain_bell();
-            if self.reader.discard().is_err() || ended || self.hung_up.is_some() {
+            if self.reader.discard().is_err() || ended || self.peer_closed.is_some() {
                 return true;
             }
             match self.reader.sleep() {
@@ -164,7 +164,7 @@ impl ShmStream {
         false
     }
 
-    /// Times the other side had to be woken, a system call each.
+    /// How often the other side had to be woken, with a system call each time.
     pub fn bells_rung(&self) -> u64 {
         self.bells_rung
     }
@@ -180,18 +180,19 @@ impl ShmStream {
         let (mut received, mut moved) = (Received::default(), 0);
         loop {
             let left = budget.saturating_sub(received.bytes + moved).max(HEADER_BYTES);
-            // Before the ring is looked at: what was written before the end is read before it.
-            let (ended, hung_up) = (self.reader.has_ended(), self.hung_up);
+            // This precedes the look at the ring, so that everything written before the end is read before
+            // it.
+            let (ended, peer_closed) = (self.reader.has_ended(), self.peer_closed);
             let reader = &mut self.reader;
             let filled = self.assembly.fill(sink, ahead, left, |slices| {
                 reader.read(slices).map_err(|error| ReceiveError::Stream(StreamError::Io(error)))
             })?;
             if filled.bytes == 0 {
-                // One that has ended may leave bells unheard.
-                if hung_up == Some(HungUp::Reset) && !ended {
+                // A peer that has ended in order may leave bells unread.
+                if peer_closed == Some(PeerClosed::Reset) && !ended {
                     return Err(StreamError::Closed { reset: true }.into());
                 }
-                if ended || hung_up.is_some() {
+                if ended || peer_closed.is_some() {
                     if !self.assembly.at_boundary() {
                         return Err(StreamError::Closed { reset: false }.into());
                     }
@@ -199,7 +200,7 @@ impl ShmStream {
                     return Ok(received);
                 }
                 self.drain_bell();
-                if self.hung_up.is_none() && self.reader.sleep().map_err(StreamError::Io)? {
+                if self.peer_closed.is_none() && self.reader.sleep().map_err(StreamError::Io)? {
                     return Ok(received);
                 }
                 continue;
@@ -207,7 +208,7 @@ impl ShmStream {
             self.bytes_received += filled.bytes as u64;
             received.bytes += filled.bytes;
             if self.reader.wakes_writer() {
-                // A peer that cannot be woken has gone, which the next look at the socket tells.
+                // A peer that cannot be woken is gone, as the next look at the socket shows.
                 let _ = self.ring_bell();
             }
             let placed = self.assembly.absorb(sink, &filled, ahead)?;
@@ -221,8 +222,9 @@ impl ShmStream {
         }
     }
 
-    /// Takes from the socket what woke this side, and notes its end. More than an honest peer ever leaves there stays for
-    /// the next report, so that one who rings without end keeps no thread here.
+    /// Takes from the socket the bells that woke this side, and notes its end. More bells than an honest peer
+    /// ever leaves there stay for the next report, so that a peer that rings without end does not block the
+    /// thread here.
     fn drain_bell(&mut self) {
         let mut bytes = [0_u8; 256];
         let taken = rustix::io::retry_on_intr(|| {
@@ -230,11 +232,11 @@ impl ShmStream {
         });
         match taken {
             Ok(0) => {
-                self.hung_up.get_or_insert(HungUp::InOrder);
+                self.peer_closed.get_or_insert(PeerClosed::InOrder);
             }
             Ok(_) | Err(Errno::AGAIN) => {}
             Err(_) => {
-                self.hung_up.get_or_insert(HungUp::Reset);
+                self.peer_closed.get_or_insert(PeerClosed::Reset);
             }
         }
     }
@@ -244,7 +246,7 @@ impl ShmStream {
         loop {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match rustix::net::send(&self.socket, &[1], flags) {
-                // Full of earlier bells: it will wake.
+                // The socket is full of earlier bells: the peer will wake.
                 Ok(_) | Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(StreamError::from_errno(errno)),
@@ -275,7 +277,7 @@ impl Stream for ShmStream {
     }
 
     fn send(&mut self, frames: &[Outgoing<'_>]) -> Result<Sent, StreamError> {
-        if self.hung_up.is_some() {
+        if self.peer_closed.is_some() {
             return Err(StreamError::Closed { reset: true });
         }
         let mut sent = Sent::default();
@@ -297,7 +299,7 @@ impl Stream for ShmStream {
                 self.unfinished += wrote;
                 sent.bytes += wrote;
                 if wrote == 0 {
-                    // Whoever is to make room must be awake.
+                    // The peer must be awake to make room.
                     self.publish(sent.bytes)?;
                     self.announce()?;
                     if self.writer.sleep()? {

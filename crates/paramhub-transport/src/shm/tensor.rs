@@ -1,4 +1,4 @@
-//! Tensors that lie where the other side of a stream can reach them.
+//! Tensors in memory that the other side of a stream can reach.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use bytemuck::Pod;
 use super::segment::Segment;
 use crate::memory::StableBytes;
 
-/// A segment parts of which are given out as tensors, each part to one owner at a time.
+/// A segment whose parts are given out as tensors, each part to one owner at a time.
 #[derive(Clone)]
 pub struct Arena {
     segment: Arc<Segment>,
@@ -18,7 +18,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Gives out parts of `segment` from now on.
+    /// An arena that gives out parts of `segment`.
     pub fn new(segment: Arc<Segment>) -> Self {
         Arena { segment, taken: Arc::default() }
     }
@@ -28,7 +28,8 @@ impl Arena {
         &self.segment
     }
 
-    /// The bytes of `range`, unless some of them belong to somebody. They are given back when the tensor is dropped.
+    /// The bytes of `range`, unless some of them are given out already. They return to the arena when the
+    /// tensor is dropped.
     ///
     /// # Panics
     /// If the range is beyond the segment.
@@ -42,7 +43,7 @@ impl Arena {
         if !range.is_empty() {
             taken.insert(range.start, range.end);
         }
-        Some(Tensor { place: Place::Arena { arena: self.clone(), range } })
+        Some(Tensor { memory: TensorMemory::Arena { arena: self.clone(), range } })
     }
 }
 
@@ -52,19 +53,19 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// Memory for a tensor. In an arena, what is exchanged from and into it is not copied by its owner's process.
+/// Memory for a tensor. If it is in an arena, its owner's process does not copy what it sends and receives.
 #[derive(Debug)]
 pub struct Tensor {
-    place: Place,
+    memory: TensorMemory,
 }
 
 #[derive(Debug)]
-enum Place {
+enum TensorMemory {
     Arena {
         arena: Arena,
         range: Range<usize>,
     },
-    /// Words, for the alignment of every element type.
+    /// The memory consists of words, for the alignment of every element type.
     Heap {
         words: Vec<u64>,
         bytes: usize,
@@ -72,15 +73,15 @@ enum Place {
 }
 
 impl Tensor {
-    /// Zeros that nobody shares.
+    /// Zeros that no other process shares.
     pub fn on_heap(bytes: usize) -> Self {
-        Tensor { place: Place::Heap { words: vec![0; bytes.div_ceil(size_of::<u64>())], bytes } }
+        Tensor { memory: TensorMemory::Heap { words: vec![0; bytes.div_ceil(size_of::<u64>())], bytes } }
     }
 
     /// The elements, to read.
     ///
     /// # Panics
-    /// If the bytes are no whole number of `T`.
+    /// If the bytes are not a whole number of `T`.
     pub fn elements<T: Pod>(&self) -> &[T] {
         bytemuck::cast_slice(self.as_bytes())
     }
@@ -88,37 +89,38 @@ impl Tensor {
     /// The elements, to write.
     ///
     /// # Panics
-    /// If the bytes are no whole number of `T`.
+    /// If the bytes are not a whole number of `T`.
     pub fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
     }
 }
 
-// SAFETY: heap words stay where they are when the value moves, and so does a mapping, which lives as long as the `Arc` in
-// `arena`. Address and length never change. Within this process the bytes are the value's alone: `take` gives none out
-// twice, and whoever else writes to an arena takes the range first. The hub at the other end, which a worker trusts with its
-// memory, writes them only between a request that hands the tensor over and its answer, and of one that is exchanged in place
-// only chunks that were sent whole: nobody here looks at them then. Of a job that has failed it may still write an answer
-// under way, and then only numbers change. Mapped bytes are initialised, and bytes are valid whatever is written.
+// SAFETY: heap words stay where they are when the value moves, and so does a mapping, which lives as long as
+// the `Arc` in `arena`. Address and length never change. Within this process the bytes are the value's alone:
+// `take` gives none out twice, and any other writer to an arena takes the range first. The hub at the other
+// end, which a worker trusts with its memory, writes them only between a request that passes the tensor to it
+// and its answer; in a tensor that is exchanged in place it writes only chunks that were sent whole. Nothing
+// here reads them during that time. In a job that has failed the hub may still write an answer that was under
+// way, and then only numbers change. Mapped bytes are initialised, and any bytes are valid.
 unsafe impl StableBytes for Tensor {
     fn as_bytes(&self) -> &[u8] {
-        match &self.place {
-            Place::Heap { words, bytes } => &bytemuck::cast_slice(words)[..*bytes],
-            Place::Arena { arena, range } => {
+        match &self.memory {
+            TensorMemory::Heap { words, bytes } => &bytemuck::cast_slice(words)[..*bytes],
+            TensorMemory::Arena { arena, range } => {
                 let start = arena.segment.pointer(range.start);
-                // SAFETY: mapped while `arena` lives, within the segment (`take` checked it), and what is looked at
-                // is written by nobody meanwhile, as argued above.
+                // SAFETY: mapped while `arena` lives, within the segment (`take` checked it), and nothing
+                // writes the bytes while they are read, as argued above.
                 unsafe { std::slice::from_raw_parts(start, range.len()) }
             }
         }
     }
 
     fn as_bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.place {
-            Place::Heap { words, bytes } => &mut bytemuck::cast_slice_mut(words)[..*bytes],
-            Place::Arena { arena, range } => {
+        match &mut self.memory {
+            TensorMemory::Heap { words, bytes } => &mut bytemuck::cast_slice_mut(words)[..*bytes],
+            TensorMemory::Arena { arena, range } => {
                 let start = arena.segment.pointer(range.start);
-                // SAFETY: as in `as_bytes`; nobody else in this process has these bytes.
+                // SAFETY: as in `as_bytes`; nothing else in this process has these bytes.
                 unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
             }
         }
@@ -127,7 +129,7 @@ unsafe impl StableBytes for Tensor {
 
 impl Drop for Tensor {
     fn drop(&mut self) {
-        if let Place::Arena { arena, range } = &self.place
+        if let TensorMemory::Arena { arena, range } = &self.memory
             && !range.is_empty()
         {
             arena.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&range.start);
@@ -135,10 +137,10 @@ impl Drop for Tensor {
     }
 }
 
-/// Parameters that a hub keeps for all workers of its host to read, and writes whenever it likes.
+/// Parameters that a hub keeps for all workers of its host to read, and that it may write at any time.
 ///
-/// A worker may rely on them from the answer to one of its requests until it asks for the next step of the same key: a
-/// hub in step with its workers changes them no sooner.
+/// A worker may rely on them from the answer to one of its requests until it requests the next step of the
+/// same key: a hub that is in step with its workers changes them no sooner.
 #[derive(Clone, Debug)]
 pub struct SharedTensor {
     segment: Arc<Segment>,
@@ -155,17 +157,17 @@ impl SharedTensor {
         SharedTensor { segment, range }
     }
 
-    /// Bytes.
+    /// Number of bytes.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
-    /// Copies the tensor as it is now. Copied while the hub writes, it may be torn between two steps.
+    /// Copies the tensor as it is now. If the hub writes meanwhile, the copy may be torn between two steps.
     ///
     /// # Panics
     /// If `target` is not as long as the tensor.
@@ -175,11 +177,11 @@ impl SharedTensor {
         self.segment.read(self.range.start, target);
     }
 
-    /// The bytes in place.
+    /// The bytes in memory.
     ///
     /// # Safety
-    /// Until the slice is gone the hub does not write them: the caller has the answer to its last request for this key and has
-    /// not asked for the key's next step since, and nobody has sent parameters to start from.
+    /// Until the slice is gone the hub does not write them: the caller has the answer to its last request for
+    /// this key and has not requested the key's next step since, and rank 0 has sent no initial parameters.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: mapped while `self` lives and within the segment; unwritten by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.segment.pointer(self.range.start), self.range.len()) }
@@ -226,7 +228,7 @@ mod tests {
         let mut copy = [0.0_f32; 4];
         tensor.read(&mut copy);
         assert_eq!(copy, [1.0, 2.0, 3.0, 4.0]);
-        // SAFETY: nobody writes.
+        // SAFETY: nothing writes.
         assert_eq!(unsafe { tensor.bytes() }.len(), 16);
     }
 }

@@ -6,25 +6,27 @@ use paramhub_core::requests::Request;
 use paramhub_transport::{ReceiveRegion, SendRegion, StableBytes};
 
 use super::{Job, Shared, received, sent};
+use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::handle::{Buffers, Handle, Ticket};
-use crate::inbox::Command;
-use crate::steps::Claim;
+use crate::handle::{Handle, RequestBuffers};
+use crate::steps::KeyClaim;
 
-/// One worker's factors of one step of a layer, and where its new parameters go: in the keys' dtype. The factors are in it, too,
-/// unless the layer's settings have another [codec](paramhub_core::scheme::LayerSettings::factor_codec) for them.
+/// One worker's factors of one step of a layer, and the buffers for its new parameters, all in the keys'
+/// dtype. The factors have another if the layer's settings have a
+/// [codec](paramhub_core::scheme::LayerSettings::factor_codec) for them.
 ///
-/// K samples of a layer of M outputs and N inputs: what went in, K rows of N elements, and the loss's gradient by what came out,
-/// K rows of M, in one order of samples. K may be less than the job's settings say, and 0.
+/// For K samples of a layer with M outputs and N inputs the factors are the layer's inputs, K rows of N
+/// elements, and the loss's gradient with respect to its outputs, K rows of M, in the same order of samples.
+/// K may be less than the job's settings say, and 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FactorBuffers<G, P> {
-    /// What went in.
+    /// The layer's inputs.
     pub inputs: G,
-    /// The loss's gradient by what came out.
+    /// The loss's gradient with respect to the layer's outputs.
     pub output_gradients: G,
-    /// Room for the weight: M times N elements, row by row.
+    /// The buffer for the weight: M times N elements, row by row.
     pub weight: P,
-    /// Room for the bias: M elements. None where the layer has none.
+    /// The buffer for the bias: M elements. `None` where the layer has no bias.
     pub bias: Option<P>,
 }
 
@@ -52,7 +54,7 @@ impl<G, P> FactorHandle<G, P> {
     /// Waits for the end and gives the buffers back; an error frees them.
     ///
     /// # Panics
-    /// As [`Handle::wait`].
+    /// See [`Handle::wait`].
     pub fn wait(self) -> Result<FactorBuffers<G, P>, WorkerError> {
         let bias = self.bias.map(|bias| bias.wait().map(|((), bias)| bias)).transpose()?;
         let ((inputs, output_gradients), weight) = self.weight.wait()?;
@@ -64,22 +66,24 @@ impl<G, P> FactorHandle<G, P> {
         self.weight.is_done()
     }
 
-    /// As [`Handle::on_complete`].
+    /// See [`Handle::on_complete`].
     pub fn on_complete(&self, callback: impl FnOnce(&Result<(), WorkerError>) + Send + 'static) {
         self.weight.on_complete(callback);
     }
 }
 
 impl Job {
-    /// Contributes a layer's factors to the next step of its weight and its bias, and receives the parameters that follow from
-    /// the sum of all workers' outer products, or their mean or sum where the job has no optimizer. The layer, named by its
-    /// weight's key, goes by [`Scheme::FactorsToHub`](paramhub_core::scheme::Scheme::FactorsToHub).
+    /// Contributes a layer's factors to the next step of its weight and its bias. Receives the parameters
+    /// updated by the sum of all workers' outer products, or the mean or sum of those products where the job
+    /// has no optimizer. `weight` is the key of the layer's weight; the layer's scheme must be
+    /// [`Scheme::FactorsToHub`](paramhub_core::scheme::Scheme::FactorsToHub).
     ///
-    /// As with gradients the mean divides by the number of workers: who wants the mean over all samples divides the output
-    /// gradients by those of this worker.
+    /// As with gradients, the mean divides by the number of workers. For the mean over all samples, divide
+    /// the output gradients by the number of this worker's samples.
     ///
     /// # Errors
-    /// If the key is no such weight, a length does not fit, or a request of weight or bias is under way.
+    /// If the key is no such weight, a length does not fit, or a request of the weight or the bias is under
+    /// way.
     pub fn push_pull_factors<G: StableBytes, P: StableBytes>(
         &self,
         weight: u32,
@@ -91,16 +95,17 @@ impl Job {
             weight: ReceiveRegion::owned(buffers.weight),
             bias: buffers.bias.map(ReceiveRegion::owned),
         };
-        let of_weight = |mut buffers: Buffers| {
-            let output_gradients = Buffers { send: buffers.output_gradients.take(), ..Buffers::default() };
-            let inputs = Buffers { send: buffers.send.take(), ..Buffers::default() };
+        let of_weight = |mut buffers: RequestBuffers| {
+            let output_gradients =
+                RequestBuffers { send: buffers.output_gradients.take(), ..RequestBuffers::default() };
+            let inputs = RequestBuffers { send: buffers.send.take(), ..RequestBuffers::default() };
             ((sent(inputs), sent(output_gradients)), received(buffers))
         };
         self.shared.submit_factors(weight, regions, true, of_weight, |buffers| ((), received(buffers)))
     }
 
-    /// [`push_pull_factors`](Self::push_pull_factors) over regions. They are dropped when the request ends, before its handle or
-    /// a callback says so.
+    /// [`push_pull_factors`](Self::push_pull_factors) over regions. They are dropped when the request ends,
+    /// before its handle or a callback reports the end.
     pub fn submit_factors(
         &self,
         weight: u32,
@@ -117,13 +122,13 @@ impl Shared {
         weight: u32,
         regions: FactorRegions,
         keep: bool,
-        of_weight: fn(Buffers) -> ((G, G), P),
-        of_bias: fn(Buffers) -> ((), P),
+        of_weight: fn(RequestBuffers) -> ((G, G), P),
+        of_bias: fn(RequestBuffers) -> ((), P),
     ) -> Result<FactorHandle<G, P>, WorkerError> {
         let key = self.find(weight)?;
         let number = self.blocks.iter().position(|block| block.weight == weight);
         let Some((number, block)) = number.map(|number| (number, self.blocks[number])) else {
-            return Err(self.misplaced(format!(
+            return Err(self.misused(format!(
                 "key {key}: it is no weight of a layer that goes by factors-to-hub: push its gradient, or ask for that scheme in \
                  the job's settings"
             )));
@@ -131,7 +136,7 @@ impl Shared {
         let samples = self.check_factors(key, &block, &regions)?;
         if regions.bias.is_some() != block.bias.is_some() {
             let has = if block.bias.is_some() { "a bias" } else { "no bias" };
-            return Err(self.misplaced(format!("key {key}: its layer has {has}: give room for what it has")));
+            return Err(self.misused(format!("key {key}: its layer has {has}: give room for what it has")));
         }
         let (claim, bias_claim) = self.claim_layer(&block)?;
         let undo = || {
@@ -141,7 +146,7 @@ impl Shared {
             }
         };
         let receive = [(Some(weight), Some(regions.weight)), (block.bias, regions.bias)];
-        let mut buffers = [Buffers::default(), Buffers::default()];
+        let mut buffers = [RequestBuffers::default(), RequestBuffers::default()];
         for (buffers, (key, receive)) in buffers.iter_mut().zip(receive) {
             let Some((key, receive)) = key.zip(receive) else { continue };
             if let Err(error) = self.claim_place(key, &receive, buffers) {
@@ -151,16 +156,16 @@ impl Shared {
             buffers.receive = Some(receive);
         }
         let [weight_buffers, bias_buffers] = buffers;
-        let weight_buffers = Buffers {
+        let weight_buffers = RequestBuffers {
             send: Some(regions.inputs),
             output_gradients: Some(regions.output_gradients),
             ..weight_buffers
         };
         let if_lost = || WorkerError::Left { who: self.who.clone() };
-        let (weight_ticket, completion) = Ticket::new(weight_buffers, keep, if_lost());
-        let bias = block.bias.map(|_| Ticket::new(bias_buffers, keep, if_lost()));
+        let (weight_ticket, completion) = weight_buffers.ticket(keep, if_lost());
+        let bias = block.bias.map(|_| bias_buffers.ticket(keep, if_lost()));
         let (bias_ticket, bias) = bias.unzip();
-        let command = Command::Factors {
+        let command = JobCommand::Factors {
             block: number,
             samples,
             step: claim.step,
@@ -176,7 +181,7 @@ impl Shared {
         })
     }
 
-    /// The samples that the regions have, if their lengths fit the layer and one another.
+    /// The number of samples in the regions, if the lengths fit the layer and one another.
     fn check_factors(
         &self,
         key: &Key,
@@ -188,7 +193,7 @@ impl Shared {
         let samples = inputs / (block.inputs * bytes);
         let fits = samples * block.inputs * bytes == inputs && samples * block.outputs * bytes == gradients;
         if !fits || samples > block.samples as usize {
-            return Err(self.misplaced(format!(
+            return Err(self.misused(format!(
                 "key {key}: its layer takes K rows of {} inputs and K rows of {} output gradients in {}, K being {} at most, but \
                  {inputs} and {gradients} bytes were given",
                 block.inputs, block.outputs, block.codec, block.samples
@@ -209,9 +214,9 @@ impl Shared {
         Ok(samples as u32)
     }
 
-    fn claim_layer(&self, block: &FactorBlock) -> Result<(Claim, Option<Claim>), WorkerError> {
+    fn claim_layer(&self, block: &FactorBlock) -> Result<(KeyClaim, Option<KeyClaim>), WorkerError> {
         let claim = |key: u32| {
-            self.steps.claim(key, Request::Factors, 0).map_err(|request| WorkerError::Unfinished {
+            self.steps.claim(key, Request::Factors, 0).map_err(|request| WorkerError::KeyBusy {
                 who: self.who.clone(),
                 key: self.settings.keys.keys()[key as usize].to_string().into(),
                 request,
@@ -225,7 +230,7 @@ impl Shared {
         {
             self.steps.undo(key, bias);
             self.steps.undo(block.weight, weight);
-            return Err(self.misplaced(format!(
+            return Err(self.misused(format!(
                 "key {key} is at step {} and the weight it belongs to at step {}: begin both with one version",
                 bias.step, weight.step
             )));
@@ -233,17 +238,17 @@ impl Shared {
         Ok((weight, bias))
     }
 
-    /// Claims the place in the arena through which a key's parameters come.
+    /// Claims the place in the arena that a key's parameters pass through.
     fn claim_place(
         &self,
         key: u32,
         receive: &ReceiveRegion,
-        buffers: &mut Buffers,
+        buffers: &mut RequestBuffers,
     ) -> Result<(), WorkerError> {
         let Some(arena) = &self.arena else { return Ok(()) };
         let claims = arena.claim(key, Request::Factors, None, Some(receive.bytes()));
         buffers.claims = claims.ok_or_else(|| {
-            self.misplaced(format!(
+            self.misused(format!(
                 "key {key}: a tensor was given out for memory this request would pass through: exchange that tensor, or drop it"
             ))
         })?;

@@ -1,32 +1,34 @@
-//! Steps in two phases: the norm of a step's mean gradient, and what rank 0 makes of it.
+//! Two-phase steps: the norm of a step's mean gradient, and rank 0's release of the step.
 
 use super::{Job, Shared};
+use crate::command::JobCommand;
 use crate::error::WorkerError;
-use crate::handle::{Buffers, Handle, Ticket};
-use crate::inbox::Command;
-use crate::norms::NormBook;
+use crate::handle::{Handle, RequestBuffers};
+use crate::norms::NormHistory;
 
 impl Job {
-    /// Waits for the Euclidean norm of the whole mean gradient of `step`, of all keys, in a job whose steps are in two phases
-    /// ([`Settings::two_phase`](paramhub_core::settings::Settings::two_phase), [`Settings::clip_norm`](paramhub_core::settings::Settings::clip_norm)). Every rank may ask; the handle gives the norm.
+    /// Waits for the Euclidean norm of the whole mean gradient of `step`, over all keys, in a job with
+    /// two-phase steps ([`Settings::two_phase`](paramhub_core::settings::Settings::two_phase),
+    /// [`Settings::clip_norm`](paramhub_core::settings::Settings::clip_norm)). Every rank may ask; the handle
+    /// gives the norm.
     ///
-    /// A step has a norm when every rank has pushed every key to it: one that is left out keeps everybody waiting.
+    /// A step has a norm when every rank has pushed every key to it: a key left out keeps all ranks waiting.
     ///
     /// # Errors
-    /// [`WorkerError::Misplaced`] in any other job, and where 1,024 such waits are under way. The handle fails likewise for a
-    /// step more than 16 steps back.
+    /// [`WorkerError::Misused`] in any other job, and where 1,024 such waits are under way. The handle fails
+    /// likewise for a step more than 16 steps back.
     pub fn gradient_norm(&self, step: u32) -> Result<Handle<(), f64>, WorkerError> {
         self.shared.check_two_phase()?;
         if let Some(error) = self.failure() {
             return Err(error);
         }
         if !self.shared.norms.begin_wait() {
-            let reason = format!("{} waits for norms are under way already", NormBook::WAITS_MAX);
-            return Err(self.shared.misplaced(reason));
+            let reason = format!("{} waits for norms are under way already", NormHistory::WAITS_MAX);
+            return Err(self.shared.misused(reason));
         }
         let if_lost = WorkerError::Left { who: self.shared.who.clone() };
-        let (ticket, completion) = Ticket::new(Buffers::default(), true, if_lost);
-        match self.shared.inbox.put(Command::AwaitNorm { step, ticket }) {
+        let (ticket, completion) = RequestBuffers::default().ticket(true, if_lost);
+        match self.shared.inbox.put(JobCommand::AwaitNorm { step, ticket }) {
             Ok(()) => Ok(Handle::new(completion, |buffers| ((), buffers.norm))),
             Err(error) => {
                 self.shared.norms.end_wait();
@@ -40,26 +42,27 @@ impl Job {
         self.shared.norms.last().map(|last| (last.step, last.norm))
     }
 
-    /// Rank 0, in a job with [`Settings::two_phase`](paramhub_core::settings::Settings::two_phase) and no [`Settings::clip_norm`](paramhub_core::settings::Settings::clip_norm): lets the hubs update `step`, with its mean
-    /// gradient times `factor`; 1 changes nothing. Pushes of the step end after it. Once a step, when its
-    /// [norm](Self::gradient_norm) is known.
+    /// Rank 0, in a job with [`Settings::two_phase`](paramhub_core::settings::Settings::two_phase) and no
+    /// [`Settings::clip_norm`](paramhub_core::settings::Settings::clip_norm): lets the hubs update `step`
+    /// with its mean gradient times `factor`; 1 changes nothing. Pushes of the step end after the update.
+    /// Call it once a step, when the step's [norm](Self::gradient_norm) is known.
     ///
     /// # Errors
-    /// [`WorkerError::Misplaced`] says which of these does not hold.
+    /// [`WorkerError::Misused`] says which of these does not hold.
     pub fn release(&self, step: u32, factor: f32) -> Result<(), WorkerError> {
         self.shared.check_two_phase()?;
         if self.rank() != 0 {
-            return Err(self.shared.misplaced("steps are released by rank 0".into()));
+            return Err(self.shared.misused("steps are released by rank 0".into()));
         }
         if let Some(norm) = self.settings().clip_norm {
             let reason = format!("steps are released by themselves in a job that clips gradients to {norm}");
-            return Err(self.shared.misplaced(reason));
+            return Err(self.shared.misused(reason));
         }
         if !self.shared.norms.release(step) {
             let reason = format!("step {step} cannot be released: wait for its norm, and release it once");
-            return Err(self.shared.misplaced(reason));
+            return Err(self.shared.misused(reason));
         }
-        self.shared.inbox.put(Command::Release { step, factor })
+        self.shared.inbox.put(JobCommand::Release { step, factor })
     }
 }
 
@@ -68,7 +71,7 @@ impl Shared {
         if self.settings.is_two_phase() {
             return Ok(());
         }
-        Err(self.misplaced(
+        Err(self.misused(
             "a step has a norm and a release only in two phases: ask for them in the settings, or for a norm to clip to"
                 .into(),
         ))

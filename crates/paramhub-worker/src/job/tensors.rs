@@ -1,37 +1,40 @@
-//! Memory of a job's that is exchanged where it lies.
+//! Memory of a job from which and into which tensors are exchanged without a copy.
 
 use std::ops::Range;
 
 use paramhub_transport::shm::{SharedTensor, Tensor};
 
 use super::{Job, Shared};
-use crate::arena::{Apart, WorkerArena};
+use crate::arena::{NotContiguous, WorkerArena};
 use crate::error::WorkerError;
 
 impl Job {
-    /// Memory for a key's gradient from which it is exchanged without a copy of this process: in the arena that a hub on this
-    /// host shares, or on the heap. Use it wherever a buffer is asked for; dropping it gives it back.
+    /// Memory for a key's gradient, from which it is exchanged without a copy in this process: in the arena
+    /// shared with a hub on this host, or else on the heap. Pass it wherever a method takes a buffer;
+    /// dropping it gives the memory back.
     ///
     /// # Errors
-    /// [`WorkerError::Misplaced`] where an earlier one still lives.
+    /// [`WorkerError::Misused`] where an earlier tensor of the key still lives.
     pub fn gradient_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
-        // A gradient that travels in another encoding is converted into the arena, and so is not exchanged from there.
+        // A gradient that travels in another encoding is converted into the arena, so a tensor there would
+        // save no copy.
         let named = self.shared.find(key)?;
         let is_as_sent = self.settings().codec_of(named) == named.dtype.codec();
         self.tensor(key, "gradient", |arena| arena.gradient(key), is_as_sent)
     }
 
-    /// Memory for a key's parameters that they are received into without a copy of this process; otherwise as
-    /// [`gradient_tensor`](Self::gradient_tensor).
+    /// Memory for a key's parameters, into which they are received without a copy in this process; otherwise
+    /// like [`gradient_tensor`](Self::gradient_tensor).
     pub fn parameter_tensor(&self, key: u32) -> Result<Tensor, WorkerError> {
         self.tensor(key, "parameters", |arena| arena.parameters(key), true)
     }
 
-    /// [`gradient_tensor`](Self::gradient_tensor) of several neighbouring keys as one, in table order: over shared memory that
-    /// takes [`Settings::packed`](paramhub_core::settings::Settings::packed).
+    /// One [`gradient_tensor`](Self::gradient_tensor) for several neighbouring keys, in table order. Over
+    /// shared memory it requires [`Settings::packed`](paramhub_core::settings::Settings::packed).
     ///
     /// # Errors
-    /// [`WorkerError::Misplaced`] where there is no key, an earlier tensor of one still lives, or they do not lie back to back.
+    /// [`WorkerError::Misused`] where there is no such key, an earlier tensor of a key still lives, or the
+    /// keys do not lie back to back.
     pub fn gradient_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
         let bytes = self.shared.run_bytes(&keys)?;
         let is_as_sent = keys.clone().all(|key| {
@@ -44,10 +47,10 @@ impl Job {
         }
     }
 
-    /// [`parameter_tensor`](Self::parameter_tensor) of several neighbouring keys as one.
+    /// One [`parameter_tensor`](Self::parameter_tensor) for several neighbouring keys.
     ///
     /// # Errors
-    /// As [`gradient_tensors`](Self::gradient_tensors).
+    /// See [`gradient_tensors`](Self::gradient_tensors).
     pub fn parameter_tensors(&self, keys: Range<u32>) -> Result<Tensor, WorkerError> {
         let bytes = self.shared.run_bytes(&keys)?;
         match &self.shared.arena {
@@ -56,7 +59,7 @@ impl Job {
         }
     }
 
-    /// [`shared_parameters`](Self::shared_parameters) of several neighbouring keys as one.
+    /// The [`shared_parameters`](Self::shared_parameters) of several neighbouring keys as one tensor.
     ///
     /// # Errors
     /// As [`gradient_tensors`](Self::gradient_tensors), and where this worker shares no parameters.
@@ -79,7 +82,7 @@ impl Job {
         match self.shared.arena.as_ref().filter(|_| is_in_arena) {
             None => Ok(Tensor::on_heap(bytes)),
             Some(arena) => take(arena).ok_or_else(|| {
-                self.shared.misplaced(format!("key {named}: the memory for its {what} is given out already"))
+                self.shared.misused(format!("key {named}: the memory for its {what} is given out already"))
             }),
         }
     }
@@ -95,9 +98,9 @@ impl Job {
     }
 
     /// A key's parameters in the one copy that all workers of this host read, where
-    /// [`Options::shared_parameters`](crate::Options::shared_parameters) asked for it. They are right from the end of
-    /// [`push_pull_shared`](Self::push_pull_shared) until this worker pushes the key's next gradient: the hub overwrites them
-    /// when the last worker has, whoever still reads.
+    /// [`Options::shared_parameters`](crate::Options::shared_parameters) asked for it. They are valid from
+    /// the end of [`push_pull_shared`](Self::push_pull_shared) until this worker pushes the key's next
+    /// gradient: when the last worker has pushed it, the hub overwrites them, whoever still reads.
     pub fn shared_parameters(&self, key: u32) -> Result<SharedTensor, WorkerError> {
         self.shared.find(key)?;
         self.shared.check_shares_parameters()?;
@@ -107,10 +110,10 @@ impl Job {
 }
 
 impl Shared {
-    /// Bytes of neighbouring keys in this process's memory.
+    /// The bytes of neighbouring keys in this process's memory.
     fn run_bytes(&self, keys: &Range<u32>) -> Result<usize, WorkerError> {
         if keys.is_empty() {
-            return Err(self.misplaced(format!("keys {keys:?} are none: ask for the memory of at least one")));
+            return Err(self.misused(format!("keys {keys:?} are none: ask for the memory of at least one")));
         }
         let mut bytes = 0;
         for key in keys.clone() {
@@ -120,12 +123,16 @@ impl Shared {
         Ok(bytes)
     }
 
-    /// What an arena has answered to a request for several keys.
-    fn taken<T>(&self, keys: &Range<u32>, answer: Result<Option<T>, Apart>) -> Result<T, WorkerError> {
+    /// Turns an arena's answer to a request for several keys into a result.
+    fn taken<T>(
+        &self,
+        keys: &Range<u32>,
+        answer: Result<Option<T>, NotContiguous>,
+    ) -> Result<T, WorkerError> {
         match answer {
             Ok(Some(tensor)) => Ok(tensor),
-            Ok(None) => Err(self.misplaced(format!("keys {keys:?}: some of their memory is given out already"))),
-            Err(Apart(key)) => Err(self.misplaced(format!(
+            Ok(None) => Err(self.misused(format!("keys {keys:?}: some of their memory is given out already"))),
+            Err(NotContiguous(key)) => Err(self.misused(format!(
                 "keys {keys:?}: key {key} does not lie behind the one before it: ask for packed tensors in the settings, \
                  and for keys of one type"
             ))),
@@ -137,6 +144,6 @@ impl Shared {
             return Ok(());
         }
         Err(self
-            .misplaced("this worker shares no parameters: ask for them in the options it joins with".into()))
+            .misused("this worker shares no parameters: ask for them in the options it joins with".into()))
     }
 }

@@ -12,7 +12,7 @@ use paramhub_worker::{Options, WorkerError};
 
 use super::hub::{CHUNK, Hub, PATIENCE, Peer, ramp, settings};
 
-/// Finishes a job whose scripted streams have nothing more to say.
+/// Ends a job whose scripted streams send nothing more.
 fn part(job: paramhub_worker::Job, peers: Vec<Peer>) {
     std::thread::scope(|scope| {
         for mut peer in peers {
@@ -56,8 +56,8 @@ fn a_later_urgent_key_overtakes_a_large_one() {
     let hub = Hub::new(1);
     let settings = settings(&[10, (LARGE * CHUNK) as u64]);
     let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
-    let (job, mut peers) = hub.open(hub.admission(1, settings), options);
-    // Nobody reads, so the stream fills up long before the large key is through.
+    let (job, mut peers) = hub.open(hub.job_config(1, settings), options);
+    // No peer reads, so the stream fills up long before the large key is sent.
     let large = job.push(1, ramp(LARGE * CHUNK)).unwrap();
     let mut urgent = job.push(0, ramp(10)).unwrap();
     let mut overtaken = None;
@@ -81,7 +81,7 @@ fn a_later_urgent_key_overtakes_a_large_one() {
 
 #[test]
 fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
-    // Chunks are larger than what the socket takes, so that nearly every write breaks off inside one.
+    // Chunks are larger than the socket's buffer, so that nearly every write stops inside one.
     const CHUNK: usize = 16 << 10;
     const CHUNKS: usize = 60;
     for codec in [Codec::BF16, Codec::F16] {
@@ -92,7 +92,7 @@ fn gradients_travel_in_the_settings_codec_however_writes_break_off() {
             ..settings(&[(CHUNKS * CHUNK) as u64])
         };
         let options = Options { socket_send_bytes: Some(8 << 10), ..Options::default() };
-        let (job, mut peers) = hub.open(hub.admission(1, settings), options);
+        let (job, mut peers) = hub.open(hub.job_config(1, settings), options);
         let gradient: Vec<f32> = (0..CHUNKS * CHUNK).map(|index| (index as f32).sin() * 100.0).collect();
         let mut expected = vec![0; CHUNKS * CHUNK * 2];
         convert::encode(&gradient, &mut expected, codec);
@@ -122,9 +122,9 @@ fn in_place_every_chunk_leaves_as_it_was_while_others_are_replaced() {
             chunk_bytes: 4 * CHUNK as u32,
             ..settings(&[(CHUNKS * CHUNK) as u64])
         };
-        // Nearly every write breaks off inside a chunk, and what was gathered behind it is gathered again.
+        // Nearly every write stops inside a chunk, and the chunks gathered behind it are gathered again.
         let options = Options { socket_send_bytes: Some(8 << 10), ..Options::default() };
-        let (job, mut peers) = hub.open(hub.admission(1, settings), options);
+        let (job, mut peers) = hub.open(hub.job_config(1, settings), options);
         let gradient: Vec<f32> = (0..CHUNKS * CHUNK).map(|index| (index as f32).cos() * 100.0).collect();
         let mut expected = vec![0; CHUNKS * CHUNK * codec.bytes()];
         convert::encode(&gradient, &mut expected, codec);
@@ -168,7 +168,7 @@ fn half_precision_keys_travel_as_they_lie_in_memory() {
 fn broadcast_spreads_rank_zeros_parameters_and_their_version() {
     let hub = Hub::new(1);
     let (first, mut peers) =
-        hub.open(hub.admission(0, settings(&[10, CHUNK as u64 + 1])), Options::default());
+        hub.open(hub.job_config(0, settings(&[10, CHUNK as u64 + 1])), Options::default());
     let mut parameters = [ramp(10), ramp(CHUNK + 1)];
     let payloads = std::thread::scope(|scope| {
         let broadcast = scope.spawn(|| first.broadcast(&mut parameters, 70));
@@ -215,7 +215,7 @@ fn a_scope_borrows_and_returns_when_all_is_answered() {
         let [first, second] = &mut out;
         job.scope(|scope| {
             let handle = scope.push_pull(0, &gradients[0], first).unwrap();
-            // Not waited for: the scope does.
+            // The test does not wait for this request: the scope does.
             scope.push_pull(1, &gradients[1], second).unwrap();
             handle.wait().unwrap();
         });
@@ -254,8 +254,8 @@ fn new_hyperparameters_leave_before_later_pushes_on_every_stream() {
 fn heartbeats_go_out_while_the_user_computes() {
     let hub = Hub::new(1);
     let options = Options { heartbeat: Duration::from_millis(40), ..Options::default() };
-    let (job, mut peers) = hub.open(hub.admission(1, settings(&[4])), options);
-    // This thread, the user's, calls nothing meanwhile.
+    let (job, mut peers) = hub.open(hub.job_config(1, settings(&[4])), options);
+    // The user's thread, which is this one, calls nothing meanwhile.
     for _ in 0..3 {
         assert_eq!(peers[0].frame().unwrap().0.operation, Operation::Heartbeat);
     }
@@ -284,7 +284,7 @@ fn leaving_waits_for_what_is_under_way() {
 fn leaving_with_an_unanswered_request_names_it() {
     let hub = Hub::new(1);
     let options = Options { leave_timeout: Duration::from_millis(50), ..Options::default() };
-    let (job, mut peers) = hub.open(hub.admission(1, settings(&[4])), options);
+    let (job, mut peers) = hub.open(hub.job_config(1, settings(&[4])), options);
     let handle = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
     std::thread::scope(|scope| {
         let leaving = scope.spawn(|| job.leave());
@@ -312,7 +312,7 @@ fn what_does_not_fit_is_refused_and_counts_for_nothing() {
     assert!(refused.contains("parameters has 28"), "{refused}");
     assert!(job.pull(2, vec![0_u8; 1]).unwrap_err().to_string().contains("key 2 does not exist"));
     assert!(job.initialise(0, ramp(4), 0).unwrap_err().to_string().contains("rank 0"));
-    assert!(matches!(job.broadcast(&mut [ramp(4)], 0), Err(WorkerError::Misplaced { .. })));
+    assert!(matches!(job.broadcast(&mut [ramp(4)], 0), Err(WorkerError::Misused { .. })));
     assert_eq!((job.key("k1"), job.key("k2")), (Some(1), None));
 
     let handle = job.push_pull(0, ramp(4), vec![0.0_f32; 4]).unwrap();
@@ -355,7 +355,7 @@ fn many_threads_share_a_job_of_many_keys() {
     std::thread::scope(|scope| {
         for peer in &mut peers {
             scope.spawn(|| {
-                // As many as come: the placement decides how many chunks a core has.
+                // Answer as many as come: the placement decides how many chunks a core has.
                 while let Some((header, payload)) = peer.request() {
                     match header.operation {
                         Operation::PushPull => peer.parameters(header.chunk, header.step + 1, &payload),
@@ -416,7 +416,7 @@ fn a_norm_is_complete_with_every_routes_part_and_rank_zero_releases_it_on_every_
     let settings = || Settings { clip_norm: Some(1.0), ..settings(&[2 * CHUNK as u64]) };
     for rank in [0, 1] {
         let hub = Hub::new(2);
-        let (job, mut peers) = hub.open(hub.admission(rank, settings()), Options::default());
+        let (job, mut peers) = hub.open(hub.job_config(rank, settings()), Options::default());
         for step in 0..3 {
             let mut norm = job.gradient_norm(step).unwrap();
             let handle = job.push_pull(0, ramp(2 * CHUNK), vec![0.0_f32; 2 * CHUNK]).unwrap();
@@ -471,7 +471,7 @@ fn a_norm_that_nothing_waits_for_breaks_the_protocol() {
 fn optimizer_state_travels_chunk_by_chunk_behind_its_count() {
     let hub = Hub::new(1);
     let settings = settings(&[CHUNK as u64 + 3]);
-    let (job, mut peers) = hub.open(hub.admission(0, settings), Options::default());
+    let (job, mut peers) = hub.open(hub.job_config(0, settings), Options::default());
     assert_eq!(job.state_slots(), 2);
     let values = ramp(CHUNK + 3);
     let handle = job.initialise_state(0, 1, values.clone(), 12).unwrap();

@@ -4,7 +4,7 @@ use paramhub_core::codec::Codec;
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{Failure, Header, Notice, Operation};
-use paramhub_worker::{Admission, Job, Options, WorkerError};
+use paramhub_worker::{Job, JobConfig, Options, WorkerError};
 
 use super::hub::{self, CHUNK, Hub, PATIENCE, Peer, ramp, settings};
 
@@ -18,7 +18,7 @@ fn assert_failed(
     let error = finished.outcome.unwrap_err();
     assert!(is_expected(&error), "{error}");
     assert!(!finished.gradient.is_empty() && !finished.parameters.is_empty());
-    // Twice: a refused request does not occupy its key.
+    // Try twice: a refused request must not occupy its key.
     for _ in 0..2 {
         let later = job.push(1, ramp(4)).unwrap_err();
         assert_eq!(later.to_string(), error.to_string());
@@ -61,14 +61,14 @@ fn a_reason_on_one_stream_counts_more_than_the_end_of_another() {
     let (job, mut peers) = hub.open_plain(settings(&[2 * CHUNK as u64, 4]));
     let handle = ask(&job, 2 * CHUNK);
     peers.remove(0).hang_up();
-    // The worker has seen the end by now, or will see it with the reason.
+    // The worker has seen the end by now, or will see it together with the reason.
     std::thread::sleep(Duration::from_millis(50));
     let failure = Failure { rank: Some(0), message: "rank 0 was killed".into() };
     peers[0].say(Header::bare(Operation::Failure), &failure.encode());
     assert_failed(&job, handle, |error| error.culprit() == Some(0));
 }
 
-/// What a hub says, and words of the worker's complaint.
+/// What a hub sends, and words of the worker's error.
 type Offence = (&'static str, fn(&mut Peer));
 
 #[test]
@@ -110,7 +110,7 @@ fn an_answer_before_the_request_has_left_whole_is_an_offence() {
     const LARGE: usize = 8 << 10;
     let hub = Hub::new(1);
     let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
-    let (job, mut peers) = hub.open(hub.admission(1, settings(&[(LARGE * CHUNK) as u64, 4])), options);
+    let (job, mut peers) = hub.open(hub.job_config(1, settings(&[(LARGE * CHUNK) as u64, 4])), options);
     let handle = ask(&job, LARGE * CHUNK);
     peers[0].request().unwrap();
     peers[0].parameters(LARGE as u32 - 1, 1, &[0; 4 * CHUNK]);
@@ -119,7 +119,7 @@ fn an_answer_before_the_request_has_left_whole_is_an_offence() {
 
 #[test]
 fn in_place_nothing_is_overwritten_that_has_not_left_whole() {
-    // A chunk that fits into no socket, so that it has begun to leave and stays so.
+    // A chunk larger than any socket's buffer, so that it begins to leave and never ends.
     const ELEMENTS: usize = 4 << 20;
     let hub = Hub::new(1);
     let settings = Settings { chunk_bytes: 4 * ELEMENTS as u32, ..settings(&[ELEMENTS as u64, 4]) };
@@ -133,10 +133,10 @@ fn in_place_nothing_is_overwritten_that_has_not_left_whole() {
     assert!(matches!(finished.outcome, Err(WorkerError::Protocol { .. })), "{:?}", finished.outcome);
     assert!(finished.parameters == ramp(ELEMENTS), "the gradient was overwritten while it left");
 
-    // Of many chunks those that were answered in time are new, and the others are as they were.
+    // Some of the many chunks are answered in time and are new; the others are as they were.
     const CHUNKS: usize = 8 << 10;
     let options = Options { socket_send_bytes: Some(64 << 10), ..Options::default() };
-    let (job, mut peers) = hub.open(hub.admission(1, hub::settings(&[(CHUNKS * CHUNK) as u64, 4])), options);
+    let (job, mut peers) = hub.open(hub.job_config(1, hub::settings(&[(CHUNKS * CHUNK) as u64, 4])), options);
     let handle = job.push_pull_in_place(0, ramp(CHUNKS * CHUNK)).unwrap();
     assert_eq!(peers[0].request().unwrap().0.chunk, 0);
     peers[0].parameters(0, 1, &[0; 4 * CHUNK]);
@@ -152,7 +152,7 @@ fn bytes_that_are_no_frame_end_the_job() {
     let hub = Hub::new(1);
     let (job, mut peers) = hub.open_plain(settings(&[4, 4]));
     let handle = ask(&job, 4);
-    // A frame that only workers send.
+    // Only workers send this frame.
     peers[0].say(Header::bare(Operation::Leave), &[]);
     let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Protocol { .. }));
     assert!(error.contains("does not go this way"), "{error}");
@@ -162,9 +162,9 @@ fn bytes_that_are_no_frame_end_the_job() {
 fn a_hub_that_falls_silent_is_named() {
     let hub = Hub::new(1);
     let job_options = JobOptions { dead_after_s: 0.2, ..JobOptions::default() };
-    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
+    let job_config = JobConfig { job_options, ..hub.job_config(1, settings(&[4, 4])) };
     let options = Options { heartbeat: Duration::from_millis(100), ..Options::default() };
-    let (job, _peers) = hub.open(admission, options);
+    let (job, _peers) = hub.open(job_config, options);
     let handle = ask(&job, 4);
     let error = assert_failed(&job, handle, |error| matches!(error, WorkerError::Silent { .. }));
     assert!(error.contains(&hub.address) && error.contains("has been silent for"), "{error}");
@@ -174,8 +174,8 @@ fn a_hub_that_falls_silent_is_named() {
 fn heartbeats_keep_a_slow_hub_alive() {
     let hub = Hub::new(1);
     let job_options = JobOptions { dead_after_s: 2.0, ..JobOptions::default() };
-    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
-    let (job, mut peers) = hub.open(admission, Options::default());
+    let job_config = JobConfig { job_options, ..hub.job_config(1, settings(&[4, 4])) };
+    let (job, mut peers) = hub.open(job_config, Options::default());
     let mut handle = ask(&job, 4);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(2500) {
@@ -191,8 +191,8 @@ fn a_worker_that_was_held_up_itself_does_not_blame_the_hub() {
     const DEAD_AFTER: Duration = Duration::from_millis(1500);
     let hub = Hub::new(1);
     let job_options = JobOptions { dead_after_s: DEAD_AFTER.as_secs_f64(), ..JobOptions::default() };
-    let admission = Admission { job_options, ..hub.admission(1, settings(&[4, 4])) };
-    let (job, mut peers) = hub.open(admission, Options::default());
+    let job_config = JobConfig { job_options, ..hub.job_config(1, settings(&[4, 4])) };
+    let (job, mut peers) = hub.open(job_config, Options::default());
     let (told, hear) = std::sync::mpsc::channel();
     job.on_notice(move |_| {
         std::thread::sleep(DEAD_AFTER + Duration::from_millis(200));

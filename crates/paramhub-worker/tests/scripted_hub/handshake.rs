@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use paramhub_core::auth::Proof;
 use paramhub_core::wire::{Caller, PROOF_BYTES, Refusal, Verdict};
 use paramhub_transport::socket::{read_exact_by, write_all_by};
-use paramhub_worker::{Admission, Options, WorkerError};
+use paramhub_worker::{JobConfig, Options, WorkerError};
 
 use super::hub::{Hub, PATIENCE, challenge, settings};
 
-/// Gives `verdict` once the worker has proven itself.
+/// Sends `verdict` after the worker's proof.
 fn conclude(mut socket: std::net::TcpStream, verdict: &Verdict) {
     challenge(&mut socket);
     let deadline = Instant::now() + PATIENCE;
@@ -20,14 +20,14 @@ fn conclude(mut socket: std::net::TcpStream, verdict: &Verdict) {
 #[test]
 fn a_hello_says_who_and_which_route() {
     let hub = Hub::new(2);
-    let admission = hub.admission(1, settings(&[1000]));
-    let (job, peers) = hub.open(admission.clone(), Options::default());
+    let job_config = hub.job_config(1, settings(&[1000]));
+    let (job, peers) = hub.open(job_config.clone(), Options::default());
     let caller = Caller::Worker { rank: 1, shares_parameters: false, resumes: false };
     for (core, peer) in peers.iter().enumerate() {
         assert_eq!((peer.hello.caller, peer.hello.interface, peer.hello.core), (caller, 0, core as u16));
         assert_eq!(
             (peer.hello.namespace, peer.hello.incarnation),
-            (admission.namespace, admission.incarnation)
+            (job_config.namespace, job_config.incarnation)
         );
     }
     assert_ne!(peers[0].hello.challenge, peers[1].hello.challenge);
@@ -39,9 +39,9 @@ fn a_hello_says_who_and_which_route() {
 #[test]
 fn a_core_without_chunks_is_not_dialled() {
     let hub = Hub::new(1);
-    let mut admission = hub.admission(1, settings(&[10]));
-    admission.hubs[0].interfaces[0].cores = vec![0, 1, 2];
-    let (job, peers) = hub.open(admission, Options::default());
+    let mut job_config = hub.job_config(1, settings(&[10]));
+    job_config.hubs[0].interfaces[0].cores = vec![0, 1, 2];
+    let (job, peers) = hub.open(job_config, Options::default());
     assert_eq!(peers[0].hello.core, 0);
     drop(peers);
     drop(job);
@@ -69,7 +69,7 @@ fn a_hub_that_does_not_know_the_nonce_is_unmasked() {
 fn a_hub_that_stalls_is_given_up() {
     let options = Options { dial_timeout: Duration::from_millis(200), ..Options::default() };
     let refused = Hub::new(1).turn_away(options, |mut socket| {
-        // Held open, and silent, until the worker gives up.
+        // The socket stays open and silent until the worker gives up.
         let _ = socket.read_to_end(&mut Vec::new());
     });
     assert!(matches!(refused, WorkerError::Dial { .. }), "{refused}");
@@ -92,17 +92,17 @@ fn something_else_than_a_hub_is_recognised() {
 #[test]
 fn a_closed_port_says_what_to_look_at() {
     let hub = Hub::new(1);
-    let mut admission = hub.admission(1, settings(&[10]));
+    let mut job_config = hub.job_config(1, settings(&[10]));
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    admission.hubs[0].interfaces[0].address = closed.clone();
-    let refused = admission.open(Options::default()).unwrap_err().to_string();
+    job_config.hubs[0].interfaces[0].address = closed.clone();
+    let refused = job_config.open(Options::default()).unwrap_err().to_string();
     assert!(refused.contains(&closed) && refused.contains("is the hub running?"), "{refused}");
 }
 
 #[test]
 fn another_placement_is_refused_before_anything_is_dialled() {
     let hub = Hub::new(1);
-    let admission = Admission { placement_hash: Some("00".into()), ..hub.admission(1, settings(&[10])) };
-    let refused = admission.open(Options::default()).unwrap_err();
+    let job_config = JobConfig { placement_hash: Some("00".into()), ..hub.job_config(1, settings(&[10])) };
+    let refused = job_config.open(Options::default()).unwrap_err();
     assert!(matches!(refused, WorkerError::Placement { .. }), "{refused}");
 }

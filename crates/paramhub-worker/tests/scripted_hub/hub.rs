@@ -1,4 +1,4 @@
-//! The scripted hub: each of its streams is driven by hand.
+//! The scripted hub: a test drives each of its streams by hand.
 
 use std::collections::VecDeque;
 use std::net::TcpListener;
@@ -19,12 +19,12 @@ use paramhub_transport::socket::{read_exact_by, write_all_by};
 use paramhub_transport::{
     Events, FrameSink, Interest, Landing, Outgoing, Poller, Scratch, Stream, TcpStream,
 };
-use paramhub_worker::{Admission, Job, Options, WorkerError};
+use paramhub_worker::{Job, JobConfig, Options, WorkerError};
 
-/// Ends a test that hangs, far above what a slow machine needs.
+/// The time after which a hanging test ends, far above what a slow machine needs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) const NONCE: Nonce = Nonce([7; 32]);
-/// Small enough that little data makes many chunks: 256 elements of f32.
+/// Small, so that little data makes many chunks: 256 elements of f32.
 pub(crate) const CHUNK_BYTES: u32 = 1024;
 pub(crate) const CHUNK: usize = 256;
 
@@ -41,11 +41,11 @@ impl Hub {
         Hub { listener, address, cores }
     }
 
-    pub(crate) fn admission(&self, rank: u32, settings: Settings) -> Admission {
+    pub(crate) fn job_config(&self, rank: u32, settings: Settings) -> JobConfig {
         let cores = (0..self.cores).collect();
         let interface = InterfaceShape { address: self.address.clone(), cores, weight: 1 };
         let hubs = vec![HubShape { local: None, interfaces: vec![interface] }];
-        Admission {
+        JobConfig {
             name: "digits".into(),
             namespace: Namespace([1; 16]),
             nonce: NONCE,
@@ -62,9 +62,9 @@ impl Hub {
     }
 
     /// Opens a job whose chunks lie on every core; the streams come in core order.
-    pub(crate) fn open(&self, admission: Admission, options: Options) -> (Job, Vec<Peer>) {
+    pub(crate) fn open(&self, job_config: JobConfig, options: Options) -> (Job, Vec<Peer>) {
         std::thread::scope(|scope| {
-            let job = scope.spawn(|| admission.open(options));
+            let job = scope.spawn(|| job_config.open(options));
             let peers = (0..self.cores).map(|_| self.accept()).collect();
             (job.join().unwrap().unwrap(), peers)
         })
@@ -72,10 +72,10 @@ impl Hub {
 
     /// [`Hub::open`] as rank 1 with every default.
     pub(crate) fn open_plain(&self, settings: Settings) -> (Job, Vec<Peer>) {
-        self.open(self.admission(1, settings), Options::default())
+        self.open(self.job_config(1, settings), Options::default())
     }
 
-    /// Lets the next stream in.
+    /// Accepts the next stream.
     pub(crate) fn accept(&self) -> Peer {
         let (mut socket, _) = self.listener.accept().unwrap();
         let (hello, expected, mine) = challenge(&mut socket);
@@ -88,7 +88,7 @@ impl Hub {
         Peer::new(socket, hello)
     }
 
-    /// Takes one connection and does as it likes with it, while a worker tries to open a job.
+    /// Passes one connection to the test's function, while a worker tries to open a job.
     pub(crate) fn turn_away(
         &self,
         options: Options,
@@ -96,7 +96,7 @@ impl Hub {
     ) -> WorkerError {
         std::thread::scope(|scope| {
             scope.spawn(|| script(self.listener.accept().unwrap().0));
-            self.admission(1, settings(&[10])).open(options).unwrap_err()
+            self.job_config(1, settings(&[10])).open(options).unwrap_err()
         })
     }
 }
@@ -123,7 +123,7 @@ pub(crate) struct Peer {
     closed: bool,
 }
 
-/// Frames that came, whole.
+/// The whole frames received.
 #[derive(Default)]
 struct Frames(VecDeque<(Header, Vec<u8>)>);
 
@@ -180,7 +180,7 @@ impl Peer {
         assert!(!events.is_empty(), "nothing came from the worker for {PATIENCE:?}");
     }
 
-    /// Says bytes that need be no frame and fit into the socket.
+    /// Sends bytes that need not be a frame and fit into the socket's buffer.
     pub(crate) fn say_bytes(&mut self, bytes: &[u8]) {
         assert_eq!(rustix::io::write(&self.stream, bytes).unwrap(), bytes.len());
     }
@@ -210,7 +210,7 @@ impl Peer {
         self.say(Header { chunk, step: version, ..Header::bare(Operation::Applied) }, &[]);
     }
 
-    /// Answers the next `requests` PushPulls with what they brought, as a hub would to its only worker.
+    /// Answers the next `requests` PushPulls with their own gradients, as a hub would answer its only worker.
     pub(crate) fn echo(&mut self, requests: usize) {
         for _ in 0..requests {
             let (header, payload) = self.request().expect("a request");
@@ -219,7 +219,7 @@ impl Peer {
         }
     }
 
-    /// Ends the stream in order.
+    /// Closes the stream in order.
     pub(crate) fn hang_up(self) {
         rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both).unwrap();
     }
@@ -235,7 +235,7 @@ pub(crate) fn settings(sizes: &[u64]) -> Settings {
     }
 }
 
-/// Numbers that differ from chunk to chunk and element to element.
+/// Numbers that differ from chunk to chunk and from element to element.
 pub(crate) fn ramp(elements: usize) -> Vec<f32> {
     (0..elements).map(|index| index as f32 * 0.5 - 3.0).collect()
 }

@@ -1,5 +1,5 @@
-//! A worker against a hub that follows a script: real sockets, real handshakes, real frames, and answers that no real hub
-//! gives.
+//! A worker against a hub that follows a script: real sockets, real handshakes, real frames, and answers that
+//! no real hub sends.
 
 mod exchange;
 mod failures;

@@ -1,4 +1,5 @@
-//! Bytes that are no frames, and frames that break the rules: their own job fails with the reason, and no other.
+//! Bytes that are no frames, and frames that break the rules: their own job fails with the reason, and no
+//! other does.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,12 +11,12 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Header, Operation, VERDICT_BYTES, Ver
 use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Transports};
 use crate::raw::{Raw, hello, push, settings};
 
 #[test]
 fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let mut wrong_length = push(0);
     wrong_length[12..16].copy_from_slice(&12u32.to_le_bytes());
     let mut oversized = push(0);
@@ -85,7 +86,7 @@ fn each_bad_frame_fails_its_job_with_its_reason_and_no_other_job() {
 
 #[test]
 fn a_step_that_is_over_is_refused() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let ticket = cluster.job("late", 1);
     let mut raw = Raw::join(&cluster, &ticket, 0);
     for step in 0..2 {
@@ -99,7 +100,7 @@ fn a_step_that_is_over_is_refused() {
 
 #[test]
 fn frames_before_the_handshake_reach_nobody() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     beside_a_running_job(&cluster, || {
         for _ in 0..20 {
             let mut stranger = Raw::dial(cluster.hub().addresses()[0]);
@@ -113,7 +114,7 @@ fn frames_before_the_handshake_reach_nobody() {
                 Some(Verdict::Refused { message, .. }) => {
                     assert!(message.contains("not paramhub's"), "{message}")
                 }
-                // Reset before it was read: also closed.
+                // The connection was reset before the bytes were read: that counts as closed, too.
                 None => {}
                 Some(Verdict::Welcome { .. }) => panic!("a stranger was let in"),
             }
@@ -124,7 +125,7 @@ fn frames_before_the_handshake_reach_nobody() {
 #[test]
 fn a_refused_peer_that_goes_on_sending_is_cut_off() {
     const FLOOD: usize = 64 << 20;
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let mut stranger = TcpStream::connect(cluster.hub().addresses()[0]).unwrap();
     let flood = [0; 8 << 10];
     let is_cut_off = (0..FLOOD / flood.len()).any(|_| stranger.write_all(&flood).is_err());
@@ -133,14 +134,14 @@ fn a_refused_peer_that_goes_on_sending_is_cut_off() {
 
 #[test]
 fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let ticket = cluster.job("impatient", 1);
     let greeting = hello(&ticket, 0, &settings(), &cluster).encode();
     let mut patient = Raw::dial(cluster.hub().addresses()[0]);
     patient.send(&greeting);
     patient.socket.read_exact(&mut [0; CHALLENGE_BYTES]).unwrap();
     let mut impatient = Raw::dial(cluster.hub().addresses()[0]);
-    // In one write, so that the hub finds both.
+    // One write, so that the hub receives both.
     impatient.send(&[&greeting[..], &[0; 4096]].concat());
     let mut answer = Vec::new();
     // The connection ends by a reset, since bytes were left unread.
@@ -150,7 +151,7 @@ fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
 
 #[test]
 fn strangers_that_hold_connections_keep_no_job_out() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     // The hub and the strangers share this process's descriptors, and workers need some, too.
     let limit = paramhub_transport::handshakes::raise_descriptor_limit();
     let strangers = (limit / 3).min(6000) as usize;
@@ -170,7 +171,7 @@ fn strangers_that_hold_connections_keep_no_job_out() {
 
 #[test]
 fn random_bytes_on_both_ports_harm_nobody() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
         .ok()
         .and_then(|text| text.parse().ok())
@@ -189,7 +190,7 @@ fn random_bytes_on_both_ports_harm_nobody() {
             let address = if round % 2 == 0 { manager } else { cluster.hub().addresses()[0] };
             let mut bytes: Vec<u8> = (0..random() % 5000).map(|_| random() as u8).collect();
             match round % 3 {
-                // As far as the hub's first check, then noise.
+                // Bytes that pass the hub's first check, then noise.
                 0 if bytes.len() > 6 => bytes[..6].copy_from_slice(b"PHUB\x01\x00"),
                 1 => bytes
                     .splice(0..0, *b"POST /v1/jobs HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n")

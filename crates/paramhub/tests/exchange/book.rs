@@ -1,15 +1,16 @@
-//! The information book of a job on a real hub, and the start of what its plan keeps out of the hub's steps.
+//! The information book of a job on a real hub, and the initial values of keys that its plan keeps out of the
+//! hub's steps.
 
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::scheme::{HubPlace, LayerSettings, Scheme, SchemeChoice};
 use paramhub_core::service::JobOptions;
 use paramhub_core::settings::Settings;
 
-use crate::cluster::{Cluster, sgd};
+use crate::cluster::{Cluster, Transports, sgd};
 
 #[test]
 fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::tcp(), 2);
     let keys = vec![
         Key::new("conv", [30_000]),
         Key::new("fc.weight", [256, 128]),
@@ -30,7 +31,8 @@ fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
     let sizes = [30_000, 256 * 128, 256, 200 * 100];
     let client = cluster.client.clone();
     let found = cluster.job("planned", 3).run(&settings, |job| {
-        // Rank 0's, whatever the scheme: the streams stand only if hub and worker placed the chunks alike.
+        // Rank 0's values count, whatever the scheme. Streams are accepted only if hub and worker placed the
+        // chunks alike.
         let of_rank = |size: usize| (0..size).map(|at| at as f32 + 0.25 * job.rank() as f32).collect();
         let mut model: Vec<Vec<f32>> = sizes.iter().map(|&size| of_rank(size)).collect();
         job.broadcast(&mut model, 0).unwrap();
@@ -53,14 +55,14 @@ fn ranks_hub_and_manager_plan_alike_and_start_from_rank_0() {
 
 #[test]
 fn what_nobody_can_exchange_is_refused_with_what_can_be() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let keys = || KeyTable::new(vec![Key::new("fc.weight", [256, 128])]).unwrap();
     let layer =
         |scheme| LayerSettings::fully_connected("fc", [0], [256, 128, 4]).by(SchemeChoice::Only(scheme));
     let late = JobOptions { stragglers: "backup:1".parse().unwrap(), ..Default::default() };
     for (name, scheme, options, reason) in [
-        ("late", Scheme::Factors, late, "every step waits for all workers' factors"),
-        ("late-whole", Scheme::FactorsToHub, late, "every step waits for all workers' factors"),
+        ("late", Scheme::Factors, late, "every step waits for the factors of all workers"),
+        ("late-whole", Scheme::FactorsToHub, late, "every step waits for the factors of all workers"),
     ] {
         let settings =
             Settings { layers: vec![layer(scheme)], optimizer: sgd(0.1, 0.0), ..Settings::new(keys()) };

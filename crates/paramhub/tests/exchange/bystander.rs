@@ -1,4 +1,4 @@
-//! A job that must not notice what happens beside it.
+//! A job that must not be affected by what happens beside it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use paramhub_core::settings::Settings;
 
 use crate::cluster::{Cluster, keys};
 
-/// A job that goes on while something else goes wrong, and is right to the end.
+/// Runs a job while `offend` does something wrong, and checks the job's numbers to the end.
 pub(crate) fn beside_a_running_job(cluster: &Cluster, offend: impl FnOnce()) {
     let ticket = cluster.job("bystander", 2);
     let over = AtomicBool::new(false);
@@ -17,7 +17,8 @@ pub(crate) fn beside_a_running_job(cluster: &Cluster, offend: impl FnOnce()) {
             let settings = Settings::new(keys(&[30_000, 4]));
             ticket.run(&settings, |job| {
                 let mut steps = 0;
-                // Both ranks must agree on when to end: the sum tells whether either has seen that it is over.
+                // Both ranks must agree on when to end: the sum shows whether either has seen that the
+                // offence is over.
                 loop {
                     let end = if over.load(Ordering::SeqCst) { 1.0f32 } else { 0.0 };
                     let gradient = vec![end; 4];

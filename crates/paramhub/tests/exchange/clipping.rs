@@ -1,4 +1,5 @@
-//! Steps in two phases: the norm of the whole mean gradient is known to all before anything is updated with it.
+//! Steps in two phases: all hubs know the norm of the whole mean gradient before any parameter is updated
+//! with it.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::norms::clip_factor;
@@ -10,14 +11,28 @@ use paramhub_kernels::{Hyperparameters, Registry, Step};
 use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, Ticket, gradient, keys, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, gradient, keys, sgd};
 use crate::raw::{self, Raw};
+
+over_transports!(
+    [tcp shm mixed]
+    a_gradient_is_clipped_to_its_global_norm_over_all_hubs_and_cores,
+    a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike,
+    rank_zero_releases_by_hand_with_any_factor_and_once,
+    a_norm_that_is_not_finite_does_what_it_does_in_torch,
+    a_learning_rate_holds_for_its_step_in_two_phases_too,
+    a_step_by_hand_is_held_told_released_and_answered,
+    offences_against_a_release_fail_their_job_with_the_reason,
+    whoever_is_lost_or_leaves_between_the_phases_ends_the_job,
+    different_norms_to_clip_to_are_told_to_both_sides,
+);
 
 const SIZES: [u64; 5] = [40_001, 1, 8192, 300, 100_003];
 const WORKERS: u32 = 3;
 const STEPS: u32 = 6;
 
-/// Few bits each, so that their sums are exact in any order and bf16 holds them; twice as large from step to step.
+/// Values of few bits, so that their sums are exact in any order and bf16 holds them. They double from step
+/// to step.
 fn exact_gradient(rank: u32, key: u32, step: u32) -> Vec<f32> {
     let scale = (1_u32 << step) as f32;
     let values = gradient(rank, key, step, SIZES[key as usize] as usize);
@@ -33,7 +48,7 @@ fn adam() -> OptimizerChoice {
     OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("adam") }
 }
 
-/// Some keys at once, some pushed and pulled apart.
+/// Exchanges some keys in one request, and pushes and pulls another in two.
 fn exchange_step(job: &Job, step: u32, model: &mut [Vec<f32>]) {
     let pushed = job.push(1, exact_gradient(job.rank(), 1, step)).unwrap();
     let handles: Vec<_> = [4, 3, 2, 0]
@@ -70,7 +85,7 @@ fn train(ticket: &Ticket, settings: &Settings) -> Trained {
     })
 }
 
-/// The same here: by kernels, from the norms that the job told, which must be right.
+/// Computes the same here with the kernels, from the norms that the job reported, which must be right.
 fn check(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32) {
     let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
     let hyperparameters = settings.optimizer.hyperparameters.unwrap();
@@ -108,12 +123,11 @@ fn check(settings: &Settings, trained: &Trained, factor: impl Fn(f64) -> f32) {
     }
 }
 
-#[test]
-fn a_gradient_is_clipped_to_its_global_norm_over_all_hubs_and_cores() {
-    let cluster = Cluster::new(2);
+fn a_gradient_is_clipped_to_its_global_norm_over_all_hubs_and_cores(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let second =
         RunningHub::start(cluster.client.clone(), HubConfig { cores: 2, ..Default::default() }).unwrap();
-    // Clipped from the third step or so on.
+    // Gradients are clipped from the third step or so on.
     let clip_norm = 400.0;
     let mut number = 0;
     for optimizer in [sgd(0.1, 0.9), adam()] {
@@ -135,9 +149,8 @@ fn a_gradient_is_clipped_to_its_global_norm_over_all_hubs_and_cores() {
     second.stop();
 }
 
-#[test]
-fn a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike() {
-    let cluster = Cluster::new(2);
+fn a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let once = Settings { optimizer: sgd(0.1, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
     let twice = Settings { clip_norm: Some(1e6), ..once.clone() };
     let run = |name: &str, settings| train(&cluster.job(name, WORKERS), settings);
@@ -148,9 +161,8 @@ fn a_norm_that_is_never_reached_changes_no_bit_and_runs_are_alike() {
     assert!(run("tight", &tight) == run("tight-again", &tight));
 }
 
-#[test]
-fn rank_zero_releases_by_hand_with_any_factor_and_once() {
-    let cluster = Cluster::new(2);
+fn rank_zero_releases_by_hand_with_any_factor_and_once(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings =
         Settings { optimizer: sgd(1.0, 0.0), two_phase: true, ..Settings::new(keys(&[20_000, 3])) };
     cluster.job("by-hand", 2).run(&settings, |job| {
@@ -183,7 +195,7 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once() {
         }
         let told = job.gradient_norm(3).unwrap().wait().unwrap_err().to_string();
         assert!(told.contains("the norm of step 3 is not kept any more"), "{told}");
-        // Nobody hears of a step that does not come, and nobody waits for it for ever.
+        // A step that does not come has no norm, and no caller waits for it for ever.
         let never = job.gradient_norm(12).unwrap();
         never.on_complete(|outcome| assert!(outcome.is_err()));
     });
@@ -203,9 +215,8 @@ fn rank_zero_releases_by_hand_with_any_factor_and_once() {
     });
 }
 
-#[test]
-fn a_norm_that_is_not_finite_does_what_it_does_in_torch() {
-    let cluster = Cluster::new(2);
+fn a_norm_that_is_not_finite_does_what_it_does_in_torch(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings =
         Settings { optimizer: sgd(1.0, 0.0), clip_norm: Some(1.0), ..Settings::new(keys(&[9000, 3])) };
     for (name, odd) in [("infinite", f32::INFINITY), ("nan", f32::NAN)] {
@@ -228,9 +239,8 @@ fn a_norm_that_is_not_finite_does_what_it_does_in_torch() {
     }
 }
 
-#[test]
-fn a_learning_rate_holds_for_its_step_in_two_phases_too() {
-    let cluster = Cluster::new(2);
+fn a_learning_rate_holds_for_its_step_in_two_phases_too(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings =
         Settings { optimizer: sgd(1.0, 0.0), clip_norm: Some(1e9), ..Settings::new(keys(&[20_000, 3])) };
     cluster.job("schedule", 2).run(&settings, |job| {
@@ -254,7 +264,7 @@ fn a_learning_rate_holds_for_its_step_in_two_phases_too() {
     });
 }
 
-/// Frames by hand.
+/// A frame made by hand.
 fn frame(operation: Operation, step: u32, payload: &[u8]) -> Vec<u8> {
     let header = Header { step, length: payload.len() as u32, ..Header::bare(operation) };
     [&header.encode()[..], payload].concat()
@@ -264,7 +274,7 @@ fn release(step: u32) -> Vec<u8> {
     frame(Operation::Release, step, &Release(1.0).encode())
 }
 
-/// Of one key with one chunk, whose parameters rank 0 brings by hand.
+/// Settings of one key with one chunk, whose parameters rank 0 sends by hand.
 fn raw_settings() -> Settings {
     Settings { optimizer: sgd(0.1, 0.0), two_phase: true, ..raw::settings() }
 }
@@ -277,7 +287,7 @@ fn join_raw(cluster: &Cluster, ticket: &Ticket, rank: u32, settings: &Settings) 
     }
 }
 
-/// Two ranks by hand, whose step 0 is held.
+/// Two ranks made by hand, whose step 0 is held.
 fn held(cluster: &Cluster, ticket: &Ticket) -> [Raw; 2] {
     let settings = raw_settings();
     let [mut zero, mut one] = std::thread::scope(|scope| {
@@ -297,9 +307,8 @@ fn held(cluster: &Cluster, ticket: &Ticket) -> [Raw; 2] {
     [zero, one]
 }
 
-#[test]
-fn a_step_by_hand_is_held_told_released_and_answered() {
-    let cluster = Cluster::new(1);
+fn a_step_by_hand_is_held_told_released_and_answered(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("raw", 2);
     let [mut zero, mut one] = held(&cluster, &ticket);
     zero.send(&frame(Operation::Release, 0, &Release(0.5).encode()));
@@ -313,9 +322,8 @@ fn a_step_by_hand_is_held_told_released_and_answered() {
     assert_eq!(cluster.await_end("raw").state, JobState::Finished);
 }
 
-#[test]
-fn offences_against_a_release_fail_their_job_with_the_reason() {
-    let cluster = Cluster::new(1);
+fn offences_against_a_release_fail_their_job_with_the_reason(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let once = "a step is released by rank 0, once, after its norm was told";
     let offences: [(&str, usize, Vec<u8>, &str); 7] = [
         ("from another rank", 1, release(0), once),
@@ -339,7 +347,7 @@ fn offences_against_a_release_fail_their_job_with_the_reason() {
             drop(ranks);
             assert_eq!(cluster.await_end(&name).state, JobState::Failed, "{what}");
         }
-        // Before anything is held, and in a job whose steps are in one phase.
+        // A frame before anything is held, and one in a job whose steps have one phase.
         for (name, settings) in [
             ("early", raw_settings()),
             ("one-phase", Settings { two_phase: false, ..raw_settings() }),
@@ -354,9 +362,8 @@ fn offences_against_a_release_fail_their_job_with_the_reason() {
     });
 }
 
-#[test]
-fn whoever_is_lost_or_leaves_between_the_phases_ends_the_job() {
-    let cluster = Cluster::new(1);
+fn whoever_is_lost_or_leaves_between_the_phases_ends_the_job(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     for (name, lost) in [("zero-lost", 0), ("one-lost", 1)] {
         let mut ranks = Vec::from(held(&cluster, &cluster.job(name, 2)));
         drop(ranks.remove(lost));
@@ -370,9 +377,8 @@ fn whoever_is_lost_or_leaves_between_the_phases_ends_the_job() {
     assert!(failure.message.contains("other ranks wait for its release of step 0"), "{failure:?}");
 }
 
-#[test]
-fn different_norms_to_clip_to_are_told_to_both_sides() {
-    let cluster = Cluster::new(1);
+fn different_norms_to_clip_to_are_told_to_both_sides(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("disagree", 2);
     let told: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)

@@ -10,39 +10,64 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
-use paramhub_worker::{Job, Member, Membership, Options, WorkerError};
+use paramhub_worker::{Job, Member, Membership, Options, Transport, WorkerError};
 
-/// Longest any wait of these tests may take before it counts as a hang.
+/// The longest wait in these tests before it counts as a hang.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
+/// The transports of a job's workers: rank r has the one at r modulo their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Transports(&'static [Transport]);
+
+impl Transports {
+    pub(crate) fn tcp() -> Transports {
+        Transports(&[Transport::Tcp])
+    }
+
+    pub(crate) fn shm() -> Transports {
+        Transports(&[Transport::Shm])
+    }
+
+    /// Every other rank shares memory with the hub.
+    pub(crate) fn mixed() -> Transports {
+        Transports(&[Transport::Tcp, Transport::Shm])
+    }
+
+    pub(crate) fn of_rank(self, rank: u32) -> Transport {
+        self.0[rank as usize % self.0.len()]
+    }
+}
+
 pub(crate) struct Cluster {
+    transports: Transports,
     pub(crate) client: ManagerClient,
     pub(crate) hub: Option<RunningHub>,
     manager: Option<RunningManager>,
 }
 
-/// A job and what its workers need to join it.
+/// A job and the data that its workers need to join it.
 #[derive(Clone)]
 pub(crate) struct Ticket {
     pub(crate) url: String,
     pub(crate) namespace: Namespace,
     pub(crate) nonce: Nonce,
     pub(crate) workers: u32,
+    pub(crate) transports: Transports,
 }
 
 impl Cluster {
-    pub(crate) fn new(cores: usize) -> Cluster {
-        Cluster::with(|config| config.cores = cores)
+    pub(crate) fn new(transports: Transports, cores: usize) -> Cluster {
+        Cluster::with(transports, |config| config.cores = cores)
     }
 
-    pub(crate) fn with(change: impl FnOnce(&mut HubConfig)) -> Cluster {
+    pub(crate) fn with(transports: Transports, change: impl FnOnce(&mut HubConfig)) -> Cluster {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
         let mut config = HubConfig { memory_bytes: Some(4 << 30), ..Default::default() };
         change(&mut config);
         let hub = RunningHub::start(client.clone(), config).unwrap();
-        Cluster { client, hub: Some(hub), manager: Some(manager) }
+        Cluster { transports, client, hub: Some(hub), manager: Some(manager) }
     }
 
     pub(crate) fn hub(&self) -> &RunningHub {
@@ -61,6 +86,7 @@ impl Cluster {
             namespace: created.namespace,
             nonce: created.nonce,
             workers,
+            transports: self.transports,
         }
     }
 
@@ -107,12 +133,13 @@ impl Ticket {
     }
 
     pub(crate) fn join(&self, rank: u32, settings: Settings) -> Result<Job, WorkerError> {
-        let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+        let transport = self.transports.of_rank(rank);
         Member::connect_with(self.membership(rank), Options { transport, ..Default::default() })?
             .init(settings)
     }
 
-    /// Runs `work` as every rank at once and returns what each made of it, by rank. A rank whose work returns leaves.
+    /// Runs `work` as every rank at once and returns each rank's result, by rank. A rank whose work returns
+    /// leaves.
     pub(crate) fn run<T: Send>(&self, settings: &Settings, work: impl Fn(&Job) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..self.workers)
@@ -141,7 +168,7 @@ pub(crate) fn sgd(learning_rate: f64, momentum: f64) -> OptimizerChoice {
     OptimizerChoice { hyperparameters: Some(hyperparameters), ..OptimizerChoice::named("sgd") }
 }
 
-/// Numbers that look random, whose sums depend on their order, and that anyone can compute again.
+/// Numbers that look random, whose sums depend on their order, and that can be computed again.
 pub(crate) fn gradient(rank: u32, key: u32, step: u32, elements: usize) -> Vec<f32> {
     let seed = u64::from(rank) << 40 ^ u64::from(key) << 20 ^ u64::from(step);
     (0..elements as u64)

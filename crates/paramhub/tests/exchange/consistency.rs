@@ -1,4 +1,4 @@
-//! Synchronous, asynchronous and bounded staleness, seen by workers.
+//! Synchronous, asynchronous and bounded-staleness jobs as workers see them.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -7,7 +7,14 @@ use paramhub_core::consistency::Consistency;
 use paramhub_core::settings::Settings;
 use paramhub_worker::Job;
 
-use crate::cluster::{Cluster, keys, sgd};
+use crate::cluster::{Cluster, Transports, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    asynchronous_workers_see_their_own_contribution_and_all_of_them_count,
+    an_asynchronous_worker_goes_on_while_another_stands_still,
+    bounded_staleness_holds_the_fast_back_by_exactly_its_bound,
+);
 
 const ELEMENTS: usize = 40_000;
 
@@ -22,7 +29,7 @@ fn start(job: &Job) -> Vec<f32> {
     model.remove(0)
 }
 
-/// The number of contributions each chunk of a model has seen; every element of a chunk must tell the same.
+/// The number of contributions to each chunk of a model. Every element of a chunk must show the same.
 fn contributions(model: &[f32], chunk_elements: usize) -> Vec<u32> {
     let count = |chunk: &[f32]| {
         assert!(chunk.iter().all(|&value| value == chunk[0]), "a chunk torn between two updates");
@@ -31,9 +38,8 @@ fn contributions(model: &[f32], chunk_elements: usize) -> Vec<u32> {
     model.chunks(chunk_elements).map(count).collect()
 }
 
-#[test]
-fn asynchronous_workers_see_their_own_contribution_and_all_of_them_count() {
-    let cluster = Cluster::new(2);
+fn asynchronous_workers_see_their_own_contribution_and_all_of_them_count(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = settings(Consistency::Asynchronous);
     let finished = AtomicU32::new(0);
     let (steps, workers) = (30, 3);
@@ -41,7 +47,7 @@ fn asynchronous_workers_see_their_own_contribution_and_all_of_them_count() {
         let mut model = start(job);
         let mut before = vec![0; ELEMENTS.div_ceil(8192)];
         for step in 1..=steps {
-            // Uneven paces: the fast must not wait for the slow.
+            // The ranks have different paces: the fast one must not wait for the slow one.
             std::thread::sleep(Duration::from_micros(u64::from(job.rank()) * 500));
             model = job.push_pull(0, vec![1.0f32; ELEMENTS], model).unwrap().wait().unwrap().1;
             let seen = contributions(&model, 8192);
@@ -59,9 +65,8 @@ fn asynchronous_workers_see_their_own_contribution_and_all_of_them_count() {
     });
 }
 
-#[test]
-fn an_asynchronous_worker_goes_on_while_another_stands_still() {
-    let cluster = Cluster::new(1);
+fn an_asynchronous_worker_goes_on_while_another_stands_still(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = settings(Consistency::Asynchronous);
     let fast_is_done = AtomicU32::new(0);
     cluster.job("alone", 2).run(&settings, |job| {
@@ -80,9 +85,8 @@ fn an_asynchronous_worker_goes_on_while_another_stands_still() {
     });
 }
 
-#[test]
-fn bounded_staleness_holds_the_fast_back_by_exactly_its_bound() {
-    let cluster = Cluster::new(2);
+fn bounded_staleness_holds_the_fast_back_by_exactly_its_bound(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for bound in [0, 2] {
         let settings = settings(Consistency::BoundedStaleness(bound));
         let slow_step = AtomicU32::new(0);
@@ -93,7 +97,8 @@ fn bounded_staleness_holds_the_fast_back_by_exactly_its_bound() {
             for step in 1..=steps {
                 if job.rank() == 1 {
                     std::thread::sleep(Duration::from_millis(15));
-                    // Before the push: what the hub has seen of the slow one is at least this, less one.
+                    // Stored before the push: the hub has at least this many pushes of the slow rank, less
+                    // one.
                     slow_step.store(step, Ordering::SeqCst);
                 }
                 model = job.push_pull(0, vec![1.0f32; ELEMENTS], model).unwrap().wait().unwrap().1;

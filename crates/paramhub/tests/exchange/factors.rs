@@ -1,4 +1,4 @@
-//! Layers whose factors go to the hub that has them, which makes the gradient and the update.
+//! Layers whose factors go to one hub each, which computes the gradient and the update.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,13 +11,26 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{Caller, Factors, Header, Hello, Operation, Verdict};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::convert;
-use paramhub_worker::{FactorBuffers, Job, Transport, WorkerError};
+use paramhub_worker::{FactorBuffers, Job, WorkerError};
 
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, Ticket, await_true, gradient, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, await_true, gradient, sgd};
 use crate::raw::Raw;
 
-/// A layer of the model below: weight and bias among its keys, M, N and K.
+over_transports!(
+    [tcp shm mixed]
+    a_mixed_model_learns_what_the_dense_exchange_learns,
+    factors_may_be_half_as_wide_as_parameters,
+    neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit,
+    steps_are_clipped_by_a_norm_that_counts_what_was_made,
+    the_wire_carries_what_the_plan_says,
+    a_large_product_lets_another_job_have_its_share_of_the_core,
+    what_does_not_fit_a_layer_is_refused_before_it_leaves,
+    each_bad_piece_fails_its_job_with_its_reason_and_no_other_job,
+    a_block_may_come_again_on_another_stream,
+);
+
+/// A layer of the model below: the keys of its weight and bias, and M, N and K.
 struct Layer {
     keys: (u32, Option<u32>),
     sides: [usize; 3],
@@ -28,7 +41,7 @@ const LAYERS: [Layer; 2] =
 const STEPS: u32 = 5;
 const WORKERS: u32 = 3;
 
-/// A dense key in front and behind, a layer with a bias between them and one without.
+/// A dense key in front and behind, and between them a layer with a bias and one without.
 fn settings(scheme: Scheme, dtype: Dtype) -> Settings {
     let keys = [
         Key::new("front", [20_000]),
@@ -63,7 +76,7 @@ fn decoded(wire: &[u8], codec: Codec) -> Vec<f32> {
     values
 }
 
-/// A rank's inputs and output gradients: not always of all samples that there may be, and sometimes of none.
+/// A rank's inputs and output gradients: not always of the largest number of samples, and sometimes of none.
 fn factors(rank: u32, layer: &Layer, step: u32) -> [Vec<f32>; 2] {
     let [outputs, inputs, most] = layer.sides;
     let samples = [most, most, 1, 0][((rank + step) % 4) as usize];
@@ -73,7 +86,7 @@ fn factors(rank: u32, layer: &Layer, step: u32) -> [Vec<f32>; 2] {
     })
 }
 
-/// The gradients of weight and bias that they are of.
+/// The gradients of weight and bias that these factors make.
 fn multiplied(layer: &Layer, [inputs, gradients]: [&[f32]; 2]) -> [Vec<f32>; 2] {
     let [m, n, _] = layer.sides;
     let (mut weight, mut bias) = (vec![0.0_f64; m * n], vec![0.0_f64; m]);
@@ -87,7 +100,7 @@ fn multiplied(layer: &Layer, [inputs, gradients]: [&[f32]; 2]) -> [Vec<f32>; 2] 
     [weight, bias].map(|values| values.into_iter().map(|value| value as f32).collect())
 }
 
-/// One step of all keys, whose parameters are as they lie in memory.
+/// One step of all keys. Parameters are the bytes in memory.
 fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
     let keys = job.settings().keys.keys();
     let (dense_codec, factor_codec) = (keys[0].dtype.codec(), job.settings().layers[0].factor_codec(keys));
@@ -132,7 +145,7 @@ fn step_of(job: &Job, step: u32, model: &mut [Vec<u8>]) {
     }
 }
 
-/// Every rank's parameters in the end.
+/// The final parameters of every rank.
 fn train(ticket: &Ticket, settings: &Settings) -> Vec<Vec<Vec<f32>>> {
     ticket.run(settings, |job| {
         let mut model: Vec<Vec<u8>> = settings
@@ -147,7 +160,7 @@ fn train(ticket: &Ticket, settings: &Settings) -> Vec<Vec<Vec<f32>>> {
         job.broadcast(&mut model, 0).unwrap();
         (0..STEPS).for_each(|step| step_of(job, step, &mut model));
         let dtype = settings.keys.keys()[0].dtype;
-        // What was answered is what a pull gets.
+        // A pull returns the parameters of the last answer.
         let pulled = job.pull(1, vec![0_u8; model[1].len()]).unwrap().wait().unwrap().1;
         assert!(pulled == model[1], "rank {}", job.rank());
         model.iter().map(|values| decoded(values, dtype.codec())).collect()
@@ -164,9 +177,8 @@ fn assert_near(found: &[Vec<f32>], expected: &[Vec<f32>], most: f32) {
     }
 }
 
-#[test]
-fn a_mixed_model_learns_what_the_dense_exchange_learns() {
-    let cluster = Cluster::new(3);
+fn a_mixed_model_learns_what_the_dense_exchange_learns(transports: Transports) {
+    let cluster = Cluster::new(transports, 3);
     for (dtype, most) in [(Dtype::F32, 1e-5), (Dtype::F16, 1e-2), (Dtype::BF16, 6e-2)] {
         let mut dense =
             train(&cluster.job(&format!("dense-{dtype}"), WORKERS), &settings(Scheme::Hub, dtype));
@@ -182,16 +194,15 @@ fn a_mixed_model_learns_what_the_dense_exchange_learns() {
     }
 }
 
-#[test]
-fn factors_may_be_half_as_wide_as_parameters() {
-    let cluster = Cluster::new(2);
+fn factors_may_be_half_as_wide_as_parameters(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for codec in [Codec::BF16, Codec::F16] {
         let run = |scheme| {
             let mut settings = settings(scheme, Dtype::F32);
             settings.layers.iter_mut().for_each(|layer| layer.factor_codec = Some(codec));
             train(&cluster.job(&format!("{codec}-{scheme}"), WORKERS), &settings)
         };
-        // There they are rounded, too, before they are multiplied.
+        // With the scheme `hub` the factors are rounded, too, before this test multiplies them.
         let expected = run(Scheme::Hub).remove(0);
         let models = run(Scheme::FactorsToHub);
         assert_near(&models[0], &expected, 1e-5);
@@ -199,11 +210,13 @@ fn factors_may_be_half_as_wide_as_parameters() {
     }
 }
 
-#[test]
-fn neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit() {
-    let alone = train(&Cluster::new(1).job("alone", WORKERS), &settings(Scheme::FactorsToHub, Dtype::F32));
+fn neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit(transports: Transports) {
+    let alone = train(
+        &Cluster::new(transports, 1).job("alone", WORKERS),
+        &settings(Scheme::FactorsToHub, Dtype::F32),
+    );
     let expected = &alone[0];
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(transports, 2);
     let config = HubConfig { cores: 2, memory_bytes: Some(1 << 30), ..Default::default() };
     let second = RunningHub::start(cluster.client.clone(), config).unwrap();
     let run = |name: &str, settings: &Settings| {
@@ -217,7 +230,7 @@ fn neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit() {
             run(name, &Settings { chunk_bytes, reproducible, ..settings(Scheme::FactorsToHub, Dtype::F32) });
         assert!([1, 2, 3].iter().all(|&key| found[key] == expected[key]), "{name}");
     }
-    if crate::TRANSPORTS == [Transport::Tcp] {
+    if transports == Transports::tcp() {
         let quantised = Settings { codec: Some(Codec::OneBit), ..settings(Scheme::FactorsToHub, Dtype::F32) };
         let found = run("quantised", &quantised);
         assert!([1, 2, 3].iter().all(|&key| found[key] == expected[key]), "a codec is for gradients");
@@ -225,9 +238,8 @@ fn neither_chunks_nor_hubs_nor_a_codec_of_gradients_change_a_bit() {
     second.stop();
 }
 
-#[test]
-fn steps_are_clipped_by_a_norm_that_counts_what_was_made() {
-    let cluster = Cluster::new(2);
+fn steps_are_clipped_by_a_norm_that_counts_what_was_made(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let run = |name: &str, scheme| {
         let settings = Settings { clip_norm: Some(2.0), ..settings(scheme, Dtype::F32) };
         train(&cluster.job(name, WORKERS), &settings).remove(0)
@@ -236,15 +248,14 @@ fn steps_are_clipped_by_a_norm_that_counts_what_was_made() {
     assert_near(&run("factors", Scheme::FactorsToHub), &dense, 1e-5);
 }
 
-#[test]
-fn the_wire_carries_what_the_plan_says() {
-    let cluster = Cluster::new(2);
+fn the_wire_carries_what_the_plan_says(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings {
         chunk_bytes: 32 << 10,
         optimizer: OptimizerChoice::default(),
         ..settings(Scheme::FactorsToHub, Dtype::F32)
     };
-    let is_tcp = crate::TRANSPORTS == [Transport::Tcp];
+    let is_tcp = transports == Transports::tcp();
     cluster.job("counted", WORKERS).run(&settings, |job| {
         let plan = &job.book().plan;
         let layers = || plan.layers.iter().filter(|planned| planned.scheme == Scheme::FactorsToHub);
@@ -271,7 +282,7 @@ fn the_wire_carries_what_the_plan_says() {
             let [up, down] =
                 [after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received];
             assert!((up as f64 / sent - 1.0).abs() < 0.03, "{up} bytes sent, {sent} planned");
-            // Over shared memory parameters count, too, though they lie where they are.
+            // Over shared memory parameters count, too, though they do not move.
             assert!(
                 (down as f64 / received - 1.0).abs() < 0.03,
                 "{down} received, {received} planned, {is_tcp}"
@@ -280,13 +291,13 @@ fn the_wire_carries_what_the_plan_says() {
     });
 }
 
-#[test]
-fn a_large_product_lets_another_job_have_its_share_of_the_core() {
+fn a_large_product_lets_another_job_have_its_share_of_the_core(transports: Transports) {
     const SIDE: usize = 1024;
     const SAMPLES: usize = 4096;
-    /// A rank has all samples or none: with the block of the one that has none, of 8 bytes, the product begins.
+    /// A rank has all samples or none. The block of the one that has none, of 8 bytes, lets the product
+    /// begin.
     const BLOCK_BYTES: u64 = (2 * SIDE * SAMPLES * 4) as u64;
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(transports, 1);
     let (ticket, beside) = (cluster.job("large", 2), cluster.job("beside", 1));
     let (steps, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let is_there = Barrier::new(2);
@@ -325,7 +336,8 @@ fn a_large_product_lets_another_job_have_its_share_of_the_core() {
                     buffers = handle.wait().unwrap();
                 } else {
                     is_there.wait();
-                    // What is on its way is at the hub long before the other job has taken so many steps.
+                    // Frames that are under way reach the hub long before the other job has taken so many
+                    // steps.
                     let before = done();
                     await_true("the hub has them", || (done() > before + 200).then_some(()));
                     let before = done();
@@ -337,14 +349,14 @@ fn a_large_product_lets_another_job_have_its_share_of_the_core() {
             least
         });
         over.store(true, Ordering::SeqCst);
-        // A product of 128 tiles, after each of which the other job has its turn; a dozen would come of the answers' turns alone.
+        // After each of the 128 tiles of a product the other job has its turn. The turns of the answers alone
+        // would give a dozen.
         assert!(found[1] >= 60, "{} steps beside it", found[1]);
     });
 }
 
-#[test]
-fn what_does_not_fit_a_layer_is_refused_before_it_leaves() {
-    let cluster = Cluster::new(1);
+fn what_does_not_fit_a_layer_is_refused_before_it_leaves(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     cluster.job("careful", 1).run(&settings(Scheme::FactorsToHub, Dtype::F32), |job| {
         let sizes = [20_000, 300 * 170, 300, 64 * 300, 500];
         let mut model: Vec<Vec<f32>> = sizes.iter().map(|&size| vec![0.0; size]).collect();
@@ -384,7 +396,7 @@ fn what_does_not_fit_a_layer_is_refused_before_it_leaves() {
         let under_way = try_factors(1, 170, 300, 51_000, Some(300)).unwrap();
         let busy = job.pull(2, vec![0.0_f32; 300]);
         if let Err(busy) = busy.map(|handle| handle.wait().unwrap()) {
-            assert!(matches!(busy, WorkerError::Unfinished { .. }), "{busy}");
+            assert!(matches!(busy, WorkerError::KeyBusy { .. }), "{busy}");
         }
         assert_eq!(under_way.wait().unwrap().bias, Some(vec![0.0; 300]));
         let mut weight = vec![0.0_f32; 51_000];
@@ -400,7 +412,7 @@ fn what_does_not_fit_a_layer_is_refused_before_it_leaves() {
     });
 }
 
-/// A piece of zeros as a raw peer sends it.
+/// A piece of zeros as a raw worker sends it.
 fn piece(step: u32, samples: u32, piece: u32, elements: usize) -> Vec<u8> {
     let payload = [&Factors::head(samples, piece)[..], &vec![0; elements * 4]].concat();
     let length = payload.len() as u32;
@@ -417,9 +429,8 @@ fn small() -> Settings {
     }
 }
 
-#[test]
-fn each_bad_piece_fails_its_job_with_its_reason_and_no_other_job() {
-    let cluster = Cluster::new(1);
+fn each_bad_piece_fails_its_job_with_its_reason_and_no_other_job(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let first = || piece(0, 10, 0, 1024);
     let offences = [
         ("a piece twice", [first(), first()].concat(), "piece 0 of its factors came, but piece 1 is due"),
@@ -453,9 +464,8 @@ fn each_bad_piece_fails_its_job_with_its_reason_and_no_other_job() {
     });
 }
 
-#[test]
-fn a_block_may_come_again_on_another_stream() {
-    let cluster = Cluster::new(1);
+fn a_block_may_come_again_on_another_stream(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let options = JobOptions {
         on_interface_down: OnInterfaceDown::Continue,
         dead_after_s: 20.0,
@@ -485,14 +495,14 @@ fn a_block_may_come_again_on_another_stream() {
         chunks.sort_unstable();
         assert_eq!(chunks, [0, 1, 2]);
     };
-    // Cut inside a block, and again behind its last piece, whatever was answered.
+    // The stream is cut inside a block, and again behind its last piece, whatever was answered.
     raw.send(&piece(0, 10, 0, 1024));
     resume(&mut raw);
     raw.send(&whole(0));
     resume(&mut raw);
     raw.send(&whole(0));
     answers(&mut raw, 0);
-    // With all answered, and in the next step.
+    // The stream is cut with all answered, and the next step follows.
     resume(&mut raw);
     raw.send(&whole(1));
     answers(&mut raw, 1);

@@ -1,4 +1,4 @@
-//! Jobs that want more of a core than there is.
+//! Jobs that together want more of a core than there is.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,14 +12,21 @@ use paramhub_kernels::{Hyperparameters, Optimizer, Step};
 use paramhub_worker::Job;
 
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, await_true, keys};
+use crate::cluster::{Cluster, Transports, await_true, keys};
+
+over_transports!(
+    [tcp shm]
+    a_job_with_many_streams_gets_no_more_of_a_core_than_one_with_a_single_stream,
+    a_job_of_three_times_the_weight_gets_three_times_the_time,
+    a_flood_of_one_job_leaves_another_right_and_at_work,
+);
 
 const CHUNK_BYTES: u32 = 16 << 10;
 const CHUNK_ELEMENTS: u64 = CHUNK_BYTES as u64 / 4;
-/// What the core must have spent on both jobs before it is judged.
+/// The time that the core must have spent on both jobs before their shares are compared.
 const JUDGED: Duration = Duration::from_millis(1500);
 
-/// So dear that the core, and not whoever feeds it, is what jobs wait for.
+/// An optimizer so slow that jobs wait for the core and not for their workers.
 struct Dear;
 
 impl Optimizer for Dear {
@@ -40,8 +47,8 @@ impl Optimizer for Dear {
     }
 }
 
-fn cluster() -> Cluster {
-    Cluster::with(|config| config.registry.register_optimizer("dear", Arc::new(Dear)).unwrap())
+fn cluster(transports: Transports) -> Cluster {
+    Cluster::with(transports, |config| config.registry.register_optimizer("dear", Arc::new(Dear)).unwrap())
 }
 
 /// Every contribution is an update.
@@ -54,7 +61,7 @@ fn settings(tensors: usize) -> Settings {
     }
 }
 
-/// Keeps every tensor under way until it is over.
+/// Keeps every tensor under way until `over` is set.
 fn keep_busy(job: &Job, tensors: usize, over: &AtomicBool) {
     let mut model = vec![vec![0.0_f32; 4 * CHUNK_ELEMENTS as usize]; tensors];
     job.broadcast(&mut model, 0).unwrap();
@@ -69,9 +76,9 @@ fn keep_busy(job: &Job, tensors: usize, over: &AtomicBool) {
     }
 }
 
-/// What each of two jobs, of so many workers, tensors and such a weight, gets of one core while both want all of it.
-fn compete(jobs: [(u32, usize, u32); 2]) -> [JobCounters; 2] {
-    let cluster = cluster();
+/// The counters of two jobs, each with its workers, tensors and weight, that compete for one core.
+fn compete(transports: Transports, jobs: [(u32, usize, u32); 2]) -> [JobCounters; 2] {
+    let cluster = cluster(transports);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for (number, (workers, tensors, weight)) in jobs.into_iter().enumerate() {
@@ -80,7 +87,7 @@ fn compete(jobs: [(u32, usize, u32); 2]) -> [JobCounters; 2] {
             let over = &over;
             scope.spawn(move || ticket.run(&settings(tensors), |job| keep_busy(job, tensors, over)));
         }
-        // In one look, so that both are of one report.
+        // One call, so that both are from the same report.
         let counters = || {
             let all = cluster.client.jobs().unwrap();
             let of = |name: &str| all.iter().find(|job| job.name == name).map(|job| job.counters);
@@ -106,26 +113,23 @@ fn compete(jobs: [(u32, usize, u32); 2]) -> [JobCounters; 2] {
     })
 }
 
-#[test]
-fn a_job_with_many_streams_gets_no_more_of_a_core_than_one_with_a_single_stream() {
-    let [many, single] = compete([(8, 4, 1), (1, 64, 1)]);
+fn a_job_with_many_streams_gets_no_more_of_a_core_than_one_with_a_single_stream(transports: Transports) {
+    let [many, single] = compete(transports, [(8, 4, 1), (1, 64, 1)]);
     let ratio = many.busy_ns as f64 / single.busy_ns as f64;
     assert!((0.6..1.7).contains(&ratio), "{ratio:.2}: {many:?} beside {single:?}");
-    // What is counted is what was done: all updates are alike.
+    // All updates take the same time, so the counted time must follow their number.
     let done = many.updates as f64 / single.updates as f64;
     assert!((0.6..1.7).contains(&done), "{done:.2}: {many:?} beside {single:?}");
 }
 
-#[test]
-fn a_job_of_three_times_the_weight_gets_three_times_the_time() {
-    let [light, heavy] = compete([(2, 32, 1), (2, 64, 3)]);
+fn a_job_of_three_times_the_weight_gets_three_times_the_time(transports: Transports) {
+    let [light, heavy] = compete(transports, [(2, 32, 1), (2, 64, 3)]);
     let ratio = heavy.busy_ns as f64 / light.busy_ns as f64;
     assert!((1.8..4.5).contains(&ratio), "{ratio:.2}: {light:?} beside {heavy:?}");
 }
 
-#[test]
-fn a_flood_of_one_job_leaves_another_right_and_at_work() {
-    let cluster = cluster();
+fn a_flood_of_one_job_leaves_another_right_and_at_work(transports: Transports) {
+    let cluster = cluster(transports);
     let over = AtomicBool::new(false);
     let flood = cluster.job("flood", 8);
     beside_a_running_job(&cluster, || {

@@ -1,4 +1,4 @@
-//! Groups of keys with hyperparameters of their own, and what is said of groups that cannot be.
+//! Groups of keys with hyperparameters of their own, and the errors of invalid groups.
 
 use paramhub_core::key::KeyTable;
 use paramhub_core::service::JobState;
@@ -6,13 +6,22 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::Hyperparameters;
 use paramhub_worker::{Job, WorkerError};
 
-use crate::cluster::{Cluster, gradient, keys};
+use crate::cluster::{Cluster, Transports, gradient, keys};
 use crate::numerics::expected;
 
-/// Both sides of the chunk size, odd ones, and one element.
+over_transports!(
+    [tcp shm mixed]
+    each_group_runs_on_its_own_hyperparameters,
+    a_group_reaches_what_a_job_of_its_own_reaches,
+    a_change_of_one_group_leaves_the_others,
+    a_group_that_does_not_exist_is_refused_by_number,
+    ranks_that_disagree_on_a_group_are_told_which,
+);
+
+/// Sizes on both sides of the chunk size, odd ones, and one element.
 const SIZES: [u64; 6] = [1, 8191, 8193, 50_001, 7, 20_000];
 
-/// Keys of these groups, in turn.
+/// Keys that belong to these groups in turn.
 fn table(sizes: &[u64], groups: u16) -> KeyTable {
     let grouped = Vec::from(keys(sizes)).into_iter().zip((0..groups).cycle());
     KeyTable::new(grouped.map(|(key, group)| key.in_group(group)).collect()).unwrap()
@@ -27,7 +36,7 @@ fn rate(learning_rate: f64) -> Hyperparameters {
     Hyperparameters { learning_rate, ..Default::default() }
 }
 
-/// The parameters that [`expected`] starts from, exchanged for `steps` steps.
+/// Trains for `steps` steps, from the parameters that [`expected`] starts from.
 fn train(job: &Job, steps: u32) -> Vec<Vec<f32>> {
     let sizes = job.settings().keys.keys().iter().map(|key| key.elements().unwrap());
     let mut model: Vec<Vec<f32>> =
@@ -49,15 +58,14 @@ fn train(job: &Job, steps: u32) -> Vec<Vec<f32>> {
     model
 }
 
-#[test]
-fn each_group_runs_on_its_own_hyperparameters() {
-    let cluster = Cluster::new(2);
+fn each_group_runs_on_its_own_hyperparameters(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let plain = Hyperparameters { weight_decay: 1e-2, ..rate(0.5) };
     let momentum = Hyperparameters { momentum: 0.9, dampening: 0.1, ..rate(0.1) };
     let nesterov = Hyperparameters { momentum: 0.5, nesterov: true, weight_decay: 1e-3, ..rate(0.01) };
     let adam = Hyperparameters { weight_decay: 1e-2, ..rate(0.01) };
     let slow = Hyperparameters { beta1: 0.5, beta2: 0.9, epsilon: 1e-4, ..rate(0.001) };
-    // Whatever the group of most state is.
+    // Any group may have the most state.
     for (number, (name, groups)) in [
         ("sgd", &[plain, momentum, nesterov][..]),
         ("sgd", &[nesterov, plain]),
@@ -80,9 +88,8 @@ fn each_group_runs_on_its_own_hyperparameters() {
     }
 }
 
-#[test]
-fn a_group_reaches_what_a_job_of_its_own_reaches() {
-    let cluster = Cluster::new(2);
+fn a_group_reaches_what_a_job_of_its_own_reaches(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let groups = [Hyperparameters { momentum: 0.9, ..rate(0.1) }, rate(0.5)];
     let train_as = |name: &str, keys: KeyTable, groups: &[Hyperparameters]| {
         let optimizer = choice("sgd", groups);
@@ -91,7 +98,7 @@ fn a_group_reaches_what_a_job_of_its_own_reaches() {
     };
     let together = train_as("together", table(&SIZES, 2), &groups);
     for group in 0..2 {
-        // All keys, since gradients follow from their numbers.
+        // All keys, since gradients depend on their numbers.
         let alone = train_as(&format!("alone{group}"), keys(&SIZES), &groups[group..=group]);
         for key in (group..SIZES.len()).step_by(2) {
             assert!(together[key] == alone[key], "group {group}, key {key}");
@@ -101,9 +108,8 @@ fn a_group_reaches_what_a_job_of_its_own_reaches() {
     }
 }
 
-#[test]
-fn a_change_of_one_group_leaves_the_others() {
-    let cluster = Cluster::new(2);
+fn a_change_of_one_group_leaves_the_others(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let optimizer = choice("sgd", &[rate(1.0), rate(1.0), rate(0.5)]);
     let settings = Settings { optimizer, ..Settings::new(table(&[20_000, 3, 9001], 3)) };
     cluster.job("schedules", 2).run(&settings, |job| {
@@ -113,7 +119,7 @@ fn a_change_of_one_group_leaves_the_others() {
         for step in 0..6_u32 {
             let halved = 1.0 / f64::from(1 << (step / 2 + 1));
             if step % 2 == 0 {
-                // By any rank, each for its own group.
+                // Any rank changes them, each for a group of its own.
                 match job.rank() {
                     0 => job.set_hyperparameters(step, &rate(4.0 * halved)).unwrap(),
                     _ => job.set_group_hyperparameters(1, step, &rate(halved)).unwrap(),
@@ -134,13 +140,12 @@ fn a_change_of_one_group_leaves_the_others() {
     });
 }
 
-#[test]
-fn a_group_that_does_not_exist_is_refused_by_number() {
-    let cluster = Cluster::new(1);
+fn a_group_that_does_not_exist_is_refused_by_number(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: choice("sgd", &[rate(0.1); 2]), ..Settings::new(table(&[4, 5], 2)) };
     cluster.job("unknown", 1).run(&settings, |job| {
         let told = job.set_group_hyperparameters(2, 0, &rate(0.2)).unwrap_err();
-        assert!(matches!(told, WorkerError::Misplaced { .. }), "{told:?}");
+        assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
         assert!(told.to_string().contains("for group 2, but the job has 2, counted from 0"), "{told}");
         job.set_group_hyperparameters(1, 0, &rate(0.2)).unwrap();
     });
@@ -155,9 +160,8 @@ fn a_group_that_does_not_exist_is_refused_by_number() {
     assert!(told.contains("optimizer `sgd`, group 1: momentum is -0.5"), "{told}");
 }
 
-#[test]
-fn ranks_that_disagree_on_a_group_are_told_which() {
-    let cluster = Cluster::new(1);
+fn ranks_that_disagree_on_a_group_are_told_which(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = |rank: u32, differs_in_table: bool| match differs_in_table {
         true => Settings {
             optimizer: choice("sgd", &[rate(0.1), rate(0.2)]),

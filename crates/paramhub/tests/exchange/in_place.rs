@@ -1,12 +1,21 @@
-//! Exchanges whose result lands where the gradient was: the same numbers, in the same memory, over every transport.
+//! Exchanges whose result replaces the gradient: the same numbers, in the same memory, over every transport.
 
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_transport::ReceiveRegion;
-use paramhub_worker::{Errand, Job};
+use paramhub_worker::{Job, RegionRequest};
 
-use crate::cluster::{Cluster, await_true, gradient, keys, sgd};
+use crate::cluster::{Cluster, Transports, await_true, gradient, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec,
+    thousands_of_tiny_keys_land_in_place,
+    slices_regions_and_requests_of_other_kinds_go_side_by_side,
+    tensors_of_an_arena_may_be_exchanged_in_place,
+    a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited,
+);
 
 /// Both sides of the chunk size, odd ones, one element, and one of many chunks.
 const SIZES: [u64; 6] = [1, 8191, 8193, 50_001, 7, 1_000_003];
@@ -18,7 +27,7 @@ fn encoded(values: &[f32], dtype: Dtype) -> Vec<u8> {
     bytes
 }
 
-/// The bytes of every key after every step, exchanged key by key into memory of their own, or in place.
+/// The bytes of every key after every step, exchanged key by key into separate memory, or in place.
 fn exchanged(job: &Job, is_in_place: bool) -> Vec<Vec<u8>> {
     let table = job.settings().keys.keys();
     let sizes = || table.iter().map(|key| key.elements().unwrap() as usize);
@@ -60,9 +69,8 @@ fn exchanged(job: &Job, is_in_place: bool) -> Vec<Vec<u8>> {
     reached
 }
 
-#[test]
-fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec() {
-    let cluster = Cluster::new(2);
+fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for (dtype, codec) in [
         (Dtype::F32, None),
         (Dtype::F32, Some(Codec::BF16)),
@@ -73,7 +81,7 @@ fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec() {
         for optimizer in [OptimizerChoice::named("sum"), sgd(0.05, 0.9)] {
             let table = SIZES.iter().zip(0..).map(|(&n, number)| Key {
                 dtype,
-                // The last one first.
+                // The last key is the most urgent.
                 priority: number,
                 ..Key::new(format!("layer{number}"), [n])
             });
@@ -90,9 +98,8 @@ fn what_lands_in_place_is_what_lands_elsewhere_in_every_type_and_codec() {
     }
 }
 
-#[test]
-fn thousands_of_tiny_keys_land_in_place() {
-    let cluster = Cluster::new(2);
+fn thousands_of_tiny_keys_land_in_place(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings =
         Settings { optimizer: OptimizerChoice::named("sum"), ..Settings::new(keys(&vec![3; 4000])) };
     cluster.job("tiny", 3).run(&settings, |job| {
@@ -107,9 +114,8 @@ fn thousands_of_tiny_keys_land_in_place() {
     });
 }
 
-#[test]
-fn slices_regions_and_requests_of_other_kinds_go_side_by_side() {
-    let cluster = Cluster::new(2);
+fn slices_regions_and_requests_of_other_kinds_go_side_by_side(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings { reproducible: true, ..Settings::new(keys(&[30_000, 30_000, 30_000, 5])) };
     let mean = |key: u32, step: u32, n: usize| -> Vec<f32> {
         let both = [gradient(0, key, step, n), gradient(1, key, step, n)];
@@ -124,7 +130,7 @@ fn slices_regions_and_requests_of_other_kinds_go_side_by_side() {
             job.scope(|scope| {
                 let in_place = scope.push_pull_in_place(0, &mut lent).unwrap();
                 let elsewhere = scope.push_pull(1, &plain, &mut out).unwrap();
-                let errand = job.submit(2, Errand::PushPullInPlace(region)).unwrap();
+                let errand = job.submit(2, RegionRequest::PushPullInPlace(region)).unwrap();
                 let again = scope.push_pull_in_place(3, &mut small).unwrap();
                 for handle in [in_place, elsewhere, errand, again] {
                     handle.wait().unwrap();
@@ -132,7 +138,7 @@ fn slices_regions_and_requests_of_other_kinds_go_side_by_side() {
             });
             assert!(lent == mean(0, step, 30_000) && out == mean(1, step, 30_000), "step {step}");
             assert_eq!(small, mean(3, step, 5));
-            // Whoever pulls afterwards finds what landed in place.
+            // A later pull gets the parameters that were received in place.
             let (_, pulled) = job.pull(2, vec![f32::NAN; 30_000]).unwrap().wait().unwrap();
             assert!(pulled == mean(2, step, 30_000), "step {step}");
         }
@@ -142,9 +148,8 @@ fn slices_regions_and_requests_of_other_kinds_go_side_by_side() {
     });
 }
 
-#[test]
-fn tensors_of_an_arena_may_be_exchanged_in_place() {
-    let cluster = Cluster::new(2);
+fn tensors_of_an_arena_may_be_exchanged_in_place(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for (codec, settings) in
         [None, Some(Codec::BF16)].map(|codec| (codec, Settings { codec, ..Settings::new(keys(&SIZES)) }))
     {
@@ -155,7 +160,7 @@ fn tensors_of_an_arena_may_be_exchanged_in_place() {
             for step in 0..STEPS {
                 let handles: Vec<_> = (0..SIZES.len() as u32)
                     .map(|key| {
-                        // Either half of the arena will do, also in turn.
+                        // Either half of the arena can be used, also in turn.
                         let mut tensor = match (step + key) % 2 {
                             0 => job.gradient_tensor(key).unwrap(),
                             _ => job.parameter_tensor(key).unwrap(),
@@ -179,9 +184,8 @@ fn tensors_of_an_arena_may_be_exchanged_in_place() {
     }
 }
 
-#[test]
-fn a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited() {
-    let cluster = Cluster::new(1);
+fn a_key_is_free_once_its_request_has_ended_whether_or_not_anyone_has_waited(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     cluster.job("early", 1).run(
         &Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[300])) },
         |job| {

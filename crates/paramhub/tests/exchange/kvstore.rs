@@ -1,17 +1,24 @@
-//! Key-value stores at a hub, beside those that do without.
+//! Key-value stores at a hub, compared with those without one.
 
 use std::sync::Arc;
 
 use half::bf16;
 use paramhub_collective::engine::{Engine, EngineConfig};
-use paramhub_collective::kvstore::{Array, HubSeat, Key, KvStore, StoreKind, StoreOptions, create};
+use paramhub_collective::kvstore::{Array, HubStoreConfig, Key, KvStore, StoreKind, StoreOptions, create};
 use paramhub_core::codec::Dtype;
 use paramhub_core::service::JobState;
 use paramhub_kernels::Hyperparameters;
 use paramhub_transport::ReceiveRegion;
 use paramhub_worker::Options;
 
-use crate::cluster::{Cluster, Ticket, gradient};
+use crate::cluster::{Cluster, Ticket, Transports, gradient};
+
+over_transports!(
+    [tcp shm]
+    sums_are_the_hub_s_and_first_values_rank_0_s,
+    a_hub_s_parameters_are_those_of_a_store_that_sums_by_itself,
+    a_store_that_nothing_was_pushed_to_finishes_its_job,
+);
 
 const COUNTS: [usize; 3] = [5, 30_001, 1];
 const STEPS: u32 = 5;
@@ -20,17 +27,20 @@ fn engine() -> Arc<Engine> {
     Arc::new(Engine::new(EngineConfig { compute_threads: 1, ..Default::default() }).unwrap())
 }
 
-/// Every rank's store at a job; what each came to.
+/// Gives every rank a store at a job, and returns each rank's result.
 fn at_hub<T: Send>(ticket: &Ticket, ranks: u32, work: impl Fn(&dyn KvStore) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..ranks)
             .map(|rank| {
                 let work = &work;
                 scope.spawn(move || {
-                    let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+                    let transport = ticket.transports.of_rank(rank);
                     let options = Options { transport, ..Default::default() };
-                    let seat =
-                        HubSeat { options, reproducible: true, ..HubSeat::new(ticket.membership(rank)) };
+                    let seat = HubStoreConfig {
+                        options,
+                        reproducible: true,
+                        ..HubStoreConfig::new(ticket.membership(rank))
+                    };
                     let store = create(StoreKind::Hub, StoreOptions::at_hub(engine(), seat)).unwrap();
                     let made = work(&*store);
                     store.leave().unwrap();
@@ -50,9 +60,8 @@ fn values(store: &dyn KvStore, array: &Array) -> Vec<f32> {
     array.to_vec(store.engine()).unwrap()
 }
 
-#[test]
-fn sums_are_the_hub_s_and_first_values_rank_0_s() {
-    let cluster = Cluster::new(2);
+fn sums_are_the_hub_s_and_first_values_rank_0_s(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     at_hub(&cluster.job("sums", 3), 3, |store| {
         assert_eq!((store.kind(), store.size()), (StoreKind::Hub, 3));
         let out = [array(store, vec![0.0; 30_001])];
@@ -63,7 +72,7 @@ fn sums_are_the_hub_s_and_first_values_rank_0_s() {
         store.pull(&1.into(), &out, 0).unwrap();
         assert_eq!(values(store, &out[0]), vec![1.5; 30_001]);
         for step in 1..4 {
-            // Two arrays of one rank are added up before they leave.
+            // Two arrays of one rank are added before they are sent.
             let own = [1.0, 2.0]
                 .map(|times| array(store, vec![times * (step * (store.rank() + 1)) as f32; 30_001]));
             store.pushpull(&1.into(), &own, &out, 0).unwrap();
@@ -101,16 +110,15 @@ fn trained(store: &dyn KvStore) -> Vec<Vec<f32>> {
     parameters.iter().map(|array| values(store, array)).collect()
 }
 
-#[test]
-fn a_hub_s_parameters_are_those_of_a_store_that_sums_by_itself() {
-    let cluster = Cluster::new(2);
+fn a_hub_s_parameters_are_those_of_a_store_that_sums_by_itself(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let found = at_hub(&cluster.job("trained", 1), 1, trained);
     let local = create(StoreKind::Local, StoreOptions::new(engine())).unwrap();
     assert!(found[0] == trained(&*local), "the same kernels on the same numbers");
 
     let found = at_hub(&cluster.job("trained-by-three", 3), 3, trained);
     assert!(found.iter().all(|model| *model == found[0]), "all ranks have the same bits");
-    // The mean of what three push.
+    // The mean of what three ranks push.
     let alone = create(StoreKind::Local, StoreOptions::new(engine())).unwrap();
     let expected = as_one(&*alone, 3);
     for (key, (found, expected)) in found[0].iter().zip(&expected).enumerate() {
@@ -120,7 +128,7 @@ fn a_hub_s_parameters_are_those_of_a_store_that_sums_by_itself() {
     }
 }
 
-/// What so many ranks train, by one that pushes the mean of what they would.
+/// The result of so many ranks, by one that pushes the mean of their gradients.
 fn as_one(store: &dyn KvStore, ranks: u32) -> Vec<Vec<f32>> {
     let numbers = Hyperparameters { learning_rate: 0.1, momentum: 0.9, ..Default::default() };
     store.set_optimizer("sgd", numbers).unwrap();
@@ -144,9 +152,8 @@ fn as_one(store: &dyn KvStore, ranks: u32) -> Vec<Vec<f32>> {
     parameters.iter().map(|array| values(store, array)).collect()
 }
 
-#[test]
-fn a_store_that_nothing_was_pushed_to_finishes_its_job() {
-    let cluster = Cluster::new(1);
+fn a_store_that_nothing_was_pushed_to_finishes_its_job(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("unused", 2);
     at_hub(&ticket, 2, |store| store.init(&"a".into(), &array(store, vec![1.0; 8])).unwrap());
     cluster.await_state("unused", JobState::Finished);

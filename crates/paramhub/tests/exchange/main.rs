@@ -1,5 +1,19 @@
-//! Workers, a hub and a manager over real sockets in one process: what is exchanged is right, and what is wrong is said.
-//! `shm.rs` and `mixed.rs` run the same over shared memory, and with every other rank over it.
+//! Workers, a hub and a manager over real sockets in one process: exchanges give the right numbers, and
+//! errors are reported, over TCP, over shared memory, and with every other rank over shared memory.
+
+/// Makes a test of each function for each of the transports, in a module of the transport's name.
+macro_rules! over_transports {
+    ([] $($test:ident),+ $(,)?) => {};
+    ([$transport:ident $($further:ident)*] $($test:ident),+ $(,)?) => {
+        mod $transport {
+            $(#[test]
+            fn $test() {
+                super::$test(crate::cluster::Transports::$transport());
+            })+
+        }
+        over_transports!([$($further)*] $($test),+);
+    };
+}
 
 mod bad_frames;
 mod book;
@@ -12,12 +26,15 @@ mod fairness;
 mod groups;
 mod in_place;
 mod kvstore;
+mod local;
+mod meet;
 mod numerics;
 mod offences;
 mod panics;
 mod quantised;
 mod raw;
 mod reproducible;
+mod shared;
 mod sites;
 mod state;
 mod stragglers;
@@ -25,8 +42,3 @@ mod streams;
 mod stuck;
 mod syncers;
 mod tenants;
-
-use paramhub_worker::Transport;
-
-/// Rank r exchanges over the one at r modulo their number.
-const TRANSPORTS: &[Transport] = &[Transport::Tcp];

@@ -7,7 +7,21 @@ use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_kernels::{Aggregator, Hyperparameters, Optimizer, Registry, Step};
 
-use crate::cluster::{Cluster, gradient, keys, sgd};
+use crate::cluster::{Cluster, Transports, gradient, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    the_mean_of_all_gradients_comes_back_for_every_key_and_step,
+    the_sum_of_all_gradients_comes_back_undivided,
+    push_then_pull_reaches_what_push_pull_reaches,
+    each_optimizer_runs_on_the_hub_as_its_kernel_runs_here,
+    a_learning_rate_holds_from_the_step_it_was_set_for,
+    half_precision_travels_as_such_and_single_can_be_sent_half,
+    an_optimizer_of_the_users_own_runs_by_its_name,
+    an_optimizer_that_needs_whole_chunks_gets_them,
+    an_aggregator_of_the_users_own_runs_by_its_name,
+    twelve_thousand_keys_are_exchanged,
+);
 
 /// Sizes on both sides of the chunk size, odd ones, and one element.
 const SIZES: [u64; 6] = [1, 8191, 8192, 8193, 100_003, 7];
@@ -16,9 +30,8 @@ fn zeros(settings: &Settings) -> Vec<Vec<f32>> {
     settings.keys.keys().iter().map(|key| vec![0.0; key.elements().unwrap() as usize]).collect()
 }
 
-#[test]
-fn the_mean_of_all_gradients_comes_back_for_every_key_and_step() {
-    let cluster = Cluster::new(2);
+fn the_mean_of_all_gradients_comes_back_for_every_key_and_step(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings::new(keys(&SIZES));
     let whole = |rank: u32, key: u32, step: u32, len: usize| -> Vec<f32> {
         // Small integers: their sum is exact in any order.
@@ -54,9 +67,8 @@ fn the_mean_of_all_gradients_comes_back_for_every_key_and_step() {
     assert_eq!(status.message, "", "{status:?}");
 }
 
-#[test]
-fn the_sum_of_all_gradients_comes_back_undivided() {
-    let cluster = Cluster::new(2);
+fn the_sum_of_all_gradients_comes_back_undivided(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let optimizer = OptimizerChoice::named("sum");
     let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
     assert!(!settings.has_parameters());
@@ -78,9 +90,8 @@ fn the_sum_of_all_gradients_comes_back_undivided() {
     });
 }
 
-#[test]
-fn push_then_pull_reaches_what_push_pull_reaches() {
-    let cluster = Cluster::new(1);
+fn push_then_pull_reaches_what_push_pull_reaches(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: sgd(0.1, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
     let train = |name: &str, fused: bool| {
         cluster.job(name, 2).run(&settings, |job| {
@@ -107,7 +118,7 @@ fn push_then_pull_reaches_what_push_pull_reaches() {
     assert!(fused[0].iter().flatten().any(|&value| value != 0.0));
 }
 
-/// What a hub computes, by the kernels the tests of their own crate hold against torch.optim.
+/// The hub's results, by the kernels, which their own crate's tests compare with torch.optim.
 pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec<f32>> {
     let optimizer = Registry::with_builtins().optimizer(&settings.optimizer.name).unwrap();
     let groups = settings.optimizer.of_groups(optimizer.defaults());
@@ -133,9 +144,8 @@ pub(crate) fn expected(settings: &Settings, workers: u32, steps: u32) -> Vec<Vec
     model
 }
 
-#[test]
-fn each_optimizer_runs_on_the_hub_as_its_kernel_runs_here() {
-    let cluster = Cluster::new(2);
+fn each_optimizer_runs_on_the_hub_as_its_kernel_runs_here(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let with = |change: fn(&mut Hyperparameters)| {
         let mut hyperparameters = Hyperparameters { learning_rate: 0.01, ..Default::default() };
         change(&mut hyperparameters);
@@ -174,9 +184,8 @@ fn each_optimizer_runs_on_the_hub_as_its_kernel_runs_here() {
     }
 }
 
-#[test]
-fn a_learning_rate_holds_from_the_step_it_was_set_for() {
-    let cluster = Cluster::new(2);
+fn a_learning_rate_holds_from_the_step_it_was_set_for(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[20_000, 3])) };
     let ticket = cluster.job("schedule", 2);
     ticket.run(&settings, |job| {
@@ -200,9 +209,8 @@ fn a_learning_rate_holds_from_the_step_it_was_set_for() {
     });
 }
 
-#[test]
-fn half_precision_travels_as_such_and_single_can_be_sent_half() {
-    let cluster = Cluster::new(2);
+fn half_precision_travels_as_such_and_single_can_be_sent_half(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     // Small integers are exact in every type.
     let mut table: Vec<Key> =
         vec![Key::new("half", [9001]), Key::new("brain", [77]), Key::new("single", [9001])];
@@ -240,7 +248,8 @@ fn half_precision_travels_as_such_and_single_can_be_sent_half() {
     }
 }
 
-/// An update rule of a user's own, from outside: parameters move by the sign of the mean, times a value it names itself.
+/// A user's own optimizer from outside: it moves parameters by the sign of the mean, times a value that it
+/// names itself.
 struct SignDescent;
 
 impl Optimizer for SignDescent {
@@ -258,9 +267,8 @@ impl Optimizer for SignDescent {
     }
 }
 
-#[test]
-fn an_optimizer_of_the_users_own_runs_by_its_name() {
-    let cluster = Cluster::with(|config| {
+fn an_optimizer_of_the_users_own_runs_by_its_name(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| {
         config.registry.register_optimizer("sign", Arc::new(SignDescent)).unwrap();
     });
     let hyperparameters = Hyperparameters::default().with("stride", 0.25).unwrap();
@@ -286,7 +294,7 @@ fn an_optimizer_of_the_users_own_runs_by_its_name() {
     );
 }
 
-/// Leaves in each parameter how many it was given together, and the mean above it.
+/// Sets each parameter to the number of elements in the call, and to the mean above it.
 struct Together;
 
 impl Optimizer for Together {
@@ -306,9 +314,8 @@ impl Optimizer for Together {
     }
 }
 
-#[test]
-fn an_optimizer_that_needs_whole_chunks_gets_them() {
-    let cluster = Cluster::with(|config| {
+fn an_optimizer_that_needs_whole_chunks_gets_them(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| {
         config.registry.register_optimizer("together", Arc::new(Together)).unwrap();
     });
     for reproducible in [false, true] {
@@ -324,7 +331,7 @@ fn an_optimizer_that_needs_whole_chunks_gets_them() {
                 let gradient = vec![(job.rank() * 3) as f32; expected.len()];
                 let out = std::mem::take(&mut model[key as usize]);
                 let (_, out) = job.push_pull(key, gradient, out).unwrap().wait().unwrap();
-                // The mean of 0, 3 and 6, times what the optimizer says.
+                // The mean of 0, 3 and 6, times the optimizer's value.
                 let expected: Vec<f32> = expected
                     .into_iter()
                     .map(|together| together + 9.0 * (1.0_f32 / 3.0) * 65_536.0)
@@ -335,7 +342,7 @@ fn an_optimizer_that_needs_whole_chunks_gets_them() {
     }
 }
 
-/// A way to combine contributions of a user's own, from outside: the largest of each element.
+/// A user's own aggregator from outside: the largest value of each element.
 struct Largest;
 
 impl Aggregator for Largest {
@@ -344,9 +351,8 @@ impl Aggregator for Largest {
     }
 }
 
-#[test]
-fn an_aggregator_of_the_users_own_runs_by_its_name() {
-    let cluster = Cluster::with(|config| {
+fn an_aggregator_of_the_users_own_runs_by_its_name(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| {
         config.registry.register_aggregator("largest", Arc::new(Largest)).unwrap();
     });
     for reproducible in [false, true] {
@@ -367,9 +373,8 @@ fn an_aggregator_of_the_users_own_runs_by_its_name() {
     }
 }
 
-#[test]
-fn twelve_thousand_keys_are_exchanged() {
-    let cluster = Cluster::new(2);
+fn twelve_thousand_keys_are_exchanged(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings::new(keys(&vec![5; 12_000]));
     cluster.job("many", 2).run(&settings, |job| {
         for step in 0..2 {

@@ -1,5 +1,5 @@
-//! What goes wrong, and what then happens: a clear error to the one at fault and to those who depend on it, and nothing to
-//! anybody else.
+//! Offences and their consequences: a clear error for the offender and for the ranks that depend on it, and
+//! no effect on others.
 
 use std::io::Read;
 
@@ -11,12 +11,30 @@ use paramhub_core::wire::{CHALLENGE_BYTES, Header, Hello, Operation, Verdict, st
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_worker::{Job, Member, WorkerError};
 
-use crate::cluster::{Cluster, PATIENCE, Ticket, keys, sgd};
+use crate::cluster::{Cluster, PATIENCE, Ticket, Transports, keys, sgd};
 use crate::raw::{Raw, hello, push, settings};
 
-#[test]
-fn a_wrong_nonce_opens_neither_door() {
-    let cluster = Cluster::new(1);
+over_transports!(
+    [tcp shm mixed]
+    a_wrong_nonce_opens_neither_door,
+    a_second_process_of_a_rank_is_refused_and_told_who_has_it,
+    different_key_tables_are_told_to_both_sides,
+    a_gradient_with_nan_passes_by_default_and_is_refused_where_asked,
+    a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others,
+    a_rank_that_never_comes_is_named,
+    a_rank_that_stops_between_init_and_its_streams_is_named,
+    a_name_belongs_to_one_living_job,
+    stopping_a_job_tells_its_workers,
+    a_port_in_use_is_named_with_what_to_do,
+    a_hub_that_shuts_down_says_so_to_its_workers,
+    a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others,
+    a_worker_may_leave_without_waiting_for_what_it_asked_for,
+    a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence,
+    a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over,
+);
+
+fn a_wrong_nonce_opens_neither_door(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("secret", 1);
     let guess = Ticket { nonce: Nonce([0; 32]), ..ticket.clone() };
     let refused = Member::connect(guess.membership(0)).expect_err("the nonce is wrong").to_string();
@@ -32,7 +50,7 @@ fn a_wrong_nonce_opens_neither_door() {
             Verdict::Welcome { .. } => panic!("a wrong nonce was let in"),
         }
         assert!(raw.is_closed());
-        // The right one, but a rank that is here already, as another process.
+        // The proof is right, but the rank is there already, as another process.
         let mut raw = Raw::dial(cluster.hub().addresses()[0]);
         match raw.shake_hands(&hello, &ticket.nonce) {
             Verdict::Refused { message, .. } => {
@@ -51,9 +69,8 @@ fn a_wrong_nonce_opens_neither_door() {
     });
 }
 
-#[test]
-fn a_second_process_of_a_rank_is_refused_and_told_who_has_it() {
-    let cluster = Cluster::new(1);
+fn a_second_process_of_a_rank_is_refused_and_told_who_has_it(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("twins", 2);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| Member::connect(ticket.membership(0)));
@@ -70,9 +87,8 @@ fn a_second_process_of_a_rank_is_refused_and_told_who_has_it() {
     });
 }
 
-#[test]
-fn different_key_tables_are_told_to_both_sides() {
-    let cluster = Cluster::new(1);
+fn different_key_tables_are_told_to_both_sides(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("tables", 2);
     let told: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2u32)
@@ -92,9 +108,8 @@ fn different_key_tables_are_told_to_both_sides() {
     assert_eq!(cluster.await_end("tables").state, JobState::Failed);
 }
 
-#[test]
-fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked() {
-    let cluster = Cluster::new(1);
+fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     for reject in [false, true] {
         let settings = Settings { reject_non_finite: reject, ..Settings::new(keys(&[3, 20_000])) };
         let ticket = cluster.job(if reject { "rejects" } else { "passes" }, 2);
@@ -134,18 +149,17 @@ fn a_gradient_with_nan_passes_by_default_and_is_refused_where_asked() {
     }
 }
 
-#[test]
-fn a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others() {
-    let cluster = Cluster::new(1);
+fn a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("lost", 2);
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| {
-            // It may not even have its stream yet when the other is lost: it is told all the same.
+            // A rank may not even have its stream yet when the other is lost. It is notified all the same.
             let exchange = |job: Job| job.push_pull(0, vec![0.0f32; 4], vec![0.0f32; 4])?.wait().map(drop);
             ticket.join(0, settings()).and_then(exchange).unwrap_err().to_string()
         });
         let mut raw = Raw::join(&cluster, &ticket, 1);
-        // In the middle of a frame: none of it counts.
+        // The connection ends in the middle of a frame: none of the frame counts.
         raw.send(&push(0)[..20]);
         drop(raw);
         let told = waits.join().unwrap();
@@ -154,18 +168,16 @@ fn a_worker_whose_connection_ends_without_goodbye_is_named_to_the_others() {
     assert!(cluster.await_end("lost").message.contains("rank 1 was lost"));
 }
 
-#[test]
-fn a_rank_that_never_comes_is_named() {
-    let cluster = Cluster::new(1);
+fn a_rank_that_never_comes_is_named(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let options = JobOptions { rendezvous_timeout_s: 0.4, ..Default::default() };
     let ticket = cluster.job_with("incomplete", 3, options);
     let told = Member::connect(ticket.membership(1)).expect_err("two ranks are missing").to_string();
     assert!(told.contains("ranks 0 and 2"), "{told}");
 }
 
-#[test]
-fn a_rank_that_stops_between_init_and_its_streams_is_named() {
-    let cluster = Cluster::new(1);
+fn a_rank_that_stops_between_init_and_its_streams_is_named(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let options = JobOptions { rendezvous_timeout_s: 1.5, ..Default::default() };
     let ticket = cluster.job_with("halfway", 2, options);
     std::thread::scope(|scope| {
@@ -194,9 +206,8 @@ fn a_rank_that_stops_between_init_and_its_streams_is_named() {
     });
 }
 
-#[test]
-fn a_name_belongs_to_one_living_job() {
-    let cluster = Cluster::new(1);
+fn a_name_belongs_to_one_living_job(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     cluster.job("mine", 1);
     let again = CreateService { name: "mine".into(), workers: 1, options: JobOptions::default() };
     let refused = cluster.client.create_service(&again).unwrap_err().to_string();
@@ -205,9 +216,8 @@ fn a_name_belongs_to_one_living_job() {
     cluster.client.create_service(&again).unwrap();
 }
 
-#[test]
-fn stopping_a_job_tells_its_workers() {
-    let cluster = Cluster::new(1);
+fn stopping_a_job_tells_its_workers(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("stopped", 2);
     // The job runs before its workers have opened their streams.
     let (joined, has_joined) = std::sync::mpsc::channel();
@@ -237,9 +247,8 @@ fn stopping_a_job_tells_its_workers() {
     });
 }
 
-#[test]
-fn a_port_in_use_is_named_with_what_to_do() {
-    let cluster = Cluster::new(1);
+fn a_port_in_use_is_named_with_what_to_do(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let config = HubConfig { listen: cluster.hub().addresses().to_vec(), ..Default::default() };
     let refused =
         RunningHub::start(cluster.client.clone(), config).expect_err("the port is in use").to_string();
@@ -247,9 +256,8 @@ fn a_port_in_use_is_named_with_what_to_do() {
     assert!(refused.contains(&port) && refused.contains("in use"), "{refused}");
 }
 
-#[test]
-fn a_hub_that_shuts_down_says_so_to_its_workers() {
-    let mut cluster = Cluster::new(2);
+fn a_hub_that_shuts_down_says_so_to_its_workers(transports: Transports) {
+    let mut cluster = Cluster::new(transports, 2);
     let ticket = cluster.job("orphaned", 1);
     let settings = Settings::new(keys(&[100_000]));
     // The job runs before its worker has opened every stream.
@@ -272,9 +280,8 @@ fn a_hub_that_shuts_down_says_so_to_its_workers() {
     });
 }
 
-#[test]
-fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others() {
-    let cluster = Cluster::new(1);
+fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     for round in 0..8 {
         let name = format!("gone{round}");
         let ticket = cluster.job(&name, 2);
@@ -288,7 +295,7 @@ fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others() {
             raw.send(&hello.encode());
             let mut challenge = [0; CHALLENGE_BYTES];
             raw.socket.read_exact(&mut challenge).unwrap();
-            // The proof has arrived when the hub learns that there is nobody to welcome.
+            // The proof has arrived when the hub notices that the other end is gone.
             raw.send(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0);
             raw.reset();
             let told = waits.join().unwrap();
@@ -297,9 +304,8 @@ fn a_worker_that_is_gone_before_it_is_welcomed_is_named_to_the_others() {
     }
 }
 
-#[test]
-fn a_worker_may_leave_without_waiting_for_what_it_asked_for() {
-    let cluster = Cluster::new(1);
+fn a_worker_may_leave_without_waiting_for_what_it_asked_for(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let ticket = cluster.job("hasty", 1);
     let mut raw = Raw::join(&cluster, &ticket, 0);
     raw.send(&[push(0), Header::bare(Operation::Leave).encode().to_vec()].concat());
@@ -309,9 +315,8 @@ fn a_worker_may_leave_without_waiting_for_what_it_asked_for() {
     cluster.job("next", 1).run(&settings(), |_| ());
 }
 
-#[test]
-fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence() {
-    let cluster = Cluster::new(1);
+fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings =
         Settings { optimizer: sgd(0.1, 0.0), consistency: Consistency::Asynchronous, ..settings() };
     let ticket = cluster.job("headless", 2);
@@ -327,9 +332,8 @@ fn a_rank_zero_that_leaves_without_parameters_strands_nobody_in_silence() {
     });
 }
 
-#[test]
-fn a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over() {
-    let cluster = Cluster::new(1);
+fn a_worker_that_is_heard_no_more_finds_out_why_its_job_is_over(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let options = JobOptions { rendezvous_timeout_s: 20.0, dead_after_s: 1.0, ..Default::default() };
     let ticket = cluster.job_with("frozen", 1, options);
     let mut raw = Raw::join(&cluster, &ticket, 0);

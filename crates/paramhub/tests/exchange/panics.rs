@@ -1,4 +1,5 @@
-//! What a hub's core does when something in it panics: its own jobs fail with the reason, all others go on, and it serves again.
+//! A panic in a hub's core: the core's own jobs fail with the reason, all others go on, and the core serves
+//! again.
 
 use std::sync::Arc;
 
@@ -10,12 +11,19 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::HubConfig;
 use paramhub_kernels::{Hyperparameters, Optimizer, Step};
 
-use crate::cluster::{Cluster, await_true, keys};
+use crate::cluster::{Cluster, Transports, await_true, keys};
 
-/// A sum that the optimizer under test was not made for.
+over_transports!(
+    [tcp shm mixed]
+    a_core_that_panics_costs_its_own_jobs_and_no_others,
+    a_core_may_panic_again_and_again,
+    an_optimizer_that_panics_before_a_job_begins_is_refused,
+);
+
+/// A sum on which the optimizer under test panics.
 const UNFORESEEN: f32 = 13.0;
 
-/// Panics where a sum begins with [`UNFORESEEN`].
+/// Panics if a sum begins with [`UNFORESEEN`].
 struct Fragile;
 
 impl Optimizer for Fragile {
@@ -29,7 +37,7 @@ impl Optimizer for Fragile {
     }
 }
 
-/// Panics before any core has to do with it.
+/// Panics before any core uses it.
 struct Absurd;
 
 impl Optimizer for Absurd {
@@ -40,8 +48,8 @@ impl Optimizer for Absurd {
     fn apply(&self, _: &Step<'_>, _: &mut [f32], _: &[f32], _: &mut [f32]) {}
 }
 
-fn cluster() -> Cluster {
-    Cluster::with(|config: &mut HubConfig| {
+fn cluster(transports: Transports) -> Cluster {
+    Cluster::with(transports, |config: &mut HubConfig| {
         config.cores = 2;
         config.registry.register_optimizer("fragile", Arc::new(Fragile)).unwrap();
         config.registry.register_optimizer("absurd", Arc::new(Absurd)).unwrap();
@@ -63,7 +71,7 @@ fn core_of(cluster: &Cluster, settings: &Settings, key: u32) -> u16 {
     placement.routes()[usize::from(route)].core
 }
 
-/// Pushes a tensor that begins with `first`, and returns what came of it.
+/// Pushes a tensor that begins with `first`, and returns the result.
 fn exchange(
     job: &paramhub_worker::Job,
     key: u32,
@@ -77,9 +85,8 @@ fn begin(job: &paramhub_worker::Job) {
     job.broadcast(&mut vec![vec![0.0_f32; 4]; job.settings().keys.len()], 0).unwrap();
 }
 
-#[test]
-fn a_core_that_panics_costs_its_own_jobs_and_no_others() {
-    let cluster = cluster();
+fn a_core_that_panics_costs_its_own_jobs_and_no_others(transports: Transports) {
+    let cluster = cluster(transports);
     let alone = Settings::new(keys(&[4]));
     let beside = core_of(&cluster, &alone, 0);
     let key =
@@ -109,10 +116,10 @@ fn a_core_that_panics_costs_its_own_jobs_and_no_others() {
     for part in ["of its hub panicked (an unforeseen sum)", "fault of the hub", "start the job again"] {
         assert!(status.message.contains(part), "{part}: {}", status.message);
     }
-    // The other core's job has not noticed.
+    // The other core's job was not affected.
     assert_eq!(exchange(&going_on, 0, 3.0).unwrap(), [3.0, 1.0, 1.0, 1.0]);
     assert_eq!(cluster.hub().has_failed(), None);
-    // Nothing of it is left on either core, and both serve the next one.
+    // No job is left on either core, and both serve the next one.
     let both = cluster.job("after", 2).run(&settings(), |job| {
         begin(job);
         [0, 1].map(|key| exchange(job, key, 2.0).unwrap()[0])
@@ -125,9 +132,8 @@ fn a_core_that_panics_costs_its_own_jobs_and_no_others() {
     await_true("all memory is free", || (cluster.hub().memory_bytes() == 0).then_some(()));
 }
 
-#[test]
-fn a_core_may_panic_again_and_again() {
-    let cluster = cluster();
+fn a_core_may_panic_again_and_again(transports: Transports) {
+    let cluster = cluster(transports);
     for round in 0..5 {
         let name = format!("round{round}");
         let job = cluster.job(&name, 1).join(0, settings()).unwrap();
@@ -139,9 +145,8 @@ fn a_core_may_panic_again_and_again() {
     assert_eq!(cluster.hub().has_failed(), None);
 }
 
-#[test]
-fn an_optimizer_that_panics_before_a_job_begins_is_refused() {
-    let cluster = cluster();
+fn an_optimizer_that_panics_before_a_job_begins_is_refused(transports: Transports) {
+    let cluster = cluster(transports);
     let ticket = cluster.job("absurd", 1);
     let absurd = Settings { optimizer: OptimizerChoice::named("absurd"), ..Settings::new(keys(&[4])) };
     let told = ticket.join(0, absurd).map(drop).unwrap_err().to_string();

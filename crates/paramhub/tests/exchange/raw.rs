@@ -62,7 +62,7 @@ impl Raw {
         }
     }
 
-    /// As far as a connection that has said nothing yet, and what it is to say first.
+    /// Joins up to a new connection, and returns it with the Hello to be sent.
     pub(crate) fn join_but_for_streams(cluster: &Cluster, ticket: &Ticket, rank: u32) -> (Raw, Hello) {
         Raw::join_with(cluster, ticket, rank, &settings())
     }
@@ -111,7 +111,7 @@ impl Raw {
         self.socket.write_all(bytes).unwrap();
     }
 
-    /// Reads frames until one of this kind; its header and payload.
+    /// Reads frames up to one of this kind. Returns its header and payload.
     pub(crate) fn await_frame(&mut self, operation: Operation) -> (Header, Vec<u8>) {
         loop {
             let mut wire = [0; HEADER_BYTES];

@@ -1,14 +1,20 @@
-//! Reproducible mode: the same bits from run to run, whatever the cores and the chunk size, and however late a rank is.
+//! Reproducible mode: the same bits from run to run, whatever the cores and the chunk size, and however late
+//! a rank is.
 
 use std::time::Duration;
 
 use paramhub_core::settings::Settings;
 
-use crate::cluster::{Cluster, gradient, keys, sgd};
+use crate::cluster::{Cluster, Transports, gradient, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    bits_do_not_depend_on_runs_cores_chunk_sizes_or_who_is_late,
+);
 
 const SIZES: [u64; 4] = [300_000, 1, 8193, 65_536];
 
-/// Trains three ranks that push at uneven times; the final parameters as bits.
+/// Trains three ranks that push at different times. Returns the final parameters as bits.
 fn train(cluster: &Cluster, name: &str, chunk_bytes: u32, lateness_ms: [u64; 3]) -> Vec<Vec<u32>> {
     let settings = Settings {
         optimizer: sgd(0.05, 0.9),
@@ -39,9 +45,8 @@ fn train(cluster: &Cluster, name: &str, chunk_bytes: u32, lateness_ms: [u64; 3])
     models[0].iter().map(|key| key.iter().map(|value| value.to_bits()).collect()).collect()
 }
 
-#[test]
-fn bits_do_not_depend_on_runs_cores_chunk_sizes_or_who_is_late() {
-    let (one, two) = (Cluster::new(1), Cluster::new(2));
+fn bits_do_not_depend_on_runs_cores_chunk_sizes_or_who_is_late(transports: Transports) {
+    let (one, two) = (Cluster::new(transports, 1), Cluster::new(transports, 2));
     let reference = train(&one, "reference", 32 << 10, [0, 0, 0]);
     for (cluster, cores) in [(&one, 1), (&two, 2)] {
         for chunk_bytes in [4 << 10, 32 << 10, 1 << 20] {

@@ -1,17 +1,17 @@
-//! Parameters that the workers of a host read in one place, tensors that stay where the hub finds them, and the same bits
-//! over every transport.
+//! Parameters that the workers of a host read in one place, tensors that stay where the hub reads them, and
+//! the same bits over every transport.
 
 use paramhub_core::codec::{Codec, Dtype};
 use paramhub_core::consistency::Consistency;
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
-use paramhub_worker::{Errand, Job, Member, Options, Sharing, Transport, WorkerError};
+use paramhub_worker::{Job, Member, Options, ParameterSharing, RegionRequest, Transport, WorkerError};
 
-use crate::cluster::{Cluster, Ticket, gradient, keys, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, gradient, keys, sgd};
 use crate::numerics::expected;
 
-/// Both sides of the chunk size, odd ones, and one element.
+/// Sizes on both sides of the chunk size, odd ones, and one element.
 const SIZES: [u64; 5] = [1, 8191, 8193, 50_001, 7];
 const STEPS: u32 = 4;
 
@@ -24,10 +24,10 @@ fn over(transport: Transport) -> Options {
 }
 
 fn sharing() -> Options {
-    Options { shared_parameters: Sharing::Always, ..over(Transport::Shm) }
+    Options { shared_parameters: ParameterSharing::Always, ..over(Transport::Shm) }
 }
 
-/// Runs `work` as every rank at once, each with its own options; what each made of it.
+/// Runs `work` as every rank at once, each with its own options. Returns each rank's result.
 fn run<T: Send>(
     ticket: &Ticket,
     settings: &Settings,
@@ -51,12 +51,12 @@ fn run<T: Send>(
     })
 }
 
-/// The parameters to start from that [`expected`] starts from.
+/// The initial parameters that [`expected`] uses.
 fn start(elements: u64) -> Vec<f32> {
     (0..elements).map(|element| element as f32 / 1000.0).collect()
 }
 
-/// One rank of a job whose every step is checked, whatever it exchanges through.
+/// Runs one rank of a job and checks its every step, whatever the transport.
 fn train(job: &Job, after: &[Vec<Vec<f32>>]) {
     let shares = (0..SIZES.len() as u32).all(|key| job.shared_parameters(key).is_ok());
     let read = |key: u32| {
@@ -119,8 +119,8 @@ fn train(job: &Job, after: &[Vec<Vec<f32>>]) {
 
 #[test]
 fn workers_that_share_parameters_read_the_right_ones_after_every_step() {
-    let cluster = Cluster::new(2);
-    // Where every rank has an arena, sums are made in rank order in either mode.
+    let cluster = Cluster::new(Transports::shm(), 2);
+    // With an arena at every rank, sums are made in rank order in either mode.
     for reproducible in [false, true] {
         let optimizer = sgd(0.05, 0.9);
         let settings = Settings { optimizer, reproducible, ..Settings::new(keys(&SIZES)) };
@@ -132,7 +132,7 @@ fn workers_that_share_parameters_read_the_right_ones_after_every_step() {
 
 #[test]
 fn ranks_that_share_parameters_receive_them_or_use_tcp_agree() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     let settings = Settings { optimizer: sgd(0.05, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
     let after: Vec<_> = (1..=STEPS).map(|steps| expected(&settings, 3, steps)).collect();
     let mut roles = [sharing(), over(Transport::Shm), over(Transport::Tcp)];
@@ -144,7 +144,7 @@ fn ranks_that_share_parameters_receive_them_or_use_tcp_agree() {
 
 #[test]
 fn what_is_received_into_own_memory_beside_shared_parameters_is_the_same() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let settings = Settings { optimizer: sgd(0.5, 0.0), ..Settings::new(keys(&[20_000])) };
     run(&cluster.job("both", 2), &settings, &vec![sharing(); 2], |job| {
         let mut model = [vec![0.0f32; 20_000]];
@@ -166,19 +166,19 @@ fn what_is_received_into_own_memory_beside_shared_parameters_is_the_same() {
 
 #[test]
 fn shared_parameters_are_refused_where_there_are_none() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let synchronous = Settings { optimizer: sgd(0.1, 0.0), ..Settings::new(keys(&[4])) };
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..synchronous.clone() };
     for (name, transport, settings, reason) in [
-        ("tcp", Transport::Tcp, &synchronous, "the options ask for tcp: use auto or shm"),
-        ("async", Transport::Auto, &asynchronous, "only in a synchronous job"),
+        ("tcp", Transport::Tcp, &synchronous, "use the transport auto or shm"),
+        ("async", Transport::Auto, &asynchronous, "the hub writes parameters while workers read them"),
     ] {
-        let options = Options { shared_parameters: Sharing::Always, ..over(transport) };
+        let options = Options { shared_parameters: ParameterSharing::Always, ..over(transport) };
         let told = join(&cluster.job(name, 1), 0, options, settings).unwrap_err();
-        assert!(matches!(told, WorkerError::Misplaced { .. }), "{told:?}");
+        assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
         let told = told.to_string();
         assert!(told.contains(&format!("job `{name}`, rank 0")) && told.contains(reason), "{told}");
-        // The others need not wait for one that has given up.
+        // The others need not wait for a rank that has given up.
         assert!(cluster.await_end(name).message.contains(reason));
     }
     for (name, transport) in [("unasked", Transport::Shm), ("unasked-tcp", Transport::Tcp)] {
@@ -186,31 +186,31 @@ fn shared_parameters_are_refused_where_there_are_none() {
             let told = [
                 job.push_pull_shared(0, vec![0.0f32; 4]).err().unwrap(),
                 job.pull_shared(0).err().unwrap(),
-                job.submit(0, Errand::PullShared).err().unwrap(),
+                job.submit(0, RegionRequest::PullShared).err().unwrap(),
                 job.shared_parameters(0).err().unwrap(),
             ];
             for told in told {
-                assert!(matches!(told, WorkerError::Misplaced { .. }), "{told:?}");
+                assert!(matches!(told, WorkerError::Misused { .. }), "{told:?}");
                 let told = told.to_string();
                 assert!(told.contains("shares no parameters: ask for them in the options"), "{told}");
             }
-            // The key is free for what there is.
+            // The refused requests leave the key free for those that are possible.
             job.initialise(0, vec![1.0f32; 4], 0).unwrap().wait().unwrap();
             let (_, out) = job.pull(0, vec![0.0f32; 4]).unwrap().wait().unwrap();
             assert_eq!(out, [1.0; 4]);
         });
     }
-    // No hub has all of the parameters.
+    // With a second hub, no hub has all of the parameters.
     let second = RunningHub::start(cluster.client.clone(), HubConfig::default()).unwrap();
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[4096])) };
     let told = join(&cluster.job("two-hubs", 1), 0, sharing(), &settings).unwrap_err().to_string();
-    assert!(told.contains("rank 0 of job `two-hubs`") && told.contains("a single hub"), "{told}");
+    assert!(told.contains("job `two-hubs`, rank 0") && told.contains("a single hub"), "{told}");
     second.stop();
 }
 
 #[test]
 fn tensors_of_the_arena_exchange_the_numbers_of_plain_buffers() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     let settings = Settings { optimizer: sgd(0.05, 0.9), reproducible: true, ..Settings::new(keys(&SIZES)) };
     let expected = expected(&settings, 3, STEPS);
     for (name, transports) in [
@@ -268,7 +268,7 @@ fn tensors_of_the_arena_exchange_the_numbers_of_plain_buffers() {
 
 #[test]
 fn a_part_of_the_arena_is_given_out_once_at_a_time() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let settings = Settings::new(keys(&[100, 5]));
     run(&cluster.job("takes", 1), &settings, &[over(Transport::Shm)], |job| {
         let (first, parameters) = (job.gradient_tensor(0).unwrap(), job.parameter_tensor(0).unwrap());
@@ -278,13 +278,13 @@ fn a_part_of_the_arena_is_given_out_once_at_a_time() {
             assert!(told.contains("`layer0`") && told.contains("is given out already"), "{told}");
             assert!(told.contains(what) && told.contains("job `takes`, rank 0"), "{told}");
         }
-        // Other keys are others' memory, and one under way is given out as well.
+        // Other keys have memory of their own, and a key that is under way can be given out as well.
         job.gradient_tensor(1).unwrap();
         let underway = job.push_pull(0, first, parameters).unwrap();
         assert!(job.gradient_tensor(0).is_err());
         let (first, parameters) = underway.wait().unwrap();
         assert!(job.gradient_tensor(0).is_err() && job.parameter_tensor(0).is_err());
-        // What is exchanged from elsewhere passes through the same memory.
+        // Tensors that are exchanged from elsewhere use the same memory.
         let told =
             [job.push(0, vec![0.0f32; 100]).err().unwrap(), job.pull(0, vec![0.0f32; 100]).err().unwrap()];
         assert!(told.iter().all(|told| told.to_string().contains("exchange that tensor, or drop it")));
@@ -297,7 +297,8 @@ fn a_part_of_the_arena_is_given_out_once_at_a_time() {
     });
 }
 
-/// What a job reaches whose ranks use these transports, one after the other, as the bytes of each key.
+/// The final parameters of a job whose ranks use these transports, one after the other, as the bytes of each
+/// key.
 fn reached(cluster: &Cluster, name: &str, settings: &Settings, transports: &[Transport]) -> Vec<Vec<u8>> {
     let keys = settings.keys.keys();
     let encode = |values: Vec<f32>, dtype: Dtype| -> Vec<u8> {
@@ -337,7 +338,7 @@ fn reached(cluster: &Cluster, name: &str, settings: &Settings, transports: &[Tra
 
 #[test]
 fn every_element_type_and_codec_reaches_the_same_bits_over_every_transport() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     let adam = OptimizerChoice::named("adam");
     let table = |dtype: Dtype| {
         let key = |(number, &elements): (usize, &u64)| {
@@ -379,13 +380,13 @@ fn several_hubs_and_streams_work_on_one_arena() {
         chunk_bytes: 4096,
         ..Settings::new(keys(&SIZES))
     };
-    let alone = Cluster::new(1);
+    let alone = Cluster::new(Transports::shm(), 1);
     let expected = reached(&alone, "alone", &settings, &[Transport::Tcp; 3]);
-    let several = Cluster::with(|config| (config.cores, config.streams) = (2, 3));
+    let several = Cluster::with(Transports::shm(), |config| (config.cores, config.streams) = (2, 3));
     let over_streams = reached(&several, "streams", &settings, &[Transport::Shm; 3]);
     assert!(over_streams == expected, "two cores with three streams each");
     for shared_memory in [true, false] {
-        let cluster = Cluster::with(|config| config.cores = 2);
+        let cluster = Cluster::with(Transports::shm(), |config| config.cores = 2);
         let config = HubConfig { shared_memory, ..Default::default() };
         let second = RunningHub::start(cluster.client.clone(), config).unwrap();
         for (name, transports) in [
@@ -396,7 +397,8 @@ fn several_hubs_and_streams_work_on_one_arena() {
             let reached = reached(&cluster, name, &settings, &transports);
             assert!(reached == expected, "{name}, the second hub shares memory: {shared_memory}");
         }
-        // Where one of the hubs offers none, half of an arena is of no use to who insists.
+        // If one of the hubs offers no shared memory, half of an arena is of no use to a worker that insists
+        // on it.
         let insists = join(&cluster.job("insists", 1), 0, over(Transport::Shm), &settings);
         match insists {
             Ok(job) => assert!(shared_memory && job.shares_memory()),
@@ -411,14 +413,14 @@ fn several_hubs_and_streams_work_on_one_arena() {
 
 #[test]
 fn packed_neighbours_are_exchanged_from_and_into_one_tensor() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     let sizes = [1001, 7, 50_000, 3];
     let all: u64 = sizes.iter().sum();
     let settings = Settings { packed: true, ..Settings::new(keys(&sizes)) };
     for (name, options) in [
         ("own", over(Transport::Shm)),
-        ("shared", Options { shared_parameters: Sharing::WherePossible, ..over(Transport::Auto) }),
-        ("tcp", Options { shared_parameters: Sharing::WherePossible, ..over(Transport::Tcp) }),
+        ("shared", Options { shared_parameters: ParameterSharing::WherePossible, ..over(Transport::Auto) }),
+        ("tcp", Options { shared_parameters: ParameterSharing::WherePossible, ..over(Transport::Tcp) }),
     ] {
         let ticket = cluster.job(name, 2);
         let made = run(&ticket, &settings, &vec![options; 2], |job| {
@@ -438,7 +440,7 @@ fn packed_neighbours_are_exchanged_from_and_into_one_tensor() {
             if job.shares_parameters() {
                 let handles: Vec<_> =
                     (0..).zip(parts).map(|(key, part)| job.push_pull_shared(key, part)).collect();
-                // The tensor over all of them is given out, so parts that lie elsewhere find no way through it.
+                // The tensor over all of them is given out, so tensors elsewhere cannot use the memory.
                 assert!(handles.iter().all(Result::is_err));
                 drop(gradients);
                 let handles: Vec<_> = (0..4)
@@ -475,7 +477,7 @@ fn packed_neighbours_are_exchanged_from_and_into_one_tensor() {
 
 #[test]
 fn tensors_that_are_not_packed_cannot_be_had_as_one() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let ticket = cluster.job("apart", 1);
     let settings = Settings::new(keys(&[7, 9]));
     run(&ticket, &settings, &[sharing()], |job| {

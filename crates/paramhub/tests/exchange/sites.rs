@@ -1,4 +1,5 @@
-//! Hubs composed: racks beside one another, below a parent, hosts below a rack. The numbers are those of one hub.
+//! Hubs in several sites: racks beside one another, racks below a parent, hosts below a rack. The numbers are
+//! those of one hub.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,25 +15,40 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
 use paramhub_manager::{Manager, ManagerConfig, RunningManager};
-use paramhub_worker::{Job, Member, Membership, Options, Transport, WorkerError};
+use paramhub_worker::{Job, Member, Membership, Options, WorkerError};
 
-use crate::cluster::{PATIENCE, gradient, keys, sgd};
+use crate::cluster::{PATIENCE, Transports, gradient, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    the_mean_is_that_of_all_workers_whatever_the_tree,
+    every_site_optimises_alike_and_as_one_hub_does,
+    owners_may_optimise_for_all,
+    state_that_rank_0_restores_reaches_every_site,
+    narrow_gradients_are_summed_in_f32_across_sites,
+    what_sites_cannot_do_is_refused_with_its_reason,
+    state_is_not_read_where_the_optimizer_does_not_run,
+    a_hub_that_goes_away_is_named_everywhere,
+    a_rank_that_dies_is_named_in_every_rack,
+    a_rank_stuck_behind_another_racks_hub_is_named_to_all,
+);
 
 const SIZES: [u64; 5] = [1, 8192, 8193, 60_011, 300];
 const STEPS: u32 = 4;
 
-/// A manager and hubs, each for a rack, for its host or for everybody.
+/// A manager and hubs, each of which serves a rack, a host or all workers.
 struct Racks {
+    transports: Transports,
     client: ManagerClient,
     hubs: Vec<Option<RunningHub>>,
     manager: Option<RunningManager>,
     jobs: AtomicU32,
 }
 
-/// The host of a hub that serves one, and of the workers it serves.
+/// The host of a hub that serves only its host, and of that hub's workers.
 const HOST: &str = "workstation";
 
-/// Whom a hub serves, and its cores.
+/// The workers that a hub serves, and its cores.
 #[derive(Clone, Copy)]
 enum Hub {
     Rack(&'static str, usize),
@@ -41,7 +57,7 @@ enum Hub {
 }
 
 impl Racks {
-    fn new(hubs: &[Hub]) -> Racks {
+    fn new(transports: Transports, hubs: &[Hub]) -> Racks {
         let listen = "127.0.0.1:0".parse().unwrap();
         let manager = Manager::start(ManagerConfig { listen, ..Default::default() }).unwrap();
         let client = ManagerClient::new(&manager.url(), None).unwrap();
@@ -55,10 +71,11 @@ impl Racks {
             Some(RunningHub::start(client.clone(), config).unwrap())
         };
         let hubs = hubs.iter().map(start).collect();
-        Racks { client, hubs, manager: Some(manager), jobs: AtomicU32::new(0) }
+        Racks { transports, client, hubs, manager: Some(manager), jobs: AtomicU32::new(0) }
     }
 
-    /// Runs `work` as every rank at once, each in its rack, and returns what each made of it. A rank whose work returns leaves.
+    /// Runs `work` as every rank at once, each in its rack, and returns each rank's result. A rank whose work
+    /// returns leaves.
     fn run<T: Send>(
         &self,
         racks: &[&str],
@@ -95,7 +112,7 @@ impl Racks {
                 nonce: created.nonce,
                 rank,
             };
-            let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+            let transport = self.transports.of_rank(rank);
             let (rack, host) =
                 rack.strip_prefix("workstation in ").map_or((rack, None), |rack| (rack, Some(HOST)));
             let (rack, host) = (Some(rack.to_owned()), host.map(str::to_owned));
@@ -128,7 +145,7 @@ fn options(reduction: Reduction) -> JobOptions {
     JobOptions { reduction, ..Default::default() }
 }
 
-/// Hubs, and the racks of the ranks; ranks of one rack do not follow one another.
+/// A name, hubs, the racks of the ranks, and reductions. Ranks of one rack do not follow one another.
 type Shape = (&'static str, Vec<Hub>, Vec<&'static str>, Vec<Reduction>);
 
 fn shapes() -> Vec<Shape> {
@@ -185,10 +202,9 @@ fn whole(rank: u32, key: u32, step: u32, len: usize) -> Vec<f32> {
     gradient(rank, key, step, len).iter().map(|value| (value * 8.0).round()).collect()
 }
 
-#[test]
-fn the_mean_is_that_of_all_workers_whatever_the_tree() {
+fn the_mean_is_that_of_all_workers_whatever_the_tree(transports: Transports) {
     for (name, hubs, racks, reductions) in shapes() {
-        let cluster = Racks::new(&hubs);
+        let cluster = Racks::new(transports, &hubs);
         let settings = Settings::new(keys(&SIZES));
         let workers = racks.len() as u32;
         for reduction in reductions {
@@ -220,10 +236,10 @@ fn the_mean_is_that_of_all_workers_whatever_the_tree() {
     }
 }
 
-/// What every rank has after some steps: parameters and optimizer state of all keys.
+/// The state of every rank after some steps: parameters and optimizer state of all keys.
 type Outcome = (Vec<Vec<f32>>, Vec<Vec<f32>>);
 
-/// Trains: from rank 0's parameters, with a learning rate that one rank changes on its way.
+/// Trains from rank 0's parameters, with a learning rate that one rank changes on the way.
 fn train(job: &Job, retuner: u32) -> Outcome {
     let mut model: Vec<Vec<f32>> = job
         .settings()
@@ -268,8 +284,7 @@ fn assert_close(name: &str, found: &Outcome, expected: &Outcome) {
     }
 }
 
-#[test]
-fn every_site_optimises_alike_and_as_one_hub_does() {
+fn every_site_optimises_alike_and_as_one_hub_does(transports: Transports) {
     let adamw = OptimizerChoice {
         hyperparameters: Some(Hyperparameters { learning_rate: 0.01, ..Default::default() }),
         ..OptimizerChoice::named("adamw")
@@ -278,10 +293,13 @@ fn every_site_optimises_alike_and_as_one_hub_does() {
         let retuner = racks.len() as u32 - 1;
         for optimizer in [sgd(0.1, 0.9), adamw.clone()] {
             let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
-            let flat =
-                Racks::new(&[Hub::Everybody(2)])
-                    .run(&racks, options(Reduction::Flat), &settings, |job| train(job, retuner));
-            let cluster = Racks::new(&hubs);
+            let flat = Racks::new(transports, &[Hub::Everybody(2)]).run(
+                &racks,
+                options(Reduction::Flat),
+                &settings,
+                |job| train(job, retuner),
+            );
+            let cluster = Racks::new(transports, &hubs);
             for &reduction in &reductions {
                 let name = format!("{name}, {reduction:?}, {}", settings.optimizer.name);
                 let runs: Vec<Vec<Outcome>> = (0..2)
@@ -299,8 +317,7 @@ fn every_site_optimises_alike_and_as_one_hub_does() {
     }
 }
 
-#[test]
-fn owners_may_optimise_for_all() {
+fn owners_may_optimise_for_all(transports: Transports) {
     for (name, hubs, racks, reductions) in shapes() {
         let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&SIZES)) };
         let model = |job: &Job| {
@@ -314,9 +331,15 @@ fn owners_may_optimise_for_all() {
             }
             (model, vec![])
         };
-        let flat = Racks::new(&[Hub::Everybody(1)]).run(&racks, options(Reduction::Flat), &settings, model);
-        let cluster = Racks::new(&hubs);
-        for reduction in reductions {
+        let flat = Racks::new(transports, &[Hub::Everybody(1)]).run(
+            &racks,
+            options(Reduction::Flat),
+            &settings,
+            model,
+        );
+        let cluster = Racks::new(transports, &hubs);
+        // With the reduction flat no site is an owner, and the option is refused.
+        for reduction in reductions.into_iter().filter(|reduction| *reduction != Reduction::Flat) {
             let job_options = JobOptions { reduction, optimize_at: OptimizeAt::Owner, ..Default::default() };
             for outcome in cluster.run(&racks, job_options, &settings, model) {
                 assert_close(&format!("{name}, {reduction:?}"), &outcome, &flat[0]);
@@ -325,10 +348,9 @@ fn owners_may_optimise_for_all() {
     }
 }
 
-#[test]
-fn state_that_rank_0_restores_reaches_every_site() {
+fn state_that_rank_0_restores_reaches_every_site(transports: Transports) {
     let racks = ["a", "b", "c"];
-    let cluster = Racks::new(&racks.map(|rack| Hub::Rack(rack, 1)));
+    let cluster = Racks::new(transports, &racks.map(|rack| Hub::Rack(rack, 1)));
     let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&SIZES)) };
     for reduction in [Reduction::Ring, Reduction::Sharded, Reduction::Tree] {
         let found = cluster.run(&racks, options(reduction), &settings, |job| {
@@ -360,14 +382,13 @@ fn state_that_rank_0_restores_reaches_every_site() {
     }
 }
 
-#[test]
-fn narrow_gradients_are_summed_in_f32_across_sites() {
+fn narrow_gradients_are_summed_in_f32_across_sites(transports: Transports) {
     let key = |name: &str, dtype| Key { dtype, ..Key::new(name, [20_000]) };
     let table = KeyTable::new(vec![key("half", Dtype::F16), key("brain", Dtype::BF16)]).unwrap();
     let settings = Settings::new(table);
     let racks = ["a", "b", "a", "b"];
-    let cluster = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
-    // 2,048 + 1 is no f16 and no bf16; the sum of all four over four is both.
+    let cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
+    // 2,048 + 1 is neither an f16 nor a bf16; the sum of all four by four is both.
     let bits = |dtype: u32, large: bool| -> u16 {
         match (dtype, large) {
             (0, true) => 0x6800,
@@ -389,10 +410,9 @@ fn narrow_gradients_are_summed_in_f32_across_sites() {
     }
 }
 
-#[test]
-fn what_sites_cannot_do_is_refused_with_its_reason() {
+fn what_sites_cannot_do_is_refused_with_its_reason(transports: Transports) {
     let racks = ["a", "b"];
-    let cluster = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
+    let cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
     let wrong = |racks: &[&str], settings: &Settings| {
         let options = JobOptions { rendezvous_timeout_s: 1.0, ..Default::default() };
         let outcomes = cluster.try_run(racks, options, settings, |_| Ok(()));
@@ -403,26 +423,27 @@ fn what_sites_cannot_do_is_refused_with_its_reason() {
     let one_bit = Key::new("w", [4]).in_codec(Codec::OneBit);
     let quantised = Settings::new(KeyTable::new(vec![one_bit]).unwrap());
     let mut cases = vec![(asynchronous, "synchronous steps"), (two_phase, "clipping by the global norm")];
-    if crate::TRANSPORTS == [Transport::Tcp] {
-        cases.push((quantised, "`w` cannot travel as one-bit"));
+    if transports == Transports::tcp() {
+        cases.push((quantised, "key `w` (one-bit): hubs that serve racks or hosts cannot"));
     }
     for (settings, reason) in cases {
         for refused in wrong(&racks, &settings) {
-            assert!(refused.contains(reason) && refused.contains("--reduction flat"), "{refused}");
+            assert!(refused.contains(reason) && refused.contains("use the reduction flat"), "{refused}");
         }
     }
-    // A hub may yet come until time is up; who gives up second hears of the first as well.
+    // A hub may still join until the time is up. The rank that gives up second gets the reason of the first
+    // as well.
     for refused in wrong(&["a", "z"], &Settings::new(keys(&[4]))) {
         assert!(refused.contains("rank 1 is in rack \"z\", which no hub serves"), "{refused}");
     }
 }
 
-#[test]
-fn state_is_not_read_where_the_optimizer_does_not_run() {
+fn state_is_not_read_where_the_optimizer_does_not_run(transports: Transports) {
     let racks = ["a", "b"];
-    let cluster = Racks::new(&racks.map(|rack| Hub::Rack(rack, 1)));
+    let cluster = Racks::new(transports, &racks.map(|rack| Hub::Rack(rack, 1)));
     let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&[60_011])) };
-    // Forced: what the hubs find between them here would let all go to every hub.
+    // The reduction is given: with `auto`, the rates between the hubs here would choose `flat`, where every
+    // worker exchanges with every hub.
     let options = JobOptions { optimize_at: OptimizeAt::Owner, ..options(Reduction::Ring) };
     let outcomes = cluster.try_run(&racks, options, &settings, |job| {
         job.broadcast(&mut [vec![1.0_f32; 60_011]], 0)?;
@@ -434,10 +455,9 @@ fn state_is_not_read_where_the_optimizer_does_not_run() {
     }
 }
 
-#[test]
-fn a_hub_that_goes_away_is_named_everywhere() {
+fn a_hub_that_goes_away_is_named_everywhere(transports: Transports) {
     for lost in 0..3 {
-        let mut cluster = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1), Hub::Rack("c", 1)]);
+        let mut cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1), Hub::Rack("c", 1)]);
         let address = cluster.hubs[lost].as_ref().unwrap().addresses()[0].to_string();
         let victim = Mutex::new(cluster.hubs[lost].take());
         let settings = Settings::new(keys(&SIZES));
@@ -470,14 +490,13 @@ fn a_hub_that_goes_away_is_named_everywhere() {
     }
 }
 
-#[test]
-fn a_rank_that_dies_is_named_in_every_rack() {
-    let cluster = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
+fn a_rank_that_dies_is_named_in_every_rack(transports: Transports) {
+    let cluster = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
     let settings = Settings::new(keys(&SIZES));
     let outcomes = cluster.try_run(&["a", "b", "a"], options(Reduction::Sharded), &settings, |job| {
         for step in 0.. {
             if job.rank() == 2 && step == 2 {
-                // Leaves while the others go on, which never comes to an end otherwise.
+                // The rank leaves while the others go on, who would never end otherwise.
                 return Ok(());
             }
             job.push_pull(3, vec![1.0f32; SIZES[3] as usize], vec![0.0f32; SIZES[3] as usize])?.wait()?;
@@ -490,15 +509,14 @@ fn a_rank_that_dies_is_named_in_every_rack() {
     }
 }
 
-#[test]
-fn a_rank_stuck_behind_another_racks_hub_is_named_to_all() {
+fn a_rank_stuck_behind_another_racks_hub_is_named_to_all(transports: Transports) {
     for (reduction, ranks) in [
         (Reduction::Tree, &["a", "b", "a", "b"][..]),
         (Reduction::Ring, &["a", "b", "a", "b"]),
-        // The stuck one is alone in its rack, where nobody waits for it.
+        // The stuck rank is alone in its rack, where no other rank waits for it.
         (Reduction::Tree, &["a", "a", "a", "b"]),
     ] {
-        let racks = Racks::new(&[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
+        let racks = Racks::new(transports, &[Hub::Rack("a", 1), Hub::Rack("b", 1)]);
         let settings =
             Settings { optimizer: OptimizerChoice::named("mean"), ..Settings::new(keys(&[300, 20_000])) };
         let heard = AtomicU32::new(0);

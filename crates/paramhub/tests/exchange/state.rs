@@ -1,4 +1,4 @@
-//! The optimizer's state, taken from the hub and given back: training goes on as if it had never stopped.
+//! The optimizer's state, read from the hub and restored: training goes on as if it had never stopped.
 
 use std::sync::Barrier;
 
@@ -10,10 +10,20 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{Header, Operation, State, Verdict};
 use paramhub_hub::{HubConfig, RunningHub};
 use paramhub_kernels::Hyperparameters;
-use paramhub_worker::{Errand, Finished, Job};
+use paramhub_worker::{Finished, Job, RegionRequest};
 
-use crate::cluster::{Cluster, Ticket, gradient, keys, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, gradient, keys, sgd};
 use crate::raw::{self, Raw};
+
+over_transports!(
+    [tcp shm mixed]
+    restored_training_is_the_uninterrupted_one_to_the_bit,
+    state_comes_from_every_hub_and_of_half_precision_keys_in_single,
+    state_of_a_step_under_way_is_that_of_the_last_one_complete,
+    state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole,
+    what_cannot_be_asked_for_is_refused_before_it_leaves,
+    offences_against_state_fail_their_job_with_the_reason,
+);
 
 /// Sizes on both sides of the chunk size, whole blocks and not, and one element.
 const SIZES: [u64; 5] = [1, 8192, 8193, 30_011, 300];
@@ -33,12 +43,12 @@ fn optimizers() -> Vec<OptimizerChoice> {
     ]
 }
 
-/// What a run is resumed from.
+/// The data from which a run is resumed.
 #[derive(Clone, Debug, PartialEq)]
 struct Checkpoint {
     step: u32,
     model: Vec<Vec<f32>>,
-    /// Of every key and slot: values and updates.
+    /// Values and updates of every key and slot.
     state: Vec<Vec<(Vec<f32>, u64)>>,
 }
 
@@ -61,7 +71,7 @@ impl Checkpoint {
         Checkpoint { step, model, state }
     }
 
-    /// State first, then parameters.
+    /// Restores the state first, then the parameters.
     fn restore(&self, job: &Job) -> Vec<Vec<f32>> {
         if job.rank() == 0 {
             for (key, slots) in (0..).zip(&self.state) {
@@ -79,7 +89,7 @@ impl Checkpoint {
     }
 }
 
-/// Trains from a checkpoint until `end`; what every rank could go on from.
+/// Trains from a checkpoint until `end`. Returns what every rank could resume from.
 fn train(ticket: &Ticket, settings: &Settings, from: &Checkpoint, end: u32) -> Vec<Checkpoint> {
     ticket.run(settings, |job| {
         let mut model = from.restore(job);
@@ -98,9 +108,8 @@ fn train(ticket: &Ticket, settings: &Settings, from: &Checkpoint, end: u32) -> V
     })
 }
 
-#[test]
-fn restored_training_is_the_uninterrupted_one_to_the_bit() {
-    let cluster = Cluster::new(2);
+fn restored_training_is_the_uninterrupted_one_to_the_bit(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for (number, optimizer) in optimizers().into_iter().enumerate() {
         let settings = Settings { optimizer, reproducible: true, ..Settings::new(keys(&SIZES)) };
         let job = |what: &str| cluster.job(&format!("{what}{number}"), 3);
@@ -114,16 +123,15 @@ fn restored_training_is_the_uninterrupted_one_to_the_bit() {
         }));
         let resumed = train(&job("resumed"), &settings, &half[0], 6);
         assert!(resumed == whole, "{:?} went on otherwise", settings.optimizer);
-        // State is what made it so.
+        // The state is what makes the difference.
         let forgetful = Checkpoint { state: Vec::new(), ..half[0].clone() };
         let other = train(&job("forgetful"), &settings, &forgetful, 6);
         assert_ne!(other[0].model, whole[0].model, "{:?}", settings.optimizer);
     }
 }
 
-#[test]
-fn state_comes_from_every_hub_and_of_half_precision_keys_in_single() {
-    let cluster = Cluster::new(1);
+fn state_comes_from_every_hub_and_of_half_precision_keys_in_single(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let second =
         RunningHub::start(cluster.client.clone(), HubConfig { cores: 2, ..Default::default() }).unwrap();
     let mut table = vec![Key::new("half", [20_001]), Key::new("single", [20_001])];
@@ -159,9 +167,8 @@ fn state_comes_from_every_hub_and_of_half_precision_keys_in_single() {
     second.stop();
 }
 
-#[test]
-fn state_of_a_step_under_way_is_that_of_the_last_one_complete() {
-    let cluster = Cluster::new(2);
+fn state_of_a_step_under_way_is_that_of_the_last_one_complete(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings { optimizer: sgd(1.0, 1.0), ..Settings::new(keys(&[30_000])) };
     let (pushed, pulled) = (Barrier::new(2), Barrier::new(2));
     cluster.job("between", 2).run(&settings, |job| {
@@ -193,16 +200,15 @@ fn state_of_a_step_under_way_is_that_of_the_last_one_complete() {
             };
             let Finished { parameters, updates, .. } =
                 job.pull_state(0, 0, vec![f32::NAN; 30_000]).unwrap().finish();
-            // The other rank may be a step ahead only when this one has contributed to it.
+            // The other rank can be a step ahead only after this one has contributed to that step.
             assert_eq!((updates, parameters[29_999]), (step, step as f32));
         }
     });
 }
 
-#[test]
-fn state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole() {
+fn state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole(transports: Transports) {
     const ELEMENTS: usize = 50_000;
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(transports, 2);
     let settings = Settings {
         optimizer: OptimizerChoice {
             hyperparameters: Some(Hyperparameters { momentum: 1.0, ..Default::default() }),
@@ -228,9 +234,8 @@ fn state_is_pulled_beside_asynchronous_updates_chunk_by_chunk_whole() {
     });
 }
 
-#[test]
-fn what_cannot_be_asked_for_is_refused_before_it_leaves() {
-    let cluster = Cluster::new(1);
+fn what_cannot_be_asked_for_is_refused_before_it_leaves(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: sgd(0.1, 0.9), ..Settings::new(keys(&[10])) };
     let ticket = cluster.job("careful", 2);
     ticket.run(&settings, |job| {
@@ -249,14 +254,14 @@ fn what_cannot_be_asked_for_is_refused_before_it_leaves() {
             let told = job.initialise_state(0, 0, vec![0.0_f32; 10], 0).unwrap_err().to_string();
             assert!(told.contains("comes from rank 0"), "{told}");
         }
-        // Over regions, as bindings do.
+        // Over regions, as language bindings do it.
         if job.rank() == 0 {
             let values = paramhub_transport::SendRegion::owned(vec![2.0_f32; 10]);
-            job.submit(0, Errand::InitialiseState(values, 0, 4)).unwrap().wait().unwrap();
+            job.submit(0, RegionRequest::InitialiseState(values, 0, 4)).unwrap().wait().unwrap();
         }
         job.broadcast(&mut [vec![0.0_f32; 10]], 4).unwrap();
         let room = paramhub_transport::ReceiveRegion::owned(vec![0.0_f32; 10]);
-        let pulled = job.submit(0, Errand::PullState(room, 0)).unwrap().finish();
+        let pulled = job.submit(0, RegionRequest::PullState(room, 0)).unwrap().finish();
         assert_eq!((pulled.outcome.is_ok(), pulled.updates), (true, 4));
     });
     let plain = Settings::new(keys(&[10]));
@@ -268,9 +273,8 @@ fn what_cannot_be_asked_for_is_refused_before_it_leaves() {
 }
 
 /// Frames by hand that break the rules of state, over TCP.
-#[test]
-fn offences_against_state_fail_their_job_with_the_reason() {
-    let cluster = Cluster::new(1);
+fn offences_against_state_fail_their_job_with_the_reason(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let settings = Settings { optimizer: sgd(0.1, 0.9), ..raw::settings() };
     let frame = |operation, step, payload: &[u8]| {
         let header = Header { step, length: payload.len() as u32, ..Header::bare(operation) };

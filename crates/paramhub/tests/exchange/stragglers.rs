@@ -1,4 +1,5 @@
-//! Late workers are left out of a step: who counts, what the late one gets, and what is said of it.
+//! Late workers are left out of a step: which contributions count, what the late worker gets, and what is
+//! reported.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -10,7 +11,17 @@ use paramhub_core::settings::Settings;
 use paramhub_core::stragglers::Stragglers;
 use paramhub_worker::{Job, Member, WorkerError};
 
-use crate::cluster::{Cluster, PATIENCE, await_true, keys, sgd};
+use crate::cluster::{Cluster, PATIENCE, Transports, await_true, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole,
+    nobody_waits_for_a_worker_that_is_ten_times_slower,
+    a_late_worker_catches_up_and_counts_again,
+    who_has_left_is_not_waited_for,
+    ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0,
+    jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason,
+);
 
 /// Five chunks, the last of them short, on two cores.
 const ELEMENTS: usize = 40_000;
@@ -20,7 +31,7 @@ fn options(stragglers: Stragglers) -> JobOptions {
     JobOptions { rendezvous_timeout_s: 20.0, stragglers, ..Default::default() }
 }
 
-/// A contribution of all workers' `g` lowers each parameter by the mean of those that count.
+/// Each step lowers each parameter by the mean of the contributions that count.
 fn settings() -> Settings {
     Settings { optimizer: sgd(1.0, 0.0), ..Settings::new(keys(&[ELEMENTS as u64])) }
 }
@@ -43,19 +54,19 @@ fn wait_for(flag: &AtomicBool) {
     await_true("the others", || flag.load(Ordering::SeqCst).then_some(()));
 }
 
-/// Longer than a thread is kept waiting: what the others take in a step is the measure of what is late.
+/// Longer than a thread usually waits for a processor: the time of the others' step is the measure of
+/// lateness.
 const PACE: Duration = Duration::from_millis(5);
 
-#[test]
-fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole() {
-    let cluster = Cluster::new(2);
+fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for (name, stragglers) in [("backup", Stragglers::Backup(1)), ("drop", Stragglers::Drop(20.0))] {
         let flags = [const { AtomicBool::new(false) }; 3];
         let [others_are_ahead, late_is_back, in_time_are_done] = &flags;
         let (first, last) = (Barrier::new(3), Barrier::new(3));
         cluster.job_with(name, 4, options(stragglers)).run(&settings(), |job| {
             let (rank, mut model) = (job.rank(), start(job));
-            // Every sum tells whose contributions are in it.
+            // Every sum shows whose contributions are in it.
             let own = [1.0f32, 4.0, 16.0, 64.0][rank as usize];
             if rank == 3 {
                 wait_for(others_are_ahead);
@@ -73,7 +84,7 @@ fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole() {
                 others_are_ahead.store(true, Ordering::SeqCst);
                 wait_for(late_is_back);
             }
-            // Now rank 2 is the late one.
+            // Now rank 2 is late.
             match rank {
                 2 => wait_for(in_time_are_done),
                 _ => drop(last.wait()),
@@ -88,9 +99,8 @@ fn the_mean_is_over_those_in_time_and_a_late_contribution_is_dropped_whole() {
     }
 }
 
-#[test]
-fn nobody_waits_for_a_worker_that_is_ten_times_slower() {
-    let cluster = Cluster::new(2);
+fn nobody_waits_for_a_worker_that_is_ten_times_slower(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     for (name, stragglers) in [("backup", Stragglers::Backup(1)), ("drop", Stragglers::Drop(0.5))] {
         let of_slow = AtomicU32::new(0);
         cluster.job_with(name, 4, options(stragglers)).run(&settings(), |job| {
@@ -100,11 +110,11 @@ fn nobody_waits_for_a_worker_that_is_ten_times_slower() {
                 model = exchange(job, 1.0, model);
                 of_slow.fetch_add(u32::from(job.rank() == 3), Ordering::SeqCst);
             }
-            // Whoever counts gives ones: a mean of ones is one.
+            // All contributions are ones, so their mean is one.
             let steps = model.iter().map(|&value| -value).fold(0.0, f32::max);
             assert!((40.0..60.0).contains(&steps), "{name}: {steps} steps");
         });
-        // As many as the others' had they waited, a tenth if not.
+        // As many steps as the others' if they had waited, a tenth of that if not.
         let of_slow = of_slow.into_inner();
         assert!((1..=20).contains(&of_slow), "{name}: the slow one took {of_slow} of 40 steps");
         let status = cluster.await_end(name);
@@ -113,9 +123,8 @@ fn nobody_waits_for_a_worker_that_is_ten_times_slower() {
     }
 }
 
-#[test]
-fn a_late_worker_catches_up_and_counts_again() {
-    let cluster = Cluster::new(2);
+fn a_late_worker_catches_up_and_counts_again(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     cluster.job_with("comeback", 3, options(Stragglers::Drop(4.0))).run(&settings(), |job| {
         let mut model = start(job);
         let mut jumps = Vec::new();
@@ -126,7 +135,7 @@ fn a_late_worker_catches_up_and_counts_again() {
             jumps.push((before, job.next_step(0).unwrap() - before));
         }
         if job.rank() == 2 {
-            // A busy machine may make it late at any time, but not always.
+            // A busy machine may make the rank late at any time, but not always.
             assert!(jumps.iter().any(|&(_, jump)| jump > 1), "at first it misses steps: {jumps:?}");
             let in_time = jumps.iter().filter(|&&(before, jump)| before >= 25 && jump == 1).count();
             assert!(in_time >= 3, "then it takes part again: {jumps:?}");
@@ -134,13 +143,12 @@ fn a_late_worker_catches_up_and_counts_again() {
     });
 }
 
-#[test]
-fn who_has_left_is_not_waited_for() {
-    let cluster = Cluster::new(1);
+fn who_has_left_is_not_waited_for(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     for (name, stragglers) in [("backup", Stragglers::Backup(2)), ("drop", Stragglers::Drop(2.0))] {
         cluster.job_with(name, 3, options(stragglers)).run(&settings(), |job| {
             let mut model = start(job);
-            // Programs that count their own steps end at different ones of the job's.
+            // Programs that count their own steps end at different steps of the job.
             for _ in 0..[4, 12, 20][job.rank() as usize] {
                 std::thread::sleep(Duration::from_millis(1));
                 model = exchange(job, 1.0, model);
@@ -152,9 +160,8 @@ fn who_has_left_is_not_waited_for() {
     }
 }
 
-#[test]
-fn ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0() {
-    let cluster = Cluster::new(1);
+fn ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let heard = [const { Mutex::new(Vec::new()) }; 3];
     let told = AtomicBool::new(false);
     cluster.job_with("late", 3, options(Stragglers::Backup(1))).run(&settings(), |job| {
@@ -186,7 +193,7 @@ fn ranks_that_are_left_out_are_named_to_themselves_and_to_rank_0() {
     assert!(heard[1].is_empty(), "{heard:?}");
 }
 
-/// What rank 0 of a job of two is told when it hands in its settings.
+/// The error of rank 0 of a job of two when it hands in its settings.
 fn refusal(cluster: &Cluster, name: &str, settings: Settings) -> String {
     let ticket = cluster.job_with(name, 2, options(Stragglers::Backup(1)));
     let init = |rank| {
@@ -199,20 +206,22 @@ fn refusal(cluster: &Cluster, name: &str, settings: Settings) -> String {
     outcomes[0].as_ref().unwrap_err().to_string()
 }
 
-#[test]
-fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason() {
-    let cluster = Cluster::new(1);
+fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason(transports: Transports) {
+    let cluster = Cluster::new(transports, 1);
     let asynchronous = Settings { consistency: Consistency::Asynchronous, ..settings() };
     let clipped = Settings { clip_norm: Some(1.0), ..settings() };
     for (name, settings, why) in [
-        ("async", asynchronous, "with consistency async no step waits for anybody"),
-        ("mean", Settings::new(keys(&[4])), "with `mean` a worker that is left out would miss"),
+        ("async", asynchronous, "no step waits for another worker"),
+        ("mean", Settings::new(keys(&[4])), "a worker that is left out would miss"),
         ("exact", Settings { reproducible: true, ..settings() }, "differs from run to run"),
-        ("clipped", clipped, "in two phases, as clipping needs"),
+        ("clipped", clipped, "the norm, as clipping needs it"),
     ] {
         let told = refusal(&cluster, name, settings);
-        assert!(told.contains(&format!("job `{name}` is to leave late workers out")), "{told}");
-        assert!(told.contains(why) && told.contains("use stragglers = wait"), "{told}");
+        assert!(
+            told.contains(&format!("job `{name}`")) && told.contains("`stragglers` other than wait"),
+            "{told}"
+        );
+        assert!(told.contains(why) && told.contains("use `stragglers = wait`"), "{told}");
     }
     let create = |options| {
         let request = paramhub_core::service::CreateService { name: "refused".into(), workers: 4, options };
@@ -223,5 +232,5 @@ fn jobs_that_cannot_leave_anybody_out_are_refused_with_the_reason() {
     assert!(told.contains("use backup:3 or less"), "{told}");
     let on_interface_down = paramhub_core::service::OnInterfaceDown::Continue;
     let told = create(JobOptions { on_interface_down, ..options(Stragglers::Drop(0.5)) });
-    assert!(told.contains("use on_interface_down = fail, or stragglers = wait"), "{told}");
+    assert!(told.contains("use `on_interface_down = fail`, or `stragglers = wait`"), "{told}");
 }

@@ -4,7 +4,7 @@ use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_core::wire::{Refusal, Verdict};
 use paramhub_hub::{HubConfig, HubError, RunningHub};
 
-use crate::cluster::{Cluster, Ticket, gradient, keys, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, gradient, keys, sgd};
 use crate::raw::Raw;
 
 const CHUNK_BYTES: u32 = 4096;
@@ -14,7 +14,8 @@ fn settings(optimizer: OptimizerChoice) -> Settings {
     Settings { optimizer, reproducible: true, chunk_bytes: CHUNK_BYTES, ..settings }
 }
 
-/// Sockets of this process to one of the ports; a worker's and the hub's end are both here.
+/// The number of this process's sockets that are connected to one of the ports. A worker's and the hub's ends
+/// are both here.
 fn connected_to(ports: &[u16]) -> usize {
     let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
     let remote = |line: &str| -> Option<(u16, bool)> {
@@ -54,7 +55,7 @@ fn train(ticket: &Ticket, settings: &Settings, on_the_way: impl Fn() + Sync) -> 
 #[test]
 fn two_cores_with_three_streams_each_make_what_one_stream_makes() {
     let settings = settings(sgd(0.5, 0.9));
-    let expected = train(&Cluster::new(1).job("one", 2), &settings, || {}).remove(0);
+    let expected = train(&Cluster::new(Transports::tcp(), 1).job("one", 2), &settings, || {}).remove(0);
     for (listen, cores, streams, per_worker) in [
         (&["127.0.0.1:0"][..], 2, 3, 6),
         // Each interface has one of the cores.
@@ -62,7 +63,7 @@ fn two_cores_with_three_streams_each_make_what_one_stream_makes() {
         // Both interfaces share the core.
         (&["127.0.0.1:0", "127.0.0.2:0"], 1, 2, 4),
     ] {
-        let cluster = Cluster::with(|config| {
+        let cluster = Cluster::with(Transports::tcp(), |config| {
             config.listen = listen.iter().map(|address| address.parse().unwrap()).collect();
             (config.cores, config.streams) = (cores, streams);
         });
@@ -79,14 +80,14 @@ fn two_cores_with_three_streams_each_make_what_one_stream_makes() {
 
 #[test]
 fn a_stream_may_be_for_any_copy_of_the_address_it_came_in_by_and_for_no_other() {
-    let cluster = Cluster::with(|config| {
+    let cluster = Cluster::with(Transports::tcp(), |config| {
         config.listen = vec!["127.0.0.1:0".parse().unwrap(), "127.0.0.2:0".parse().unwrap()];
         (config.cores, config.streams) = (2, 2);
     });
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[4096])) };
     let ticket = cluster.job("copies", 1);
     let (_, mut hello) = Raw::join_with(&cluster, &ticket, 0, &settings);
-    // A stream that ends would end the job.
+    // A stream that ends would end the job, so they are kept.
     let mut admitted = Vec::new();
     // (listener, interface, core): interfaces 0 and 1 are the first address, 2 and 3 the second.
     for (listener, interface, core, is_welcome) in [
@@ -117,7 +118,7 @@ fn a_stream_may_be_for_any_copy_of_the_address_it_came_in_by_and_for_no_other() 
 
 #[test]
 fn more_streams_than_interfaces_can_be_numbered_are_refused() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     for (interfaces, streams) in [(1, 0), (1, 65), (2, 33), (3, usize::MAX)] {
         let listen = (1..=interfaces).map(|host| format!("127.0.0.{host}:0").parse().unwrap()).collect();
         let config = HubConfig { listen, streams, ..Default::default() };

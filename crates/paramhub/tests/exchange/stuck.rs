@@ -1,4 +1,5 @@
-//! A rank that is heard and does nothing: it is stuck in its own code. Everybody hears which one is awaited, and for what.
+//! A rank that sends heartbeats and does nothing else is stuck in its own code. All ranks are notified which
+//! rank is awaited, and for what.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,7 +10,7 @@ use paramhub_core::service::{JobOptions, JobState};
 use paramhub_core::settings::{OptimizerChoice, Settings};
 use paramhub_worker::Job;
 
-use crate::cluster::{Cluster, await_true, keys, sgd};
+use crate::cluster::{Cluster, Transports, await_true, keys, sgd};
 
 const WORKERS: u32 = 3;
 
@@ -24,7 +25,7 @@ fn step(job: &Job) {
     pushed.into_iter().for_each(|pushed| drop(pushed.wait().unwrap()));
 }
 
-/// Waits until this rank has been told something with all these parts.
+/// Waits until this rank has received a notice with all these parts.
 fn hears(job: &Job, parts: &[&str]) {
     await_true(&format!("a notice with {parts:?} at rank {}", job.rank()), || {
         let told = job.notices().into_iter().map(|notice| notice.message);
@@ -32,7 +33,7 @@ fn hears(job: &Job, parts: &[&str]) {
     });
 }
 
-/// Returns when all ranks have called it so many times.
+/// Returns when all ranks have called it `times` times.
 fn all_are_here(count: &AtomicU32, times: u32) {
     count.fetch_add(1, Ordering::SeqCst);
     await_true("all ranks", || (count.load(Ordering::SeqCst) >= WORKERS * times).then_some(()));
@@ -49,7 +50,7 @@ fn metrics(url: &str) -> String {
 
 #[test]
 fn a_rank_stuck_in_its_own_code_is_named_everywhere() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::tcp(), 2);
     let count = AtomicU32::new(0);
     let client = cluster.client.clone();
     let awaits = |wanted: bool| {
@@ -95,7 +96,7 @@ fn a_rank_stuck_in_its_own_code_is_named_everywhere() {
 
 #[test]
 fn who_is_too_far_ahead_of_a_stuck_rank_hears_its_name() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let settings = Settings { consistency: Consistency::BoundedStaleness(1), ..mean() };
     let count = AtomicU32::new(0);
     cluster.job("stale", WORKERS).run(&settings, |job| {
@@ -112,7 +113,7 @@ fn who_is_too_far_ahead_of_a_stuck_rank_hears_its_name() {
 
 #[test]
 fn initial_parameters_and_releases_that_rank_0_owes_are_told_to_all() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::tcp(), 2);
     let settings =
         Settings { optimizer: sgd(0.1, 0.0), two_phase: true, ..Settings::new(keys(&[300, 20_000])) };
     let count = AtomicU32::new(0);
@@ -149,8 +150,8 @@ fn initial_parameters_and_releases_that_rank_0_owes_are_told_to_all() {
 
 #[test]
 fn a_job_that_says_so_ends_when_a_rank_makes_no_progress() {
-    let cluster = Cluster::new(2);
-    // Long beside any hiccup of a busy machine.
+    let cluster = Cluster::new(Transports::tcp(), 2);
+    // Long compared with any pause of a busy machine.
     let options = JobOptions { progress_timeout_s: Some(8.0), ..Default::default() };
     let ticket = cluster.job_with("ended", WORKERS, options);
     let told: Vec<String> = std::thread::scope(|scope| {

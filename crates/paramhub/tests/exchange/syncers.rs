@@ -1,4 +1,4 @@
-//! Layers that go by factors and layers that go through a hub, in one job and one training loop.
+//! Layers that are exchanged by factors and layers through a hub, in one job and one training loop.
 
 use paramhub_core::key::{Key, KeyTable};
 use paramhub_core::scheme::{LayerSettings, Scheme, SchemeChoice};
@@ -8,12 +8,12 @@ use paramhub_kernels::{Hyperparameters, Registry};
 use paramhub_syncer::{LayerFactors, Syncers};
 use paramhub_worker::Options;
 
-use crate::cluster::{Cluster, Ticket, gradient, sgd};
+use crate::cluster::{Cluster, Ticket, Transports, gradient, sgd};
 
 const RANKS: u32 = 3;
 /// M, N and K of the fully connected layer.
 const SHAPE: [usize; 3] = [96, 64, 2];
-/// The positions of the keys, beside that of a key in no layer, 0.
+/// The positions of the layers' keys. Key 0 is in no layer.
 const WEIGHT: u32 = 1;
 const BIAS: u32 = 2;
 const WHOLE: u32 = 3;
@@ -21,8 +21,8 @@ const SENT_WEIGHT: u32 = 4;
 const SENT_BIAS: u32 = 5;
 const KEYS: u32 = 6;
 
-/// A key in no layer, a layer by factors with a bias, one that could go so, but is to go through the hub, and one whose factors go
-/// there.
+/// A key in no layer; a layer by factors, with a bias; a layer that could go by factors, but goes through the
+/// hub; and one whose factors go to the hub.
 fn settings() -> Settings {
     let [outputs, inputs, samples] = SHAPE.map(|size| size as u64);
     let keys = vec![
@@ -59,7 +59,7 @@ fn as_every_rank_with<T: Send>(
             .map(|rank| {
                 let work = &work;
                 scope.spawn(move || {
-                    let transport = crate::TRANSPORTS[rank as usize % crate::TRANSPORTS.len()];
+                    let transport = ticket.transports.of_rank(rank);
                     let options = Options { transport, ..Default::default() };
                     let registry = Registry::with_builtins();
                     let membership = ticket.membership(rank);
@@ -81,7 +81,7 @@ fn factors(rank: u32, step: u32) -> [Vec<f32>; 2] {
     [(100, inputs), (101, outputs)].map(|(seed, width)| gradient(rank, seed, step, samples * width))
 }
 
-/// One rank's gradient of any key, multiplied out for those of the layer that goes by factors.
+/// One rank's gradient of any key, multiplied out for the keys of the layer that goes by factors.
 fn dense(rank: u32, key: u32, step: u32) -> Vec<f32> {
     let [outputs, inputs, samples] = SHAPE;
     let [x, dy] = factors(rank, step);
@@ -99,18 +99,18 @@ fn dense(rank: u32, key: u32, step: u32) -> Vec<f32> {
 #[test]
 fn layers_by_factors_and_through_the_hub_learn_as_one() {
     const STEPS: u32 = 5;
-    /// From here on the learning rate is another one.
+    /// The step from which on the learning rate is another.
     const SLOWER: u32 = 3;
     let slower = Hyperparameters { learning_rate: 0.01, momentum: 0.5, ..Default::default() };
 
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::tcp(), 2);
     let learnt = as_every_rank(&cluster.job("mixed", RANKS), |mut syncers| {
         let rank = syncers.job().rank();
         assert_eq!(syncers.len(), 4, "three layers and the key in none");
         assert_eq!(syncers.of_key(WEIGHT), syncers.of_key(BIAS));
         let by_factors = [WEIGHT, SENT_WEIGHT].map(|key| syncers.of_key(key));
         assert!((0..4).all(|layer| syncers.takes_factors(layer) == by_factors.contains(&layer)));
-        // Rank 0's count.
+        // Rank 0's initial parameters count.
         let mut model: Vec<Vec<f32>> = (0..KEYS).map(|key| vec![rank as f32; elements(key)]).collect();
         for (key, parameters) in (0..).zip(&mut model) {
             assert!(!syncers.has_begun(key));
@@ -168,7 +168,7 @@ fn layers_by_factors_and_through_the_hub_learn_as_one() {
 
 #[test]
 fn a_loop_out_of_order_is_told_and_may_go_on() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     as_every_rank(&cluster.job("confused", RANKS), |mut syncers| {
         let rank = syncers.job().rank();
         let [by_factors, whole, sent] = [WEIGHT, WHOLE, SENT_WEIGHT].map(|key| syncers.of_key(key));
@@ -207,7 +207,7 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
         assert!(syncers.receive(sent).unwrap());
         assert!(syncers.receive(whole).unwrap() && syncers.receive(by_factors).unwrap());
         assert!(!syncers.receive(whole).unwrap(), "nothing is under way any more");
-        // Received, but not moved out.
+        // The parameters were received, but not moved out.
         let behind = syncers.send(WHOLE, dense(rank, WHOLE, 1)).unwrap_err().to_string();
         assert!(behind.contains("without having moved"), "{behind}");
         for (key, parameters) in (0..).zip(&mut model) {
@@ -222,7 +222,7 @@ fn a_loop_out_of_order_is_told_and_may_go_on() {
 
 #[test]
 fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     for reject in [false, true] {
         let name = if reject { "rejects" } else { "passes" };
         let settings = Settings { reject_non_finite: reject, ..settings() };
@@ -258,7 +258,7 @@ fn a_nan_among_factors_passes_by_default_and_is_refused_where_asked() {
 
 #[test]
 fn factors_between_workers_are_refused_where_streams_are_to_be_resumed() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::tcp(), 1);
     let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
     let ticket = cluster.job_with("continues", 1, options);
     let settings = Settings { scheme: SchemeChoice::Only(Scheme::Factors), ..settings() };

@@ -4,7 +4,18 @@ use paramhub_core::service::{JobOptions, JobState};
 use paramhub_core::settings::Settings;
 use paramhub_hub::{HubConfig, RunningHub};
 
-use crate::cluster::{Cluster, await_true, gradient, keys, sgd};
+use crate::cluster::{Cluster, Transports, await_true, gradient, keys, sgd};
+
+over_transports!(
+    [tcp shm mixed]
+    jobs_beside_each_other_are_both_right,
+    a_job_larger_than_the_hub_is_refused_with_what_would_fit,
+    a_job_larger_than_jobs_may_be_is_refused_though_the_hub_has_room,
+    a_job_with_more_streams_than_jobs_may_have_is_refused_with_what_would_fit,
+    jobs_beyond_what_a_core_is_promised_for_are_refused_until_one_ends,
+    two_hundred_jobs_leave_nothing_behind,
+    a_job_is_spread_over_hubs_interfaces_and_cores,
+);
 
 fn mean_job(cluster: &Cluster, name: &str, workers: u32, steps: u32) {
     let settings = Settings::new(keys(&[50_000, 3]));
@@ -19,9 +30,8 @@ fn mean_job(cluster: &Cluster, name: &str, workers: u32, steps: u32) {
     });
 }
 
-#[test]
-fn jobs_beside_each_other_are_both_right() {
-    let cluster = Cluster::new(2);
+fn jobs_beside_each_other_are_both_right(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| mean_job(&cluster, "first", 2, 40));
         let second = scope.spawn(|| {
@@ -33,7 +43,7 @@ fn jobs_beside_each_other_are_both_right() {
                 let mut out = model.remove(0);
                 for step in 1..=20 {
                     out = job.push_pull(0, vec![1.0f32; 70_001], out).unwrap().wait().unwrap().1;
-                    // Each step lowers by a half, rounded each time.
+                    // Each step lowers the parameters by a half, rounded each time.
                     let expect = |start: &f32| (0..step).fold(*start, |value, _| value - 0.5);
                     assert!(
                         out.iter().zip(&start).all(|(value, start)| *value == expect(start)),
@@ -49,9 +59,8 @@ fn jobs_beside_each_other_are_both_right() {
     assert_eq!(cluster.await_end("second").state, JobState::Finished);
 }
 
-#[test]
-fn a_job_larger_than_the_hub_is_refused_with_what_would_fit() {
-    let cluster = Cluster::with(|config| config.memory_bytes = Some(10 << 20));
+fn a_job_larger_than_the_hub_is_refused_with_what_would_fit(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| config.memory_bytes = Some(10 << 20));
     let settings = Settings::new(keys(&[4 << 20]));
     let refused = cluster.job("large", 1).join(0, settings).expect_err("it does not fit").to_string();
     assert!(refused.contains("needs 33 MiB") || refused.contains("needs 32 MiB"), "{refused}");
@@ -59,7 +68,7 @@ fn a_job_larger_than_the_hub_is_refused_with_what_would_fit() {
     mean_job(&cluster, "small", 1, 2);
 }
 
-/// What a hub with such limits says to a job of so many workers.
+/// The refusal by a hub with these limits of a job with so many workers.
 fn refusal(cluster: &Cluster, name: &str, workers: u32, weight: u32) -> String {
     let ticket = cluster.job_with(name, workers, JobOptions { weight, ..Default::default() });
     let settings = Settings { chunk_bytes: 4096, ..Settings::new(keys(&[4 << 20, 50_000])) };
@@ -74,9 +83,8 @@ fn refusal(cluster: &Cluster, name: &str, workers: u32, weight: u32) -> String {
     })
 }
 
-#[test]
-fn a_job_larger_than_jobs_may_be_is_refused_though_the_hub_has_room() {
-    let cluster = Cluster::with(|config| config.job_limits.memory_bytes = Some(20 << 20));
+fn a_job_larger_than_jobs_may_be_is_refused_though_the_hub_has_room(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| config.job_limits.memory_bytes = Some(20 << 20));
     let refused = refusal(&cluster, "large", 1, 1);
     assert!(
         refused.contains("`large` needs 33 MiB") || refused.contains("`large` needs 34 MiB"),
@@ -86,9 +94,8 @@ fn a_job_larger_than_jobs_may_be_is_refused_though_the_hub_has_room() {
     mean_job(&cluster, "small", 1, 2);
 }
 
-#[test]
-fn a_job_with_more_streams_than_jobs_may_have_is_refused_with_what_would_fit() {
-    let cluster = Cluster::with(|config| {
+fn a_job_with_more_streams_than_jobs_may_have_is_refused_with_what_would_fit(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| {
         config.cores = 2;
         config.job_limits.streams = Some(5);
     });
@@ -98,9 +105,8 @@ fn a_job_with_more_streams_than_jobs_may_have_is_refused_with_what_would_fit() {
     mean_job(&cluster, "narrow", 2, 2);
 }
 
-#[test]
-fn jobs_beyond_what_a_core_is_promised_for_are_refused_until_one_ends() {
-    let cluster = Cluster::with(|config| config.job_limits.share_percent = Some(30));
+fn jobs_beyond_what_a_core_is_promised_for_are_refused_until_one_ends(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| config.job_limits.share_percent = Some(30));
     let settings = Settings::new(keys(&[1000]));
     let promised = cluster.job("promised", 1).join(0, settings.clone()).unwrap();
     let refused = refusal(&cluster, "greedy", 1, 3);
@@ -110,7 +116,7 @@ fn jobs_beyond_what_a_core_is_promised_for_are_refused_until_one_ends() {
     let full = cluster.job_with("full", 1, options).join(0, settings).unwrap();
     let refused = refusal(&cluster, "late", 1, 1);
     assert!(refused.contains("10 % are not promised to other jobs: end other jobs"), "{refused}");
-    // Who was there goes on, and makes room.
+    // The job that was there goes on, and makes room when it ends.
     let (_, mean) = promised.push_pull(0, vec![7.0f32; 1000], vec![0.0f32; 1000]).unwrap().wait().unwrap();
     assert_eq!(mean, vec![7.0; 1000]);
     promised.leave().unwrap();
@@ -131,14 +137,13 @@ fn resident_kibibytes() -> u64 {
 }
 
 /// 200 jobs through one hub, some of which fail: memory and descriptors stay flat.
-#[test]
-fn two_hundred_jobs_leave_nothing_behind() {
-    let cluster = Cluster::new(2);
+fn two_hundred_jobs_leave_nothing_behind(transports: Transports) {
+    let cluster = Cluster::new(transports, 2);
     let mut after_warm_up = None;
     for number in 0..200 {
         let name = format!("job{number}");
         if number % 5 == 4 {
-            // One rank goes without a goodbye to the other, who waits for it.
+            // One rank ends without leaving while the other waits for it.
             let settings = Settings::new(keys(&[50_000]));
             let ticket = cluster.job(&name, 2);
             std::thread::scope(|scope| {
@@ -173,9 +178,8 @@ fn two_hundred_jobs_leave_nothing_behind() {
 }
 
 /// One job spread over two hubs, one of which has two interfaces and fewer cores than it could use.
-#[test]
-fn a_job_is_spread_over_hubs_interfaces_and_cores() {
-    let cluster = Cluster::with(|config| {
+fn a_job_is_spread_over_hubs_interfaces_and_cores(transports: Transports) {
+    let cluster = Cluster::with(transports, |config| {
         config.listen = vec!["127.0.0.1:0".parse().unwrap(), "127.0.0.2:0".parse().unwrap()];
         config.cores = 3;
     });
@@ -202,7 +206,7 @@ fn a_job_is_spread_over_hubs_interfaces_and_cores() {
         })
     };
     let spread = train(&cluster.job("spread", 2));
-    let lonely = Cluster::new(1);
+    let lonely = Cluster::new(transports, 1);
     let alone = train(&lonely.job("alone", 2));
     assert_eq!(spread[0], alone[0], "where a chunk lives does not change it");
     assert_eq!(spread[0], spread[1]);

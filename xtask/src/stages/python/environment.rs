@@ -14,7 +14,7 @@ impl Environment {
         Self { folder: format!("target/python/{name}") }
     }
 
-    /// Keeps an environment of the same interpreter: filling one again takes minutes.
+    /// Creates the environment, or keeps one of the same interpreter: filling one again takes minutes.
     pub(super) fn create_unless_there(&self) -> Result<(), Failure> {
         let version = |python: Invocation| python.args(["-c", "import sys; print(sys.version)"]).output();
         let wanted = version(Invocation::new("python3"));
@@ -28,8 +28,9 @@ impl Environment {
         Invocation::new("python3").args(["-m", "venv", "--clear", &self.folder]).run()
     }
 
-    /// Installs packages into it with uv, which takes seconds where pip takes minutes, and no time where all is there already;
-    /// with pip if that fails, for uv does not read pip's settings, which may be the ones that name where packages come from.
+    /// Installs packages into the environment. uv takes seconds where pip takes minutes, and no time if all
+    /// are installed already. If uv fails, pip installs them: uv does not read pip's settings, which may name
+    /// the source of packages.
     pub(super) fn install(&self, tools: &Environment, packages: &[&str]) -> Result<(), Failure> {
         let by_uv = tools.program("uv").args(["pip", "install", "--python", &self.interpreter()]);
         let by_pip = self.python().args(["-m", "pip", "install"]);

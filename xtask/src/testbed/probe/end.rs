@@ -5,22 +5,26 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Until the buckets' first burst is over and the congestion window has found its size.
+/// How long an end sends before it counts. By then the buckets' first burst is over and the congestion window
+/// has found its size.
 const WARMUP: Duration = Duration::from_millis(1500);
-/// Over a second or so what streams lose and send again comes in bursts: slow links would seem to carry more than they do.
+/// How long an end counts. Over a second or so, bytes that streams lose and send again arrive in bursts: slow
+/// links would seem to carry more than they do.
 const WINDOW: Duration = Duration::from_millis(3000);
-/// On a busy machine the other side's window may end later.
+/// How long an end still sends after its own window: on a busy machine that of the other side may end later.
 const AFTER: Duration = Duration::from_millis(500);
-/// How often a stream that stands still is looked at.
+/// How often a stream that stands still is checked.
 const TICK: Duration = Duration::from_millis(200);
-/// As large as the stack's largest packets.
+/// The bytes of a read or write: as large as the stack's largest packets.
 const BUFFER_BYTES: usize = 64 << 10;
-/// A hub's link carries streams of every worker, and one alone hesitates where both ways are full.
+/// Streams of a flow. A hub's link carries streams of every worker, and one stream alone stalls if both ways
+/// are full.
 const CONNECTIONS: usize = 4;
-/// One that waits for nobody ends, too.
+/// How long an end waits for the other, so that it ends even if none comes.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// `listen ADDRESS` says its port first; `dial FROM TO`. Both say in the end how many bytes a second they received.
+/// Runs an end. `listen ADDRESS` prints its port first; `dial FROM TO` connects. Both print in the end how
+/// many bytes a second they received.
 pub(crate) fn play(arguments: &[String]) -> ExitCode {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words[..] {
@@ -62,7 +66,8 @@ fn accept(address: &str) -> std::io::Result<Vec<TcpStream>> {
     Ok(accepted)
 }
 
-/// A host with several interfaces sends from the address that its routing knows by default: the probe has workers dial.
+/// A host with several interfaces would send from its routing's default address. Workers dial, so that the
+/// source address can be chosen.
 fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
     let to: SocketAddr = to.parse().map_err(std::io::Error::other)?;
     let from: IpAddr = from.parse().map_err(std::io::Error::other)?;
@@ -76,7 +81,7 @@ fn dial(from: &str, to: &str) -> std::io::Result<Vec<TcpStream>> {
     (0..CONNECTIONS).map(connect).collect()
 }
 
-/// Bytes a second that all streams together received.
+/// The bytes a second that all streams together received.
 fn run(streams: Vec<TcpStream>) -> std::io::Result<f64> {
     let began = Instant::now();
     let carried = streams.into_iter().map(|stream| std::thread::spawn(move || carry(stream, began)));
@@ -91,7 +96,7 @@ fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let mut sending = stream.try_clone()?;
     let sender = std::thread::spawn(move || {
         let buffer = [1_u8; BUFFER_BYTES];
-        // What cannot be sent, the other side misses and says so.
+        // If sending fails, the other side misses the bytes and reports that.
         while Instant::now() < end && sending.write_all(&buffer).is_ok() {}
         let _ = sending.shutdown(Shutdown::Write);
     });
@@ -100,7 +105,8 @@ fn carry(stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     speed
 }
 
-/// Counts within the window, and reads until the other side has sent its last: bytes left unread would reset its stream.
+/// Counts bytes within the window, and reads until the other side has sent its last: bytes left unread would
+/// reset its stream.
 fn receive(mut stream: TcpStream, began: Instant) -> std::io::Result<f64> {
     let mut buffer = vec![0_u8; BUFFER_BYTES];
     let window = began + WARMUP..began + WARMUP + WINDOW;

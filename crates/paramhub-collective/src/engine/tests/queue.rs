@@ -2,11 +2,11 @@
 
 use super::super::queue::{Access, Queue};
 
-/// Every sequence of up to this many entries and exits.
+/// The length of the longest sequence.
 const STEPS: u32 = 9;
 
-/// What the queue must do, in the plainest words: who has the variable is a prefix of all that entered and have not
-/// left, either one mutation or the reads up to the first mutation.
+/// The specification of the queue: the operations that have the variable are a prefix of all that entered and
+/// have not left, either one mutation or the reads up to the first mutation.
 fn having(present: &[(usize, Access)]) -> Vec<usize> {
     match present.first() {
         Some(&(first, Access::Mutate)) => vec![first],
@@ -14,7 +14,7 @@ fn having(present: &[(usize, Access)]) -> Vec<usize> {
     }
 }
 
-/// Enters a reader, enters a mutator, or lets one of those leave that have the variable.
+/// Enters a reader or a mutator, or lets an operation that has the variable leave.
 fn explore(done: &mut Vec<usize>) {
     let mut queue = Queue::new();
     let (mut present, mut given, mut entered): (Vec<(usize, Access)>, Vec<usize>, usize) =

@@ -1,61 +1,43 @@
-//! Whom others wait for, for longer than recent steps explain.
+//! Ranks and sites that keep others waiting for longer than recent steps explain.
 
 use std::time::Duration;
 
 use paramhub_core::exchange::Awaited;
-use paramhub_core::lateness::{Lateness, Wait};
+use paramhub_core::lateness::{Lateness, OverdueChunk};
 
 use super::Shard;
 use crate::core::ports::Neighbour;
+use crate::core::reports::{OverdueEvent, OverdueNeighbours};
 
-/// Slots that are looked at in one go. It takes about a tenth of a millisecond.
+/// Slots that are looked at in one go, which takes about a tenth of a millisecond.
 const SLOTS: usize = 16 << 10;
 
-/// What is to be told of those whom others wait for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum AwaitedNews {
-    Late(Absence),
-    /// It has come.
-    Over {
-        waited: Duration,
-    },
-}
-
-/// Others wait.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Absence {
-    /// For these, in order.
-    pub(crate) who: Vec<Neighbour>,
-    /// And this of them.
-    pub(crate) awaited: Awaited,
-    /// The key that has waited longest.
-    pub(crate) key: String,
-    pub(crate) waited: Duration,
-    /// For as long as the job lets them.
-    pub(crate) has_expired: bool,
-}
-
 impl Shard {
-    /// Looks at some of the chunks, `awake` after any fixed time, and says what is to be told of all of them.
-    pub(crate) fn news_of_awaited(&mut self, awake: Duration) -> Option<AwaitedNews> {
+    /// Looks at some of the chunks, `awake` after any fixed time, and returns what to report after the last
+    /// of them.
+    pub(crate) fn overdue_event(&mut self, awake: Duration) -> Option<OverdueEvent> {
         let exchange = &self.exchange;
-        let news = self.watch.look(awake, SLOTS, |slot| exchange.awaits(slot))?;
-        Some(match news {
-            Lateness::Late(wait) => AwaitedNews::Late(self.absence(wait, false)),
-            Lateness::Expired(wait) => AwaitedNews::Late(self.absence(wait, true)),
-            Lateness::Over { waited } => AwaitedNews::Over { waited },
+        let lateness = self.watch.look(awake, SLOTS, |slot| exchange.awaits(slot))?;
+        Some(match lateness {
+            Lateness::Late(wait) => OverdueEvent::Late(self.overdue(wait, false)),
+            Lateness::Expired(wait) => OverdueEvent::Late(self.overdue(wait, true)),
+            Lateness::Over { waited } => OverdueEvent::Over { waited },
         })
     }
 
-    fn absence(&self, Wait { slot, awaited, waited }: Wait, has_expired: bool) -> Absence {
+    fn overdue(
+        &self,
+        OverdueChunk { slot, awaited, waited }: OverdueChunk,
+        has_expired: bool,
+    ) -> OverdueNeighbours {
         let ports = &self.plan.ports;
         let who = match awaited {
-            // Wherever it exchanges.
+            // Rank 0, at whichever site it exchanges.
             Awaited::Parameters | Awaited::Release(_) => vec![Neighbour::Worker(0)],
             Awaited::Contribution(_) => self.exchange.late(slot).map(|member| ports.member(member)).collect(),
         };
         let key = self.key_name(self.slots[slot as usize].key);
-        Absence { who, awaited, key, waited, has_expired }
+        OverdueNeighbours { who, awaited, key, waited, has_expired }
     }
 }
 
@@ -78,18 +60,18 @@ mod tests {
         for rank in [0, 2] {
             push_pull(&mut shard, rank, 1, 0, &[1.0, 2.0]).unwrap();
         }
-        let news: Vec<_> =
-            (0..20).filter_map(|tick| shard.news_of_awaited(Duration::from_millis(250 * tick))).collect();
-        let absence = Absence {
+        let events: Vec<_> =
+            (0..20).filter_map(|tick| shard.overdue_event(Duration::from_millis(250 * tick))).collect();
+        let overdue = OverdueNeighbours {
             who: vec![Neighbour::Worker(1)],
             awaited: Awaited::Contribution(0),
             key: "b".into(),
             waited: GRACE,
             has_expired: false,
         };
-        assert_eq!(news, [AwaitedNews::Late(absence)]);
+        assert_eq!(events, [OverdueEvent::Late(overdue)]);
         push_pull(&mut shard, 1, 1, 0, &[1.0, 2.0]).unwrap();
         let waited = Duration::from_secs(5);
-        assert_eq!(shard.news_of_awaited(waited), Some(AwaitedNews::Over { waited }));
+        assert_eq!(shard.overdue_event(waited), Some(OverdueEvent::Over { waited }));
     }
 }

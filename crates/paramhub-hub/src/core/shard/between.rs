@@ -1,95 +1,61 @@
-//! What passes between a shard and those of other sites: sums up, answers down, and what rank 0 tells all.
+//! The exchange between a shard and those of other sites: sums go up, answers come down, and what rank 0
+//! sends goes to all sites.
 
 use paramhub_core::codec::Codec;
-use paramhub_core::exchange::{Answer, Then};
-use paramhub_core::wire::{Failure, Header, Operation, Retune};
+use paramhub_core::exchange::{Answer, SumAction};
+use paramhub_core::wire::{Header, Operation, Retune};
 use paramhub_kernels::convert;
 
-use super::{BLOCK_ELEMENTS, Shard, encode};
+use super::{BLOCK_ELEMENTS, Shard};
 use crate::core::fault::Fault;
-use crate::core::plan::Slot;
+use crate::core::layout::Slot;
 use crate::core::ports::Side;
 
-/// Whether a frame of that kind may come in by a port.
-pub(super) fn may_come(side: Side, operation: Operation) -> bool {
-    match (side, operation) {
-        // The stream lets through what workers send, and nothing else.
-        (Side::Worker(_), _) => true,
-        (Side::Below(_), Operation::PushPull | Operation::Leave)
-        | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
-        // A site tells all around it why it has ended the job.
-        | (_, Operation::Failure)
-        | (
-            _,
-            Operation::Initialise | Operation::InitialiseState | Operation::Retune | Operation::Heartbeat,
-        ) => true,
-        _ => false,
-    }
-}
-
-/// Why the job is over, in the words of a worker that gives up or of another site.
-pub(super) fn failure(side: Side, payload: &[u8]) -> Fault {
-    if let Side::Worker(_) = side {
-        return Fault::gave_up(payload);
-    }
-    match Failure::decode(payload) {
-        Some(failure) => Fault::Failed(failure),
-        None => Fault::Frame("a Failure that cannot be read".into()),
-    }
-}
-
 impl Shard {
-    /// The sum is complete here: on with it to the site above.
+    /// Sends the sum, which is complete here, to the site above.
     pub(super) fn raise(&mut self, index: u32) {
         let above = self.plan.ports.above(index).expect("sums are raised where a site is above");
         self.outboxes[above as usize].owe(index, Answer::Parameters);
         self.dirty.insert(above);
     }
 
-    /// Takes the sum of all workers' gradients, the answer to one that was raised.
+    /// Takes the sum of all workers' gradients: the answer to a sum that went up.
     pub(super) fn lower(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
         let (index, slot, then) = self.lowered(header)?;
-        convert::decode(payload, &mut self.merge[slot.range()], Codec::F32);
+        convert::decode(payload, self.sums.part_mut(slot.range()), Codec::F32);
         self.go_on(index, slot, then)
     }
 
-    /// Takes new parameters, made by the chunk's owner: another answer to a sum that was raised.
+    /// Takes new parameters from the chunk's owner: another answer to a sum that went up.
     pub(super) fn lower_parameters(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
         let (index, slot, then) = self.lowered(header)?;
-        let Then::Update(update) = then else { unreachable!("owners optimise in one phase") };
-        self.merged[index as usize] = false;
+        let SumAction::Update(update) = then else { unreachable!("owners optimise in one phase") };
+        self.sums.end_step(index);
         self.settle(index);
         self.spill(index);
         self.newest_step = self.newest_step.max(update.step);
         for block in slot.blocks(BLOCK_ELEMENTS) {
             let at = slot.offset + block.start..slot.offset + block.end;
             let bytes = block.start * slot.parameter.bytes()..block.end * slot.parameter.bytes();
-            convert::decode(&payload[bytes], &mut self.model[at.clone()], slot.parameter);
-            let parameters = encode(&self.model[at.clone()], &mut self.encoded, at, slot.parameter);
+            convert::decode(&payload[bytes], &mut self.model.parameters[at.clone()], slot.parameter);
+            let parameters = self.model.encode(at, slot.parameter);
             self.arenas.hand_out(&slot.extent(), block.start, slot.parameter, parameters, true);
         }
         self.arenas.forget_targets();
         Ok(())
     }
 
-    fn lowered(&mut self, header: &Header) -> Result<(u32, Slot, Then), Fault> {
+    fn lowered(&mut self, header: &Header) -> Result<(u32, Slot, SumAction), Fault> {
         let (index, slot) = self.slot(header.chunk)?;
-        // An answer has the version that it makes, one more than the step.
+        // An answer carries the version that it makes, which is the step plus one.
         let then = self.exchange.lower(index, header.step.wrapping_sub(1));
-        let then = then.map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+        let then = then.map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
         Ok((index, slot, then))
     }
 
-    /// Keeps the sum of a step that is about to be over for the sites below. That of the step before has left to all of
-    /// them: without their next contributions this one would not be complete.
-    pub(super) fn keep_total(&mut self, slot: Slot) {
-        if !self.total.is_empty() {
-            self.total[slot.range()].copy_from_slice(&self.merge[slot.range()]);
-        }
-    }
-
-    /// Takes new hyperparameters, and tells the sites around unless it was they who brought the news. They hear it before
-    /// anything of the step it holds from: whoever announces it contributes to that step behind it.
+    /// Takes new hyperparameters and sends them to the sites around, except to the one from which they came.
+    /// They arrive before any frame of the step from which they hold, because their sender contributes to
+    /// that step only afterwards.
     pub(super) fn retune(&mut self, port: u32, header: &Header, payload: &[u8]) -> Result<(), Fault> {
         let (group, first_step) = (header.chunk, header.step);
         let refused = |reason: String| Fault::Retune { group, reason };
@@ -101,7 +67,8 @@ impl Shard {
             .ok_or_else(|| refused(format!("the job has no such group, but {groups}, counted from 0")))?;
         let Retune(next) = Retune::decode(payload)
             .ok_or_else(|| refused("they are not finite numbers in the agreed layout".to_string()))?;
-        // Against the group's own: state that another group needs begins at zero here, not where it would have.
+        // The change is checked against the group's own hyperparameters: state that only another group needs
+        // would begin at zero here.
         let checked = self.plan.optimizer.check_change(initial, &next);
         checked.map_err(|error| refused(error.to_string()))?;
         let schedule = &mut self.schedules[group as usize];
@@ -121,7 +88,7 @@ impl Shard {
         Ok(())
     }
 
-    /// A neighbour has said goodbye. When everybody below has, so do we to those above.
+    /// Notes that a neighbour has left. Once every neighbour below has left, this hub leaves the sites above.
     pub(super) fn leave(&mut self, port: u32) -> Result<(), Fault> {
         self.left[port as usize] = true;
         let ports = self.plan.ports.clone();

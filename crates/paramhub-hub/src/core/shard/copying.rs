@@ -1,82 +1,77 @@
-//! Snapshots: every chunk is copied when it comes by the wanted version, without a pause of the exchange.
+//! Snapshots: each chunk is copied when it reaches the wanted version, without a pause of the exchange.
 //!
-//! Three moments catch a chunk: the update that brings it to the version, while it is in cache; before the update that
-//! would take it beyond; and, for chunks that were at the version already, turns of their own between those of streams.
+//! A chunk is copied at one of three moments: at the update that brings it to the version, while it is in
+//! cache; before the update that would take it beyond; or, if it is at the version already, in a turn of its
+//! own between those of streams.
 
 use super::Shard;
-use crate::core::snapshot::{Mark, Outcome, Snapshot, Wanted};
+use crate::core::snapshot::{ArmedSnapshot, ChunkMark, Snapshot, SnapshotOutcome, SnapshotTarget};
 
-/// How far chunks may be beyond the wanted version while others are before it. Where all keys are pushed in every step, one
-/// step is all.
+/// How far chunks may be beyond the wanted version while others have not reached it. If every step pushes all
+/// keys, they differ by one step at most.
 const LAG_MAX: u32 = 8;
 
-/// A snapshot being taken.
-pub(super) struct Armed {
-    wanted: Wanted,
-    pub(super) snapshot: Box<Snapshot>,
-    /// Slots before this one have been looked at.
-    at: u32,
-}
-
 impl Shard {
-    /// The memory for snapshots, for whoever will ask for them.
+    /// Hands out the memory for snapshots to the thread that will request them.
     pub(crate) fn hand_out_snapshot(&mut self) -> Option<Box<Snapshot>> {
         self.spare_snapshot.take()
     }
 
-    /// From now on a snapshot is being taken.
-    pub(crate) fn arm(&mut self, wanted: Wanted, mut snapshot: Box<Snapshot>) {
+    /// Begins a snapshot.
+    pub(crate) fn arm(&mut self, target: SnapshotTarget, mut snapshot: Box<Snapshot>) {
         snapshot.begin();
-        self.armed = Some(Armed { wanted, snapshot, at: 0 });
+        self.armed = Some(ArmedSnapshot { target, snapshot, at: 0 });
     }
 
-    /// Calls a snapshot off.
+    /// Cancels the snapshot.
     pub(crate) fn disarm(&mut self) {
         if let Some(armed) = &mut self.armed
-            && armed.snapshot.outcome == Outcome::Open
+            && armed.snapshot.outcome == SnapshotOutcome::Open
         {
-            armed.snapshot.outcome = Outcome::Disarmed;
+            armed.snapshot.outcome = SnapshotOutcome::Disarmed;
         }
     }
 
     /// Whether chunks have not been looked at yet.
     pub(crate) fn is_copying(&self) -> bool {
         self.armed.as_ref().is_some_and(|armed| {
-            armed.snapshot.outcome == Outcome::Open && (armed.at as usize) < self.slots.len()
+            armed.snapshot.outcome == SnapshotOutcome::Open && (armed.at as usize) < self.slots.len()
         })
     }
 
-    /// Looks at the next chunks, and copies about so many elements of those that are at the version.
+    /// Looks at the next chunks, and copies about `elements` elements of those that are at the version.
     pub(crate) fn copy_some(&mut self, elements: usize) {
         let mut copied = 0;
         while copied < elements && self.is_copying() {
             let armed = self.armed.as_mut().expect("it is copying");
             let index = armed.at;
             armed.at += 1;
-            let wanted = armed.wanted;
+            let wanted = armed.target;
             if !armed.snapshot.lacks(index) {
                 continue;
             }
             let version = self.exchange.step(index);
             match wanted {
-                // Nothing to keep yet; it would have to be waited for.
-                _ if !self.exchange.has_begun(index) => self.miss_if(wanted == Wanted::Now, version),
-                Wanted::Version(wanted) if version != wanted => self.miss_if(version > wanted, version),
+                // The chunk has no parameters yet, and a snapshot does not wait for them.
+                _ if !self.exchange.has_begun(index) => self.miss_if(wanted == SnapshotTarget::Now, version),
+                SnapshotTarget::Version(wanted) if version != wanted => {
+                    self.miss_if(version > wanted, version)
+                }
                 _ => {
                     self.copy(index, self.exchange.updates(index));
                     copied += self.slots[index as usize].elements as usize;
                 }
             }
-            // A glance costs something, too.
+            // Looking at a slot has a cost, too.
             copied += 64;
         }
     }
 
-    /// The chunk is about to be updated beyond this version.
+    /// Copies the chunk if its next update would take it beyond the version.
     #[inline]
     pub(super) fn before_update(&mut self, index: u32) {
-        if let Some(Armed { wanted: Wanted::Version(wanted), .. }) = self.armed {
-            // The books are ahead by the update that is due.
+        if let Some(ArmedSnapshot { target: SnapshotTarget::Version(wanted), .. }) = self.armed {
+            // The exchange has counted the update that is due.
             let version = self.exchange.step(index).wrapping_sub(1);
             if version >= wanted && self.lacks(index) {
                 match version == wanted {
@@ -84,15 +79,15 @@ impl Shard {
                     false => self.miss_if(true, version + 1),
                 }
             } else if version > wanted.saturating_add(LAG_MAX) {
-                self.give_up(Outcome::Lagging, version + 1);
+                self.give_up(SnapshotOutcome::Lagging, version + 1);
             }
         }
     }
 
-    /// The chunk has been updated to this version.
+    /// Copies the chunk if its update has brought it to the version.
     #[inline]
     pub(super) fn after_update(&mut self, index: u32) {
-        if let Some(Armed { wanted: Wanted::Version(wanted), .. }) = self.armed
+        if let Some(ArmedSnapshot { target: SnapshotTarget::Version(wanted), .. }) = self.armed
             && self.exchange.step(index) == wanted
             && self.lacks(index)
         {
@@ -100,20 +95,20 @@ impl Shard {
         }
     }
 
-    /// The snapshot, if nothing more is to be expected of it.
+    /// The snapshot, if it has ended.
     pub(crate) fn ended_snapshot(&mut self) -> Option<Box<Snapshot>> {
-        let ended = self.armed.as_ref().is_some_and(|armed| armed.snapshot.outcome != Outcome::Open);
+        let ended = self.armed.as_ref().is_some_and(|armed| armed.snapshot.outcome != SnapshotOutcome::Open);
         if !ended {
             return None;
         }
-        let Armed { wanted, mut snapshot, .. } = self.armed.take()?;
-        if snapshot.outcome == Outcome::Disarmed {
+        let ArmedSnapshot { target, mut snapshot, .. } = self.armed.take()?;
+        if snapshot.outcome == SnapshotOutcome::Disarmed {
             let begun = (0..self.slots.len() as u32).filter(|&index| self.exchange.has_begun(index));
             snapshot.newest = begun.map(|index| self.exchange.step(index)).max().unwrap_or(0);
         }
-        let step = match wanted {
-            Wanted::Version(version) => version,
-            Wanted::Now => self.newest_step.saturating_add(1),
+        let step = match target {
+            SnapshotTarget::Version(version) => version,
+            SnapshotTarget::Now => self.newest_step.saturating_add(1),
         };
         snapshot.hyperparameters.clear();
         snapshot.hyperparameters.extend(self.schedules.iter().map(|schedule| *schedule.at(step)));
@@ -121,38 +116,38 @@ impl Shard {
     }
 
     fn lacks(&self, index: u32) -> bool {
-        self.armed
-            .as_ref()
-            .is_some_and(|armed| armed.snapshot.outcome == Outcome::Open && armed.snapshot.lacks(index))
+        self.armed.as_ref().is_some_and(|armed| {
+            armed.snapshot.outcome == SnapshotOutcome::Open && armed.snapshot.lacks(index)
+        })
     }
 
     fn miss_if(&mut self, is_missed: bool, version: u32) {
         if is_missed {
-            self.give_up(Outcome::Missed, version);
+            self.give_up(SnapshotOutcome::Missed, version);
         }
     }
 
-    fn give_up(&mut self, outcome: Outcome, newest: u32) {
+    fn give_up(&mut self, outcome: SnapshotOutcome, newest: u32) {
         if let Some(armed) = &mut self.armed
-            && armed.snapshot.outcome == Outcome::Open
+            && armed.snapshot.outcome == SnapshotOutcome::Open
         {
             (armed.snapshot.outcome, armed.snapshot.newest) = (outcome, newest);
         }
     }
 
-    /// `updates` as its state has had them: an update may be due that is in the books already.
+    /// Copies a chunk. `updates` is the number that its state has had; the exchange may have counted an
+    /// update that is still due.
     fn copy(&mut self, index: u32, updates: u64) {
         let Some(armed) = &mut self.armed else { return };
-        let version = match armed.wanted {
-            Wanted::Version(version) => version,
-            Wanted::Now => self.exchange.step(index),
+        let version = match armed.target {
+            SnapshotTarget::Version(version) => version,
+            SnapshotTarget::Now => self.exchange.step(index),
         };
         let slot = &self.slots[index as usize];
-        let range = slot.range();
-        let received = if slot.gradient.is_quantised() { self.quantised.parameters(slot) } else { &[] };
-        let state = &self.state[range.start * self.state_slots..range.end * self.state_slots];
-        let mark = Mark { version, updates, steps: self.exchange.steps_of_all(index) };
+        let received = if slot.gradient.is_quantised() { self.quantised.kept(slot) } else { &[] };
+        let mark = ChunkMark { version, updates, steps: self.exchange.steps_of_all(index) };
         armed.snapshot.newest = armed.snapshot.newest.max(version);
-        armed.snapshot.take(index, &self.model[range], state, received, mark);
+        let parameters = &self.model.parameters[slot.range()];
+        armed.snapshot.take(index, parameters, self.model.state_of(slot), received, mark);
     }
 }

@@ -1,27 +1,20 @@
-//! Steps that end without workers who are late.
+//! Steps that end without late workers.
 
 use std::time::Instant;
 
 use paramhub_core::exchange::Update;
 
 use super::Shard;
-use crate::core::plan::Slot;
+use super::timing::UpdateTiming;
+use crate::core::layout::Slot;
+use crate::core::reports::LateRank;
 
-/// A rank is spoken of again when it has missed so many times as many steps.
+/// A rank is reported again when it has missed this many times as many steps.
 const TOLD_AGAIN: u64 = 10;
 
-/// What is to be told of a rank that is left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Late {
-    pub(crate) rank: u32,
-    /// Steps it was left out of, on average over the chunks here.
-    pub(crate) steps: u64,
-    /// Steps there were, on average over the chunks here.
-    pub(crate) of: u64,
-}
-
 impl Shard {
-    /// A contribution to a step that is over was dropped: its sender gets what there is now.
+    /// Answers a contribution that was dropped because its step is over: the sender gets the newest
+    /// parameters.
     pub(super) fn answer_late(&mut self, index: u32, slot: Slot) {
         self.settle(index);
         if self.arenas.has_targets() {
@@ -29,42 +22,43 @@ impl Shard {
         }
     }
 
-    /// A step of the slot begins.
+    /// Notes that a step of the slot begins.
     pub(super) fn begin_step(&mut self, index: u32) {
-        if let Some(deadlines) = &mut self.deadlines {
-            deadlines.begin(index, self.now);
+        if let UpdateTiming::WithQuorum(late) = &mut self.timing {
+            late.deadlines.begin(index, self.now);
         }
     }
 
-    /// A contribution has come, or nobody else will: others may come for some time yet.
+    /// Notes that a contribution has come or that a member has left: with the median contribution, the time
+    /// for the others begins.
     pub(super) fn look_at_median(&mut self, index: u32) {
-        if let Some(deadlines) = &mut self.deadlines
+        if let UpdateTiming::WithQuorum(late) = &mut self.timing
             && self.exchange.has_median(index)
         {
-            deadlines.median(index, self.now);
+            late.deadlines.median(index, self.now);
         }
     }
 
-    /// When the next step ends that late workers are left out of by time.
+    /// When the next step ends by time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.deadlines.as_ref()?.next()
+        self.timing.late_ranks()?.deadlines.next()
     }
 
-    /// Ends steps that have had their time, of chunks of about so many elements.
+    /// Ends steps whose time is over, of chunks of about `elements` elements.
     pub(crate) fn end_late(&mut self, now: Instant, elements: usize) {
         self.now = now;
         let mut done = 0;
         while done < elements
-            && let Some(index) = self.deadlines.as_ref().and_then(|deadlines| deadlines.due(now))
+            && let Some(index) = self.timing.late_ranks().and_then(|late| late.deadlines.due(now))
         {
             let update = self.exchange.end_step(index).expect("the median has come");
             done += self.end_step(index, update);
         }
     }
 
-    /// A worker has left: steps that waited for nobody else end.
+    /// Ends the steps that waited only for a worker that has left.
     pub(super) fn end_without_it(&mut self) {
-        if self.deadlines.is_none() {
+        if self.timing.late_ranks().is_none() {
             return;
         }
         for index in 0..self.slots.len() as u32 {
@@ -75,7 +69,7 @@ impl Shard {
         }
     }
 
-    /// Updates a chunk with what is in its sum.
+    /// Updates a chunk with the contributions in its sum.
     fn end_step(&mut self, index: u32, update: Update) -> usize {
         let slot = self.slots[index as usize];
         self.arenas.find_no_sources();
@@ -83,20 +77,21 @@ impl Shard {
         slot.elements as usize
     }
 
-    /// Of every rank, how many updates of chunks here it was left out of; empty where all are waited for.
+    /// For each rank, how many updates of chunks here left it out; empty if the job waits for all ranks.
     pub(crate) fn left_out(&self) -> &[u64] {
         self.exchange.left_out()
     }
 
-    /// A rank of which somebody should hear that it is left out: once it has missed a step's worth of updates, then each time
-    /// it has become [`TOLD_AGAIN`] times as many. So what is said stays little however long it goes on.
-    pub(crate) fn news_of_late(&mut self) -> Option<Late> {
+    /// A rank to report as left out: first when it has missed a step's worth of updates, then each time that
+    /// the number is [`TOLD_AGAIN`] times as large. So there are few reports, however long it goes on.
+    pub(crate) fn late_rank(&mut self) -> Option<LateRank> {
+        let report_from = &mut self.timing.late_ranks_mut()?.report_from;
         let left_out = self.exchange.left_out();
-        let rank = left_out.iter().zip(&self.late_from).position(|(missed, from)| missed >= from)?;
+        let rank = left_out.iter().zip(report_from.iter()).position(|(missed, from)| missed >= from)?;
         let slots = self.slots.len() as u64;
         let steps = left_out[rank] / slots;
-        self.late_from[rank] = TOLD_AGAIN.saturating_pow(steps.ilog(TOLD_AGAIN) + 1).saturating_mul(slots);
-        Some(Late { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
+        report_from[rank] = TOLD_AGAIN.saturating_pow(steps.ilog(TOLD_AGAIN) + 1).saturating_mul(slots);
+        Some(LateRank { rank: rank as u32, steps, of: (self.counters.updates / slots).max(steps) })
     }
 }
 
@@ -114,7 +109,8 @@ mod tests {
     use super::*;
     use crate::core::outbox::{Begun, Source};
 
-    /// Three workers, chunks of two elements that have begun at zero, and a gradient that is taken off as it is.
+    /// Three workers, chunks of two elements that begin at zero, and an optimizer that subtracts the gradient
+    /// as it is.
     fn late_shard(stragglers: Stragglers, chunks: u64) -> Shard {
         let keys = (0..chunks).map(|key| Key::new(format!("w{key}"), [2])).collect();
         let mut shard = shard_with(3, keys, stragglers, |settings| {
@@ -195,9 +191,9 @@ mod tests {
             for rank in [0, 1, 0, 1] {
                 answer(&mut shard, rank);
             }
-            told.extend(std::iter::from_fn(|| shard.news_of_late()));
+            told.extend(std::iter::from_fn(|| shard.late_rank()));
         }
-        let expected = [1, 10, 100].map(|steps| Late { rank: 2, steps, of: steps });
+        let expected = [1, 10, 100].map(|steps| LateRank { rank: 2, steps, of: steps });
         assert_eq!(told, expected);
     }
 }

@@ -1,24 +1,55 @@
 //! How a shard's memory is taken and given back: in parts, between the turns of other jobs.
 
-use super::{Arenas, Shard, encode};
-use crate::core::buffer::Pages;
-use crate::core::restored::Restored;
+use paramhub_core::exchange::Exchange;
+use paramhub_core::hyperparameters::Schedule;
+use paramhub_core::lateness::LatenessMonitor;
 
-/// What a shard begins with that is still to be copied.
-pub(super) struct Restoring {
-    restored: Restored,
-    /// Slots before this one have it.
-    at: u32,
+use super::timing::UpdateTiming;
+use super::{Arenas, Shard};
+use crate::core::buffer::Pages;
+use crate::core::deadlines::Deadlines;
+use crate::core::factor_layers::FactorLayers;
+use crate::core::layout::{Layout, Slot};
+use crate::core::plan::ShardPlan;
+use crate::core::quantised::Quantised;
+use crate::core::restored::{RestoreProgress, Restored};
+use crate::core::snapshot::Snapshot;
+
+/// Bytes that a shard of the plan will take, so that a job can be refused before anything is allocated.
+pub(crate) fn memory_bytes(plan: &ShardPlan) -> u64 {
+    let layout = Layout::new(plan);
+    let quantised = Quantised::memory_bytes(&layout, plan.ports.workers());
+    let arrays = 2 + layout.state_slots + layout.parked_members + usize::from(layout.keeps_totals);
+    let books = Exchange::memory_bytes(layout.rules, layout.slots.len() as u32);
+    let squares = if layout.rules.two_phase { size_of::<f64>() } else { 0 };
+    let slots = layout.slots.len() as u64 * (size_of::<Slot>() + squares) as u64;
+    // Each stream has the frame that it may spill, and the one that a read has cut off.
+    let streams = u64::from(plan.ports.len()) * (layout.payload_bytes_max + plan.frame_bytes_max()) as u64;
+    let schedules = plan.groups.len() as u64 * Schedule::MEMORY_BYTES;
+    let deadlines =
+        if plan.stragglers.leaves_out() { Deadlines::memory_bytes(layout.slots.len()) } else { 0 };
+    let snapshot = if plan.checkpoints { Snapshot::memory_bytes(plan, &layout) } else { 0 };
+    layout.elements as u64 * 4 * arrays as u64
+        + layout.encoded_bytes as u64
+        + quantised
+        + books
+        + slots
+        + streams
+        + schedules
+        + deadlines
+        + LatenessMonitor::memory_bytes(layout.slots.len())
+        + snapshot
+        + FactorLayers::memory_bytes(plan, &layout)
 }
 
 impl Shard {
-    /// Says what every chunk begins with, where a checkpoint has it.
+    /// Sets what the chunks begin with, if a checkpoint has it.
     pub(super) fn begin_restoring(&mut self, restored: Restored) {
         self.newest_step = restored.step;
-        self.restoring = (!self.slots.is_empty()).then_some(Restoring { restored, at: 0 });
+        self.restoring = (!self.slots.is_empty()).then_some(RestoreProgress { restored, at: 0 });
     }
 
-    /// Touches the next pages, or copies what the next chunks begin with, about so many bytes. `false` when all is done and
+    /// Touches the next pages, or restores the next chunks, about `bytes` bytes. `false` when all is done and
     /// frames may come.
     pub(crate) fn open_some(&mut self, bytes: usize) -> bool {
         let mut left = bytes;
@@ -35,14 +66,16 @@ impl Shard {
         left == 0
     }
 
-    /// Restores the next chunk, or touches some of the pages that it needs. What needs none of what is restored is touched behind
-    /// that, in the room it leaves.
-    fn restore_next(&mut self, restoring: &mut Restoring, left: &mut usize) {
+    /// Restores the next chunk, or touches some of the pages that it needs. Pages that hold nothing restored
+    /// are touched afterwards, in the memory that the restored state has left.
+    fn restore_next(&mut self, restoring: &mut RestoreProgress, left: &mut usize) {
         let slot = self.slots[restoring.at as usize];
-        let (range, slots) = (slot.range(), self.state_slots);
-        touch(&mut self.encoded, left);
+        let (range, slots) = (slot.range(), self.model.state_slots);
+        touch(&mut self.model.encoded, left);
         self.quantised.each_array(&mut |array| touch(array, left));
-        for (array, end) in [(&mut self.model, range.end), (&mut self.state, range.end * slots)] {
+        for (array, end) in
+            [(&mut self.model.parameters, range.end), (&mut self.model.state, range.end * slots)]
+        {
             while !array.reaches(end) && *left > 0 {
                 touch(array, left);
             }
@@ -55,15 +88,12 @@ impl Shard {
         }
     }
 
-    /// Begins a chunk with what a checkpoint has of it.
+    /// Begins a chunk with the checkpoint's state.
     fn restore(&mut self, index: u32, restored: &Restored) {
         let slot = self.slots[index as usize];
-        let state = slot.offset * self.state_slots..slot.range().end * self.state_slots;
-        let model = self.model.part_mut(slot.range());
-        model.copy_from_slice(restored.parameters(index));
-        encode(model, &mut self.encoded, slot.range(), slot.parameter);
-        self.state.part_mut(state).copy_from_slice(restored.state(index));
-        // As a site above would say it; nobody has contributed, and the counts were checked when they were read.
+        self.model.restore(&slot, restored.parameters(index), restored.state(index));
+        // The state arrives as if from a site above. No member has contributed, and the counts were checked
+        // when they were read.
         let known = self.exchange.initialise_state(index, None, restored.updates[index as usize]);
         known.and_then(|()| self.exchange.initialise(index, None, restored.step)).expect("a new chunk");
         if slot.gradient.is_quantised() {
@@ -71,19 +101,19 @@ impl Shard {
         }
     }
 
-    /// The job is over: what has begun to leave is saved, and nothing reads or writes the arrays any more, which
-    /// [`free_some`](Self::free_some) gives back. Returns the memory that its ranks have shared.
+    /// Saves what has begun to leave: the job is over, and nothing reads or writes the arrays any more, which
+    /// [`free_some`](Self::free_some) gives back. Returns the memory that the job's ranks have shared.
     pub(crate) fn close(&mut self) -> Arenas {
         self.spill_all();
         for outbox in &mut self.outboxes {
             outbox.forget();
         }
-        self.deadlines = None;
+        self.timing = UpdateTiming::WhenComplete;
         self.factors.stop();
         std::mem::replace(&mut self.arenas, Arenas::new(self.plan.ports.workers()))
     }
 
-    /// Gives pages back, about so many bytes. `false` when none are left.
+    /// Gives back about `bytes` bytes of pages. `false` when none are left.
     pub(crate) fn free_some(&mut self, bytes: usize) -> bool {
         let mut left = bytes;
         self.each_array(&mut |array| {
@@ -92,7 +122,7 @@ impl Shard {
             }
         });
         while left > 0
-            && let Some(Restoring { restored, at }) = &mut self.restoring
+            && let Some(RestoreProgress { restored, at }) = &mut self.restoring
         {
             let Some(slot) = self.slots.get(*at as usize) else {
                 self.restoring = None;
@@ -100,7 +130,8 @@ impl Shard {
             };
             restored.forget_up_to(*at);
             *at += 1;
-            left = left.saturating_sub(slot.elements as usize * (1 + self.state_slots) * size_of::<f32>());
+            left =
+                left.saturating_sub(slot.elements as usize * (1 + self.model.state_slots) * size_of::<f32>());
         }
         if left == 0 {
             return true;
@@ -109,7 +140,7 @@ impl Shard {
         false
     }
 
-    /// Bytes of its arrays that have been written, and of what is still to be copied there.
+    /// Bytes of its arrays that have been written, and of the state that is still to be copied there.
     #[cfg(test)]
     pub(crate) fn touched_bytes(&mut self) -> u64 {
         let mut bytes = self.restoring.as_ref().map_or(0, |restoring| restoring.restored.memory_bytes());
@@ -118,11 +149,8 @@ impl Shard {
     }
 
     fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
-        for array in [&mut self.model, &mut self.merge, &mut self.state, &mut self.total] {
-            each(array);
-        }
-        self.parked.iter_mut().for_each(|array| each(array));
-        each(&mut self.encoded);
+        self.model.each_array(each);
+        self.sums.each_array(each);
         self.quantised.each_array(each);
         self.factors.each_array(each);
         let armed = self.armed.as_mut().map(|armed| &mut armed.snapshot);

@@ -1,16 +1,16 @@
-//! What leaves a shard: the frames that answer, the sums that go up, and where their bytes lie.
+//! What leaves a shard: frames that answer, sums that go up, and the place of their bytes.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
 use paramhub_core::wire::{Header, Operation, State};
 
 use super::Shard;
+use crate::core::layout::Slot;
 use crate::core::outbox::Source;
-use crate::core::plan::Slot;
 use crate::core::ports::Side;
 
 impl Shard {
-    /// The frame that is due at a port for a slot, and its payload: an answer, or a sum for the site above.
+    /// The frame that is due at a port for a slot, with its payload: an answer, or a sum for the site above.
     pub(crate) fn answer(&self, port: u32, index: u32, answer: Answer) -> (Header, &[u8]) {
         let slot = self.slots[index as usize];
         let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];
@@ -43,7 +43,7 @@ impl Shard {
         }
     }
 
-    /// Where the tensor lies that is due at a port for a slot.
+    /// The place of the tensor that is due at a port for a slot.
     pub(crate) fn source(&self, port: u32, index: u32) -> Source {
         match self.plan.ports.side(port) {
             Side::Above => Source::Sum(index),
@@ -53,7 +53,8 @@ impl Shard {
         }
     }
 
-    /// Whether a rank can make a quantised chunk's newest parameters of those it has and the newest answer.
+    /// Whether a rank can make a quantised chunk's newest parameters from those that it has and the newest
+    /// answer.
     fn lacks_last_change(&self, index: u32, rank: u32) -> bool {
         self.slots[index as usize].gradient.is_quantised()
             && self.quantised.lacks_last(index, rank, self.exchange.answer_version(index, rank))
@@ -70,12 +71,12 @@ impl Shard {
             Source::Spill => &outbox.spill,
             Source::Model(index) => self.payload(slot(index)),
             Source::Change(index) => self.quantised.answer(&slot(index)),
-            Source::Sum(index) => bytemuck::cast_slice(&self.merge[slot(index).range()]),
-            Source::Total(index) => bytemuck::cast_slice(&self.total[slot(index).range()]),
+            Source::Sum(index) => bytemuck::cast_slice(self.sums.part(slot(index).range())),
+            Source::Total(index) => bytemuck::cast_slice(self.sums.total(slot(index))),
         }
     }
 
-    /// What was due at a port has begun to leave.
+    /// Notes that the frame which was due at a port has begun to leave.
     pub(crate) fn answer_begun(&mut self, port: u32, index: u32) {
         match self.plan.ports.side(port) {
             Side::Worker(member) | Side::Below(member) => {
@@ -85,13 +86,13 @@ impl Shard {
                 }
                 self.exchange.answer_begun(index, member);
             }
-            // The books wait for its answer.
+            // The exchange waits for the answer of the site above.
             Side::Above => {}
         }
     }
 
-    /// Copies the state owed to a worker to where it leaves from, and says which slot it is. Nothing that has begun to leave
-    /// may lie there.
+    /// Copies the state that is owed to a worker to the buffer from which it leaves, and returns its slot.
+    /// The buffer must hold nothing that has begun to leave.
     pub(crate) fn stage_state(&mut self, worker: u32, index: u32) -> Answer {
         let answer = self.exchange.owed(index, worker).expect("what is in the outbox is owed");
         let Answer::State(state_slot) = answer else { unreachable!("{answer:?} is in another set") };
@@ -99,18 +100,18 @@ impl Shard {
         answer
     }
 
-    /// Copies a slot of the state of a chunk, as it travels, to where it leaves from by a port.
+    /// Copies a slot of a chunk's state, as it travels, to the buffer from which it leaves by a port.
     pub(super) fn spill_state(&mut self, port: u32, index: u32, state_slot: usize) {
         let slot = self.slots[index as usize];
         let wire = &mut self.outboxes[port as usize].spill;
         wire.clear();
         wire.extend_from_slice(&State::head(self.exchange.updates(index)));
-        for block in slot.state_blocks(self.state_slots, state_slot, self.block_elements) {
-            wire.extend_from_slice(bytemuck::cast_slice(&self.state[block]));
+        for block in slot.state_blocks(self.model.state_slots, state_slot, self.model.block_elements) {
+            wire.extend_from_slice(bytemuck::cast_slice(&self.model.state[block]));
         }
     }
 
-    /// Saves what is still to leave of this chunk's old parameters; at most one frame a port.
+    /// Saves the unsent rest of this chunk's old parameters; at most one frame per port.
     pub(super) fn spill(&mut self, index: u32) {
         for port in 0..self.outboxes.len() as u32 {
             for source in [Source::Model(index), Source::Change(index)] {
@@ -143,14 +144,9 @@ impl Shard {
         outbox.begun.as_mut().expect("a frame has begun").source = Source::Spill;
     }
 
-    /// The chunk's parameters as they travel.
+    /// The chunk's parameters in the codec in which they travel.
     pub(super) fn payload(&self, slot: Slot) -> &[u8] {
-        match slot.parameter {
-            _ if slot.gradient.is_quantised() && self.plan.settings.has_parameters() => {
-                bytemuck::cast_slice(self.quantised.parameters(&slot))
-            }
-            Codec::F32 => bytemuck::cast_slice(&self.model[slot.range()]),
-            _ => &self.encoded[slot.encoded_range()],
-        }
+        let quantised = slot.gradient.is_quantised().then(|| self.quantised.parameters(&slot)).flatten();
+        quantised.map_or_else(|| self.model.encoded(&slot), bytemuck::cast_slice)
     }
 }

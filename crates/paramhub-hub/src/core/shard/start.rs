@@ -1,11 +1,13 @@
-//! How chunks begin: with rank 0's parameters and optimizer state, which go on to the other sites.
+//! How chunks begin: with rank 0's parameters and optimizer state, which the hub passes on to the other
+//! sites.
 
 use paramhub_core::codec::Codec;
 use paramhub_core::exchange::Answer;
 use paramhub_core::wire::{Header, Operation, State};
 use paramhub_kernels::convert;
 
-use super::{Payload, Shard, encode, read_blocks};
+use super::Shard;
+use super::payload::{Payload, read_blocks};
 use crate::core::fault::Fault;
 use crate::core::ports::Side;
 
@@ -20,12 +22,12 @@ impl Shard {
         let is_new = self
             .exchange
             .initialise(index, self.member(port), header.step)
-            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+            .map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
         if !is_new {
             self.settle(index);
             return Ok(());
         }
-        let model = &mut self.model[slot.range()];
+        let model = &mut self.model.parameters[slot.range()];
         match payload {
             Payload::Here(wire) => convert::decode(wire, model, slot.parameter),
             Payload::InArena => {
@@ -37,7 +39,7 @@ impl Shard {
         }
         self.begin_step(index);
         if slot.gradient.is_quantised() {
-            self.quantised.start(&slot, &self.model[slot.range()]);
+            self.quantised.start(&slot, &self.model.parameters[slot.range()]);
             if let Some(rank_0) = self.member(port) {
                 self.quantised.has(index, rank_0, header.step);
             }
@@ -62,11 +64,13 @@ impl Shard {
         let state = State::decode(payload).expect("its length was compared");
         self.exchange
             .initialise_state(index, self.member(port), state.updates)
-            .map_err(|offence| self.offence(header.chunk, slot.key, offence))?;
+            .map_err(|violation| self.violation(header.chunk, slot.key, violation))?;
         let mut values = state.values;
-        for block in slot.state_blocks(self.state_slots, header.step as usize, self.block_elements) {
+        for block in
+            slot.state_blocks(self.model.state_slots, header.step as usize, self.model.block_elements)
+        {
             let (wire, rest) = values.split_at(block.len() * size_of::<f32>());
-            convert::decode(wire, &mut self.state[block], Codec::F32);
+            convert::decode(wire, &mut self.model.state[block], Codec::F32);
             values = rest;
         }
         if matches!(self.plan.ports.side(port), Side::Worker(_)) {
@@ -76,7 +80,7 @@ impl Shard {
         Ok(())
     }
 
-    /// Who contributes by a port; nobody from above.
+    /// The member that contributes by a port; `None` for a site above.
     fn member(&self, port: u32) -> Option<u32> {
         match self.plan.ports.side(port) {
             Side::Worker(member) | Side::Below(member) => Some(member),
@@ -84,30 +88,30 @@ impl Shard {
         }
     }
 
-    /// Frames that begin a chunk at another site: its optimizer state, slot by slot, if it has any yet, then its parameters.
+    /// Frames that begin a chunk at another site: its optimizer state, slot by slot, if it has any yet, then
+    /// its parameters.
     pub(crate) fn start_parts(&self, index: u32) -> u8 {
         match self.exchange.updates(index) {
             0 => 1,
-            // There are no more slots than a frame can name.
-            _ => self.state_slots as u8 + 1,
+            // A chunk has no more slots than a frame can number.
+            _ => self.model.state_slots as u8 + 1,
         }
     }
 
-    /// Copies one of them to where it leaves from by a port. Neither parameters nor state change before all sites have them:
-    /// no step is complete without their contributions.
+    /// Copies one of these parts to the buffer from which it leaves by a port. Neither parameters nor state
+    /// change before all sites have them: no step is complete without their contributions.
     pub(crate) fn stage_start(&mut self, port: u32, index: u32, part: u8) {
         if part + 1 < self.start_parts(index) {
             return self.spill_state(port, index, usize::from(part));
         }
         let slot = self.slots[index as usize];
-        let model = &self.model[slot.range()];
-        let parameters = encode(model, &mut self.encoded, slot.range(), slot.parameter);
+        let parameters = self.model.encode(slot.range(), slot.parameter);
         let wire = &mut self.outboxes[port as usize].spill;
         wire.clear();
         wire.extend_from_slice(parameters);
     }
 
-    /// The one that was staged.
+    /// The frame of the part that was copied.
     pub(crate) fn start_frame(&self, port: u32, index: u32, part: u8) -> (Header, &[u8]) {
         let payload = &self.outboxes[port as usize].spill[..];
         let chunk = self.plan.placement().chunks(self.plan.route)[index as usize];

@@ -1,4 +1,4 @@
-//! What a worker says in its rings that is not so.
+//! False entries of a worker in its rings.
 
 use std::time::Instant;
 
@@ -11,10 +11,10 @@ use paramhub_worker::Job;
 
 use super::{BYTES, ENDED, HUBS, LocalRaw, READ, punch, push};
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, await_true, keys};
+use crate::cluster::{Cluster, Transports, await_true, keys};
 use crate::raw::settings;
 
-/// What rank 1 does to the hub.
+/// The offence of rank 1 against the hub.
 type Offence = Box<dyn Fn(&mut LocalRaw)>;
 
 fn says(bytes: Vec<u8>) -> Offence {
@@ -29,12 +29,13 @@ fn header(change: impl FnOnce(&mut [u8])) -> Offence {
 
 #[test]
 fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let bare =
         |operation, length| Header { length, codec: Codec::F32, ..Header::bare(operation) }.encode().to_vec();
     let retune = Header { chunk: 1, ..Header::bare(Operation::Retune) }.encode().to_vec();
     let lie = "which its ring cannot hold";
-    // Whether the hub still says why to the one at fault: not over rings whose counts are lies.
+    // The last field: whether the hub still sends the reason to the offender. It does not over rings whose
+    // counts are false.
     let offences: Vec<(&str, Offence, &str, bool)> = vec![
         ("bad operation", header(|bytes| bytes[0] = 200), "operation 200 does not exist", true),
         ("garbage", says(vec![0xff; 64]), "operation 255 does not exist", true),
@@ -64,7 +65,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
             "less than before",
             Box::new(move |raw| {
                 raw.send(&bare(Operation::Heartbeat, 0).repeat(2));
-                // Until the hub has seen it.
+                // Waits until the hub has read it.
                 await_true("the hub reads", || {
                     let mut read = [0; 8];
                     raw.rings.read(READ, &mut read);
@@ -146,14 +147,15 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
 
 #[test]
 fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     for round in 0..40 {
         let name = format!("flood{round}");
         let ticket = cluster.job(&name, 1);
         let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
         raw.send(&push(5));
         let heartbeat = Header::bare(Operation::Heartbeat).encode();
-        // As a worker in the middle of a step, which hears of the failure when it has sent what it had begun.
+        // Acts like a worker in the middle of a step, which receives the failure when it has sent what it had
+        // begun.
         for _ in 0..3000 {
             raw.send(&heartbeat);
         }
@@ -164,7 +166,7 @@ fn an_offender_that_goes_on_sending_is_told_why_all_the_same() {
 
 #[test]
 fn random_bytes_in_rings_harm_nobody_else() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let seed: u64 = std::env::var("PARAMHUB_TEST_SEED")
         .ok()
         .and_then(|text| text.parse().ok())
@@ -182,7 +184,7 @@ fn random_bytes_in_rings_harm_nobody_else() {
             let name = format!("noise{round}");
             let ticket = cluster.job(&name, 1);
             let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
-            // As far as the hub's first check, then noise: a heartbeat, an operation, or a whole ring.
+            // Bytes that pass the hub's first check, then noise: a heartbeat, an operation, or a whole ring.
             let mut noise: Vec<u8> = (0..raw.rings.len() / 8).flat_map(|_| random().to_le_bytes()).collect();
             match round % 4 {
                 0 => noise[BYTES] = Operation::PushPull as u8,
@@ -202,7 +204,8 @@ fn random_bytes_in_rings_harm_nobody_else() {
     });
 }
 
-/// A job of one rank with so many chunks that the answers fill the hub's ring, and their pushes.
+/// A job of one rank with so many chunks that the answers fill the hub's ring, and the pushes of these
+/// chunks.
 fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
     let chunks = 2 * RING_BYTES_DEFAULT / HEADER_BYTES;
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[chunks as u64 * 256])) };
@@ -215,7 +218,7 @@ fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
 
 #[test]
 fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let (settings, pushes) = many_chunks();
     beside_a_running_job(&cluster, || {
         for lie in [1 << 40, u64::MAX] {
@@ -228,7 +231,7 @@ fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
                     break;
                 }
                 raw.send(&some.concat());
-                // So that this side stays honest about its own ring.
+                // So that this side keeps its own ring valid.
                 let begun = Instant::now();
                 let mut read = [0; 8];
                 while u64::from_le_bytes(read) < raw.written && begun.elapsed().as_millis() < 500 {
@@ -246,7 +249,7 @@ fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
 
 #[test]
 fn a_worker_that_reads_nothing_holds_up_nobody_and_goes_on_when_it_does() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let (settings, pushes) = many_chunks();
     beside_a_running_job(&cluster, || {
         let ticket = cluster.job("lazy", 1);

@@ -1,5 +1,5 @@
-//! A worker of this host that speaks the protocol through shared memory by hand, and so can break it: what it brings is
-//! refused with a reason, and what it does harms its own job at most.
+//! A worker of this host that speaks the protocol through shared memory by hand, and so can break it. Invalid
+//! memory is refused with a reason, and its acts harm its own job at most.
 
 mod lies;
 mod neighbours;
@@ -25,7 +25,8 @@ use rustix::fs::{FallocateFlags, fallocate};
 use crate::cluster::{Cluster, PATIENCE, Ticket, await_true};
 use crate::raw::Raw;
 
-/// Where the parts of a ring lie, as `paramhub-transport/src/shm/ring.rs` draws them; the hub's ring follows the worker's.
+/// The positions of a ring's parts, as drawn in `paramhub-transport/src/shm/ring.rs`; the hub's ring follows
+/// the worker's.
 const WRITTEN: usize = 0;
 const READ: usize = 64;
 const READER_SLEEPS: usize = 128;
@@ -34,7 +35,7 @@ const ENDED: usize = 196;
 const BYTES: usize = 256;
 const HUBS: usize = BYTES + RING_BYTES_DEFAULT;
 
-/// A connection to the hub's local socket over which nothing was said yet.
+/// A new connection to the hub's local socket.
 fn dial(cluster: &Cluster) -> UnixStream {
     let name = cluster.client.hubs().unwrap().remove(0).shape.local.expect("the hub offers shared memory");
     let socket = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
@@ -57,7 +58,7 @@ fn shake_hands(
     Verdict::decode(&verdict).unwrap()
 }
 
-/// The first word of the same rank's stream to another core.
+/// The Hello of the same rank's stream to another core.
 fn at_core(hello: &Hello, core: u16) -> Hello {
     Hello { core, ..*hello }
 }
@@ -70,7 +71,7 @@ fn rings() -> Segment {
     create_rings(RING_BYTES_DEFAULT).unwrap()
 }
 
-/// A worker that was let in.
+/// A worker that the hub has accepted.
 struct LocalRaw {
     socket: UnixStream,
     rings: Segment,
@@ -98,7 +99,7 @@ impl LocalRaw {
         self.claim(self.written);
     }
 
-    /// Says that so many bytes were written, and wakes the hub.
+    /// Claims that so many bytes were written, and wakes the hub.
     fn claim(&mut self, written: u64) {
         self.rings.write(WRITTEN, &written.to_le_bytes());
         self.wake();
@@ -109,7 +110,7 @@ impl LocalRaw {
         let _ = self.socket.write(&[1]);
     }
 
-    /// The next frame, of those that carry a tensor the header only.
+    /// The next frame. Of frames with a tensor only the header.
     fn next_frame(&mut self) -> (Header, Vec<u8>) {
         let wire: [u8; HEADER_BYTES] = self.take(HEADER_BYTES).try_into().unwrap();
         let header = Header::decode(&wire, Direction::ToWorker).unwrap();
@@ -151,7 +152,7 @@ impl LocalRaw {
         bytes
     }
 
-    /// Whether the hub says that nothing more will come, or hangs up.
+    /// Whether the hub has closed its ring or hung up.
     fn is_closed(&mut self) -> bool {
         self.socket.set_nonblocking(true).unwrap();
         await_true("the hub closes", || {
@@ -159,7 +160,7 @@ impl LocalRaw {
             self.rings.read(HUBS + ENDED, &mut ended);
             let hung_up = loop {
                 match (&self.socket).read(&mut [0; 256]) {
-                    // What woke us before.
+                    // Bytes of earlier wake-ups.
                     Ok(1..) => {}
                     Ok(0) => break true,
                     Err(error) => break error.kind() != ErrorKind::WouldBlock,
@@ -170,13 +171,13 @@ impl LocalRaw {
     }
 }
 
-/// A push of chunk 0 of [`settings`], whose gradient lies in the arena.
+/// A push of chunk 0 of [`settings`], whose gradient is in the arena.
 fn push(step: u32) -> Vec<u8> {
     let header = Header { operation: Operation::PushPull, codec: Codec::F32, chunk: 0, step, length: 16 };
     header.encode().to_vec()
 }
 
-/// Takes the pages of a segment away.
+/// Removes the pages of a segment.
 fn punch(segment: &Segment) {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(segment, flags, 0, segment.len() as u64).unwrap();

@@ -1,4 +1,4 @@
-//! What a worker does to memory and sockets that it shares with the hub: at worst its own numbers are wrong.
+//! A worker that misuses memory and sockets that it shares with the hub: at worst its own numbers are wrong.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -16,18 +16,18 @@ use super::{
     shake_hands,
 };
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, PATIENCE, keys};
+use crate::cluster::{Cluster, PATIENCE, Transports, keys};
 use crate::raw::{Raw, hello, settings};
 
 #[test]
 fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let ticket = cluster.job("flood", 1);
     let raw = LocalRaw::join(&cluster, &ticket, 0, &settings());
     let (socket, over) = (&raw.socket, AtomicBool::new(false));
     socket.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
     std::thread::scope(|scope| {
-        // Several, so that the socket is never empty for long.
+        // Several threads, so that the socket is never empty for long.
         for _ in 0..4 {
             scope.spawn(|| {
                 let (bells, begun) = (vec![1; 256 << 10], Instant::now());
@@ -53,7 +53,7 @@ fn a_flood_of_bells_leaves_a_core_to_the_other_jobs() {
 
 #[test]
 fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     beside_a_running_job(&cluster, || {
         let options = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..Default::default() };
         let ticket = cluster.job_with("two-ways", 1, options);
@@ -69,7 +69,7 @@ fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
                 );
             }
             Verdict::Welcome { .. } => {
-                // What the hub's core must answer by a stream that it takes for the old one.
+                // The hub's core must answer this over a stream that it takes for the old one.
                 other.send(&crate::raw::push(0));
                 other.await_frame(Operation::Parameters);
                 panic!("it was let in");
@@ -83,7 +83,7 @@ fn a_stream_over_shared_memory_is_not_resumed_over_tcp() {
 
 #[test]
 fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     // An arena as large as the rings.
     let elements = (rings().len() / 2 / 4) as u64;
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[elements])) };
@@ -132,7 +132,7 @@ fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
                     }
                 }
             });
-            // What is left of it is lost with its streams, at the latest.
+            // At the latest, what is left of the job is lost with its streams.
             let status = cluster.await_end(name);
             assert_eq!(status.state, JobState::Failed, "{status:?}");
         }
@@ -143,7 +143,7 @@ fn memory_that_is_brought_twice_harms_its_own_job_at_most() {
 fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
     const ELEMENTS: usize = 60_000;
     const STEPS: u32 = 60;
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     beside_a_running_job(&cluster, || {
         for reproducible in [false, true] {
             let settings = Settings { reproducible, ..Settings::new(keys(&[ELEMENTS as u64])) };
@@ -174,7 +174,7 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
                             noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                             shared.write(at, &noise.to_le_bytes());
                         }
-                        // And takes the pages away, which its owner may: they come back as zeros.
+                        // It also removes the pages, which their owner may do: they come back as zeros.
                         punch(&shared);
                     }
                 });
@@ -187,7 +187,7 @@ fn scribbles_in_flags_and_arenas_harm_no_other_job_and_end_none() {
     });
 }
 
-/// Pushes every chunk at every step over rings whose flags hold anything, and leaves.
+/// Pushes every chunk in every step over rings whose flags hold arbitrary values, and leaves.
 fn exchange_scribbling(streams: &mut [LocalRaw; 2], chunks: &[Vec<(u32, u32)>], steps: u32) {
     for step in 0..steps {
         for (raw, chunks) in streams.iter_mut().zip(chunks) {
@@ -208,7 +208,7 @@ fn exchange_scribbling(streams: &mut [LocalRaw; 2], chunks: &[Vec<(u32, u32)>], 
     streams.iter_mut().for_each(|raw| raw.send(&Header::bare(Operation::Leave).encode()));
 }
 
-/// The chunks of each of the hub's two cores, and their elements.
+/// The chunks of each of the hub's two cores, with their elements.
 fn chunks_of_cores(cluster: &Cluster, settings: &Settings) -> Vec<Vec<(u32, u32)>> {
     use paramhub_core::chunk::ChunkMap;
     use paramhub_core::placement::Placement;

@@ -1,4 +1,4 @@
-//! What a worker brings with its streams, or finds missing.
+//! Memory that a worker offers with its streams, or fails to offer.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,12 +9,12 @@ use paramhub_core::auth::Nonce;
 use paramhub_core::settings::Settings;
 use paramhub_core::wire::{CHALLENGE_BYTES, Refusal, VERDICT_BYTES, Verdict, stream_proofs};
 use paramhub_transport::shm::{Segment, create_rings, send_segments};
-use paramhub_worker::{Job, Member, Options, Sharing, Transport};
+use paramhub_worker::{Job, Member, Options, ParameterSharing, Transport};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{arena, at_core, dial, rings, shake_hands};
 use crate::bystander::beside_a_running_job;
-use crate::cluster::{Cluster, await_true, keys};
+use crate::cluster::{Cluster, Transports, await_true, keys};
 use crate::raw::{Raw, settings};
 
 fn memfd(flags: MemfdFlags, length: usize, seals: SealFlags) -> rustix::io::Result<OwnedFd> {
@@ -26,7 +26,7 @@ fn memfd(flags: MemfdFlags, length: usize, seals: SealFlags) -> rustix::io::Resu
 
 #[test]
 fn descriptors_that_are_no_use_are_refused_and_harm_nobody() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let size = ArenaLayout::new(&settings()).bytes() as usize;
     let (good_arena, good_rings) = (arena(&settings()), rings());
     let unsealed = memfd(MemfdFlags::empty(), size, SealFlags::empty()).unwrap();
@@ -87,7 +87,7 @@ fn descriptors_that_are_no_use_are_refused_and_harm_nobody() {
             }
         }
         await_true("what was refused is closed", || (descriptors() <= before).then_some(()));
-        // A guess at the secret gets no further than over TCP.
+        // A guessed secret gets no further than over TCP.
         let offer = [arena, rings];
         match shake_hands(&dial(&cluster), &hello, &Nonce([0; 32]), &offer) {
             Verdict::Refused { refusal: Refusal::WrongNonce, message } => {
@@ -101,8 +101,8 @@ fn descriptors_that_are_no_use_are_refused_and_harm_nobody() {
     });
 }
 
-/// Descriptors of this process, in which hub and workers are, but for TCP connections: the hub's calls to its manager come
-/// and go all the time.
+/// The descriptors of this process, in which hub and workers run, without TCP connections: the hub's calls to
+/// its manager come and go all the time.
 fn descriptors() -> usize {
     let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
     let inodes = table.lines().skip(1).filter_map(|line| line.split_whitespace().nth(9));
@@ -114,7 +114,7 @@ fn descriptors() -> usize {
 
 #[test]
 fn more_descriptors_than_fit_into_a_message_are_refused_and_closed() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     let ticket = cluster.job("many", 1);
     let (_, hello) = Raw::join_with(&cluster, &ticket, 0, &settings());
     let (arena, rings) = (arena(&settings()), rings());
@@ -125,7 +125,7 @@ fn more_descriptors_than_fit_into_a_message_are_refused_and_closed() {
         let many = [arena.as_fd(); 200];
         let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(200))];
         let hello_wire = hello.encode();
-        // Some with each half of the first message.
+        // Some send each half of the first message.
         for half in hello_wire.chunks(hello_wire.len() / 2) {
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
@@ -148,7 +148,7 @@ fn more_descriptors_than_fit_into_a_message_are_refused_and_closed() {
 
 #[test]
 fn streams_of_one_rank_must_bring_the_same_arena() {
-    let cluster = Cluster::new(2);
+    let cluster = Cluster::new(Transports::shm(), 2);
     let settings = Settings { chunk_bytes: 1024, ..Settings::new(keys(&[4096])) };
     let ticket = cluster.job("two-arenas", 1);
     let (_, hello) = Raw::join_with(&cluster, &ticket, 0, &settings);
@@ -174,7 +174,7 @@ fn streams_of_one_rank_must_bring_the_same_arena() {
 
 #[test]
 fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
-    let cluster = Cluster::new(1);
+    let cluster = Cluster::new(Transports::shm(), 1);
     for round in 0..8 {
         let name = format!("gone{round}");
         let ticket = cluster.job(&name, 2);
@@ -189,7 +189,7 @@ fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
             send_segments(&socket, &hello.encode(), &[arena.as_fd(), rings.as_fd()]).unwrap();
             let mut challenge = [0; CHALLENGE_BYTES];
             socket.read_exact(&mut challenge).unwrap();
-            // The proof has arrived when the hub learns that there is nobody to welcome.
+            // The proof has arrived when the hub notices that the other end is gone.
             socket.write_all(&stream_proofs(&ticket.nonce, &hello, &challenge).0.0).unwrap();
             drop(socket);
             let told = waits.join().unwrap();
@@ -200,7 +200,7 @@ fn a_worker_that_is_gone_before_it_is_let_in_is_named_to_the_others() {
 
 #[test]
 fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_over_tcp() {
-    let cluster = Cluster::with(|config| config.shared_memory = false);
+    let cluster = Cluster::with(Transports::shm(), |config| config.shared_memory = false);
     let join = |name: &str, transport, shared_parameters| {
         let ticket = cluster.job(name, 1);
         let options = Options { transport, shared_parameters, ..Default::default() };
@@ -211,13 +211,13 @@ fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_ove
         (
             "needs",
             Transport::Shm,
-            Sharing::WherePossible,
+            ParameterSharing::WherePossible,
             ["the transport shm needs", "use the transport auto or tcp"],
         ),
         (
             "shares",
             Transport::Auto,
-            Sharing::Always,
+            ParameterSharing::Always,
             ["shared parameters need", "join without shared parameters"],
         ),
     ] {
@@ -226,7 +226,7 @@ fn a_hub_without_shared_memory_says_so_to_who_needs_it_and_serves_the_others_ove
             assert!(told.contains(part), "no `{part}` in: {told}");
         }
     }
-    let job = join("auto", Transport::Auto, Sharing::WherePossible).unwrap();
+    let job = join("auto", Transport::Auto, ParameterSharing::WherePossible).unwrap();
     assert!(!job.shares_memory() && !job.shares_parameters());
     let (_, mean) = job.push_pull(0, vec![2.0f32; 4], vec![0.0f32; 4]).unwrap().wait().unwrap();
     assert_eq!(mean, [2.0; 4]);

@@ -1,0 +1,82 @@
+"""Measures a step's exchange under torchrun on several hosts without any settings: exchange.py on hosts of the testbed.
+
+    python bench/pytorch/hosts.py --hosts 4
+    python bench/pytorch/hosts.py --hosts 8 --rounds 9 --rows gloo,hook
+
+Needs root, for the testbed's network namespaces (docs/rack.md), and cargo. torchrun starts one rank on each host, with this
+Python's torch and paramhub. All other options are passed to exchange.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TESTBED = ["cargo", "xtask", "testbed"]
+NAME = "torchrun"
+PORT = "29555"
+END_PATIENCE_S = 60
+
+
+def main() -> int:
+    options, rest = parse()
+    up = ["up", "--racks", "1", "--workers", str(options.hosts), "--rate", options.rate, "--hold"]
+    # The testbed ends when its standard input is closed, and so at any end of this process.
+    testbed = subprocess.Popen(
+        [*TESTBED, *up, "--congestion", "reno", "--name", NAME],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert testbed.stdout is not None and testbed.stdin is not None
+    print(testbed.stdout.readline(), end="", flush=True)
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        if testbed.poll() is not None:
+            return testbed.returncode
+        addresses = dict(line.split() for line in testbed_says("hosts").splitlines())
+        for rank in range(options.hosts):
+            ranks.append(start(rank, options.hosts, addresses["r0w0"], rest))
+        return max(rank.wait() for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.terminate()
+        for rank in ranks:
+            rank.wait(END_PATIENCE_S)
+        testbed.stdin.close()
+        testbed.wait(END_PATIENCE_S)
+
+
+def start(rank: int, hosts: int, first: str, rest: list[str]) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    torchrun += ["--nnodes", str(hosts), "--node-rank", str(rank)]
+    torchrun += ["--master-addr", first, "--master-port", PORT]
+    exchange = [str(REPOSITORY / "bench/pytorch/exchange.py"), *rest]
+    # gloo cannot look up names of these hosts, so it needs the interface.
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
+    command = [*TESTBED, "exec", f"r0w{rank}", "--name", NAME, "--", *torchrun, *exchange]
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True)
+
+
+def testbed_says(*arguments: str) -> str:
+    command = [*TESTBED, *arguments, "--name", NAME]
+    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="500mbit", help="of each host's link, each way")
+    options, rest = parser.parse_known_args()
+    return options, rest or ["--model", "resnet18", "--rounds", "7", "--rows", "gloo,hook,gloo-step,hub"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+//! `paramhub bench ablate`: the worth of each choice of the design, measured against its alternative.
+
+mod by_worker;
+mod idle;
+mod report;
+mod variant;
+mod wide;
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, value_parser};
+use paramhub_harness::ExitCode;
+use paramhub_harness::Usage;
+use paramhub_harness::exchange::check_destination;
+use paramhub_harness::exchange::driver::Program;
+use paramhub_harness::exchange::hosts::Hosts;
+use paramhub_harness::exchange::processes::{Run, interrupted, run};
+use paramhub_harness::exchange::report::write_json;
+use paramhub_harness::exchange::spec::Transport;
+use paramhub_harness::exchange::{ExchangeFlags, check_memory};
+use paramhub_harness::launch::Signals;
+
+use super::rounds::order;
+use report::{Ablation, Tried};
+
+pub(super) use by_worker::{join as join_by_worker, serve as serve_by_worker};
+pub(super) use idle::{NoSum, NoUpdate};
+pub(super) use variant::Variant;
+
+/// Do one thing otherwise than the hub does, and see what it costs or saves
+///
+/// Each variant is measured against the normal path in rounds: every round runs every one of them, each with fresh
+/// processes, every other round backwards. A factor is a variant's time by that of the same round's normal path; shown is
+/// the median of the rounds. The numbers of every variant that makes any are checked as in `bench exchange`.
+#[derive(Args)]
+#[command(mut_arg("iters", |iters| iters.default_value("5").help("Iterations of a variant and round that count")))]
+#[command(mut_arg("warmup", |warmup| warmup.default_value("1")))]
+#[command(mut_arg("raw", |raw| raw.help("Also move as many bytes over bare TCP streams, in turn with the normal path")))]
+pub struct AblateFlags {
+    /// What to do otherwise [default: all of them]
+    #[arg(value_enum, value_name = "VARIANT")]
+    variants: Vec<Variant>,
+    /// How often every variant is measured
+    #[arg(long, value_name = "R", default_value_t = 5, value_parser = value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Draw the results
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    #[command(flatten)]
+    exchange: ExchangeFlags,
+}
+
+pub(super) fn ablate(flags: &AblateFlags) -> anyhow::Result<ExitCode> {
+    let signals = Signals::catch()?;
+    check_destination("--json", flags.exchange.json.as_deref())?;
+    check_destination("--svg", flags.svg.as_deref())?;
+    let variants = flags.variants()?;
+    if flags.exchange.transport != Transport::Tcp {
+        let why = "bench ablate is over TCP: the alternatives are ways to receive, sum and answer what comes in streams";
+        return Err(Usage(why.into()).into());
+    }
+    if flags.exchange.codec.is_some() {
+        let why = "bench ablate takes no --codec: its variants take gradients as they lie in memory, so choose a --dtype";
+        return Err(Usage(why.into()).into());
+    }
+    let (model, spec) = flags.exchange.spec()?;
+    check_memory(&spec, 1)?;
+    let tried = variants.into_iter().map(|variant| Tried::new(variant, variant.of(&spec))).collect();
+    let mut ablation = Ablation::new(model, flags.rounds, &flags.exchange, &spec, tried);
+    println!("{}", ablation.headline());
+    for round in 0..flags.rounds {
+        for number in order(round, ablation.tried.len()) {
+            let tried = &mut ablation.tried[number];
+            let program = Program {
+                spec: tried.spec.clone(),
+                hosts: Hosts::here(),
+                warmup: flags.exchange.warmup,
+                iterations: flags.exchange.iters,
+                label: format!("round {} of {}, {}", round + 1, flags.rounds, tried.variant.name()),
+            };
+            match run(&program, &signals).with_context(|| tried.variant.name())? {
+                Run::Measured(measured) => tried.add(&measured),
+                Run::Interrupted(signal) => return Ok(interrupted(signal)),
+            }
+        }
+    }
+    println!("{}", ablation.table());
+    if let Some(path) = &flags.exchange.json {
+        write_json(&ablation.results(), path)?;
+    }
+    if let Some(path) = &flags.svg {
+        ablation.plot().write(path)?;
+    }
+    for tried in &ablation.tried {
+        tried.verdict.demand().with_context(|| tried.variant.name())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl AblateFlags {
+    /// The variants to measure, each once: the normal path first, then those that were asked for.
+    fn variants(&self) -> Result<Vec<Variant>, Usage> {
+        let mut variants = vec![Variant::Normal];
+        if self.variants.is_empty() {
+            variants.extend(Variant::all());
+        }
+        for &variant in &self.variants {
+            if let Some(obstacle) = variant.obstacle() {
+                return Err(Usage(format!("{} cannot be measured here: {obstacle}", variant.name())));
+            }
+            if !variants.contains(&variant) {
+                variants.push(variant);
+            }
+        }
+        Ok(variants)
+    }
+}

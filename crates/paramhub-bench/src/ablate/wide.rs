@@ -1,0 +1,153 @@
+//! Wide aggregation: a gang of threads works on one array at a time, each on a piece of it (PHub section 3.2.2, figure 7).
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Context;
+use paramhub::{Aggregator, Codec, Hyperparameters, Optimizer};
+use paramhub_kernels::{HyperparameterError, Step};
+
+/// Pieces begin on cache lines if their array does.
+const PIECE_ELEMENTS: usize = 16;
+
+/// Threads that do all work in lock-step, on one array at a time.
+pub(super) struct Gang {
+    pool: rayon::ThreadPool,
+    /// Held while the whole gang works on one array.
+    turn: Mutex<()>,
+}
+
+impl Gang {
+    pub(super) fn new(threads: usize) -> anyhow::Result<Arc<Gang>> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|number| format!("gang-{number}"))
+            .build()
+            .context("cannot start the threads of a gang")?;
+        Ok(Arc::new(Gang { pool, turn: Mutex::new(()) }))
+    }
+
+    /// Elements of each thread's piece, except the last.
+    fn piece(&self, elements: usize) -> usize {
+        let share = elements.div_ceil(self.pool.current_num_threads());
+        share.next_multiple_of(PIECE_ELEMENTS).max(PIECE_ELEMENTS)
+    }
+
+    /// Calls `work` with each piece of an array, each on a thread of its own. Returns when all are done.
+    fn work<P: Send>(&self, pieces: impl Iterator<Item = P> + Send, work: impl Fn(P) + Sync) {
+        // A panic in a piece is passed on to the caller and leaves no state to repair.
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let work = &work;
+        self.pool.scope(|threads| pieces.for_each(|piece| threads.spawn(move |_| work(piece))));
+    }
+}
+
+/// The work of an aggregator or an optimizer, done by a gang.
+pub(super) struct Wide<R> {
+    gang: Arc<Gang>,
+    rule: R,
+}
+
+impl<R> Wide<R> {
+    pub(super) fn new(gang: &Arc<Gang>, rule: R) -> Wide<R> {
+        Wide { gang: Arc::clone(gang), rule }
+    }
+}
+
+impl<R: Aggregator> Aggregator for Wide<R> {
+    fn assign_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        let piece = self.gang.piece(sum.len());
+        let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
+        self.gang.work(pieces, |(sum, contribution)| self.rule.assign_f32(sum, contribution));
+    }
+
+    fn add_f32(&self, sum: &mut [f32], contribution: &[f32]) {
+        let piece = self.gang.piece(sum.len());
+        let pieces = sum.chunks_mut(piece).zip(contribution.chunks(piece));
+        self.gang.work(pieces, |(sum, contribution)| self.rule.add_f32(sum, contribution));
+    }
+
+    fn assign(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        let piece = self.gang.piece(sum.len());
+        let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
+        self.gang.work(pieces, |(sum, wire)| self.rule.assign(sum, wire, codec));
+    }
+
+    fn add(&self, sum: &mut [f32], wire: &[u8], codec: Codec) {
+        let piece = self.gang.piece(sum.len());
+        let pieces = sum.chunks_mut(piece).zip(wire.chunks(piece * codec.bytes()));
+        self.gang.work(pieces, |(sum, wire)| self.rule.add(sum, wire, codec));
+    }
+}
+
+impl<R: Optimizer> Optimizer for Wide<R> {
+    fn state_slots(&self, hyperparameters: &Hyperparameters) -> usize {
+        self.rule.state_slots(hyperparameters)
+    }
+
+    fn apply(&self, step: &Step<'_>, model: &mut [f32], sum: &[f32], state: &mut [f32]) {
+        let (length, piece) = (model.len(), self.gang.piece(model.len()));
+        let slots = state.len().checked_div(length).unwrap_or(0);
+        // The state slots of a piece are side by side. No other code reads them, so they may have any order.
+        let mut rest = state;
+        let pieces = model.chunks_mut(piece).zip(sum.chunks(piece)).map(|(model, sum)| {
+            let (state, tail) = std::mem::take(&mut rest).split_at_mut(slots * model.len());
+            rest = tail;
+            (model, sum, state)
+        });
+        let pieces: Vec<_> = pieces.collect();
+        self.gang.work(pieces.into_iter(), |(model, sum, state)| self.rule.apply(step, model, sum, state));
+    }
+
+    fn defaults(&self) -> Hyperparameters {
+        self.rule.defaults()
+    }
+
+    fn needs_whole_chunks(&self) -> bool {
+        true
+    }
+
+    fn check(&self, hyperparameters: &Hyperparameters) -> Result<(), HyperparameterError> {
+        self.rule.check(hyperparameters)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paramhub_kernels::{Adam, Sum};
+
+    use super::*;
+
+    #[test]
+    fn a_gang_makes_what_one_thread_makes() {
+        for threads in [1, 2, 3] {
+            let gang = Gang::new(threads).unwrap();
+            for length in [0, 1, 15, 16, 17, 1000] {
+                let wire: Vec<u8> = (0..length).flat_map(|i| (i as f32 / 8.0 - 3.0).to_le_bytes()).collect();
+                let one = step(&Sum::new(), &Adam::new(), &wire);
+                let wide = step(&Wide::new(&gang, Sum::new()), &Wide::new(&gang, Adam::new()), &wire);
+                assert_eq!(wide, one, "{threads} threads, {length} elements");
+            }
+        }
+    }
+
+    /// The sum and the model after three updates. The state is read back through the rule itself.
+    fn step(sum_rule: &dyn Aggregator, rule: &dyn Optimizer, wire: &[u8]) -> (Vec<f32>, Vec<f32>) {
+        let length = wire.len() / 4;
+        let hyperparameters = rule.defaults();
+        let (mut sum, mut model) = (vec![f32::NAN; length], vec![1.0; length]);
+        let mut state = vec![0.0; rule.state_slots(&hyperparameters) * length];
+        for number in 1..=3 {
+            sum_rule.assign(&mut sum, wire, Codec::F32);
+            sum_rule.add(&mut sum, wire, Codec::F32);
+            let copy = sum.clone();
+            sum_rule.add_f32(&mut sum, &copy);
+            rule.apply(
+                &Step { hyperparameters: &hyperparameters, number, contributions: 4, factor: 1.0 },
+                &mut model,
+                &sum,
+                &mut state,
+            );
+        }
+        (sum, model)
+    }
+}

@@ -1,0 +1,213 @@
+//! The time of a step if only computation and one collective after the other took time.
+
+use super::scenario::Design;
+use crate::profile::Passes;
+
+/// Steps after which the time of a step no longer changes.
+const SETTLED: usize = 8;
+
+/// The properties of a step on which the bound depends.
+pub(super) struct Model<'a> {
+    pub(super) design: Design,
+    /// The order of the keys.
+    pub(super) order: &'a [usize],
+    /// The passes of each layer, front layers first.
+    pub(super) passes: &'a [Passes],
+    /// The layer of each key.
+    pub(super) layers: &'a [usize],
+    /// Seconds of each key's collective, measured alone.
+    pub(super) collectives: &'a [f64],
+    /// For concom: seconds of a barrier, and the number of keys between two barriers.
+    pub(super) barrier: f64,
+    pub(super) outstanding: usize,
+}
+
+/// The times that a run of steps has reached.
+#[derive(Default)]
+struct Run {
+    /// When the thread that pushes is free.
+    caller: f64,
+    /// When the computing stream is free.
+    stream: f64,
+    /// When the link, which carries one collective at a time, is free.
+    link: f64,
+    /// For concom: when the sums arrive for which the next barrier waits.
+    outstanding: Vec<f64>,
+}
+
+impl Model<'_> {
+    /// Seconds of a step, once steps follow one another.
+    ///
+    /// The rules of the designs hold: funnel's caller waits for each sum before it pushes the next key;
+    /// concom's caller waits for all outstanding sums and a barrier; depcha's chain has the order of the
+    /// pulls; the next step is pushed when all keys are. A hub sends the front-most key that it has, and
+    /// continues an interrupted one where it stopped.
+    pub(super) fn step_seconds(&self) -> f64 {
+        let mut run = Run::default();
+        let mut arrived = vec![0.0_f64; self.collectives.len()];
+        let mut ends = [0.0; 2 * SETTLED];
+        for end in &mut ends {
+            let gradients = self.compute(&mut run, &arrived);
+            *end = run.stream;
+            match self.design {
+                Design::Hub => arrived = self.by_priority(&gradients),
+                _ => self.order.iter().for_each(|&key| {
+                    arrived[key] = self.exchange(&mut run, gradients[key], self.collectives[key]);
+                }),
+            }
+        }
+        (ends[2 * SETTLED - 1] - ends[SETTLED - 1]) / SETTLED as f64
+    }
+
+    /// Both passes. Each layer's forward pass begins when the layer's parameters are there. Returns when each
+    /// key's gradient is there.
+    fn compute(&self, run: &mut Run, arrived: &[f64]) -> Vec<f64> {
+        let mut ready = vec![run.caller; self.passes.len()];
+        for (&layer, &arrived) in self.layers.iter().zip(arrived) {
+            ready[layer] = ready[layer].max(arrived);
+        }
+        for (passes, ready) in self.passes.iter().zip(ready) {
+            run.stream = run.stream.max(ready) + passes.forward;
+        }
+        let mut made = vec![0.0; self.passes.len()];
+        for (passes, made) in self.passes.iter().zip(&mut made).rev() {
+            run.stream += passes.backward;
+            *made = run.stream;
+        }
+        self.layers.iter().map(|&layer| made[layer]).collect()
+    }
+
+    /// When a key's sum is there.
+    fn exchange(&self, run: &mut Run, gradient: f64, seconds: f64) -> f64 {
+        match self.design {
+            Design::Funnel => {
+                run.caller = run.caller.max(gradient) + seconds;
+                run.caller
+            }
+            Design::ConCom => {
+                if run.outstanding.len() == self.outstanding {
+                    run.caller = run.outstanding.drain(..).fold(run.caller, f64::max) + self.barrier;
+                }
+                run.caller = run.caller.max(gradient);
+                run.link = run.link.max(run.caller) + seconds;
+                run.outstanding.push(run.link);
+                run.link
+            }
+            Design::DepCha | Design::Hub => {
+                run.link = run.link.max(gradient) + seconds;
+                run.link
+            }
+        }
+    }
+
+    /// When each key is there if front keys overtake.
+    fn by_priority(&self, gradients: &[f64]) -> Vec<f64> {
+        let mut left = self.collectives.to_vec();
+        let mut arrived: Vec<Option<f64>> = vec![None; left.len()];
+        let mut now = gradients.iter().copied().fold(f64::INFINITY, f64::min);
+        while let Some(next) =
+            (0..left.len()).filter(|&key| arrived[key].is_none()).map(|key| gradients[key]).reduce(f64::min)
+        {
+            now = now.max(next);
+            let front = (0..left.len()).find(|&key| arrived[key].is_none() && gradients[key] <= now);
+            let front = front.expect("the next is there");
+            // The key is sent until it has arrived or a key before it comes.
+            let overtaken =
+                gradients[..front].iter().copied().filter(|&at| at > now).fold(f64::INFINITY, f64::min);
+            if now + left[front] <= overtaken {
+                now += left[front];
+                arrived[front] = Some(now);
+            } else {
+                left[front] -= overtaken - now;
+                now = overtaken;
+            }
+        }
+        arrived.into_iter().map(Option::unwrap_or_default).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::designs::scenario::KeyOrder;
+
+    /// Three layers of one key, which compute for 1 and 2 seconds each.
+    const EVEN: [Passes; 3] = [Passes { forward: 1.0, backward: 2.0 }; 3];
+
+    fn step(design: Design, order: KeyOrder, collectives: [f64; 3]) -> f64 {
+        let (layers, order) = (&[0, 1, 2], &*order.keys(&[1, 1, 2]));
+        Model {
+            design,
+            order,
+            passes: &EVEN,
+            layers,
+            collectives: &collectives,
+            barrier: 0.5,
+            outstanding: 2,
+        }
+        .step_seconds()
+    }
+
+    fn assert_near(left: f64, right: f64) {
+        assert!((left - right).abs() < 1e-9, "{left} and {right}");
+    }
+
+    #[test]
+    fn front_first_everything_waits_for_the_whole_backward_pass() {
+        let order = KeyOrder::FrontFirst;
+        // 9 seconds of computation, and then all collectives.
+        assert_near(step(Design::Funnel, order, [1.0; 3]), 12.0);
+        // The last two collectives are hidden behind the forward passes of the layers in front of theirs.
+        assert_near(step(Design::DepCha, order, [1.0; 3]), 10.0);
+        assert_near(step(Design::DepCha, order, [2.0; 3]), 9.0 + 2.0 + 2.0);
+        // The caller waits for two keys and a barrier. In one step it waits for the first two, and the third
+        // is then outstanding; in the next step it waits for that one and the first key.
+        assert_near(step(Design::ConCom, order, [1.0; 3]), 9.0 + (2.0 + 0.5 + 1.0 + 0.5) / 2.0);
+    }
+
+    #[test]
+    fn last_first_collectives_run_beside_the_backward_pass_and_the_first_layer_waits_for_all() {
+        let order = KeyOrder::LastFirst;
+        for design in [Design::Funnel, Design::DepCha] {
+            assert_near(step(design, order, [1.0; 3]), 10.0);
+            // The collectives begin with the first gradient, 5 seconds into the step.
+            assert_near(step(design, order, [3.0; 3]), 5.0 + 9.0);
+        }
+        assert_near(step(Design::DepCha, order, [0.0; 3]), 9.0);
+    }
+
+    #[test]
+    fn with_the_back_sent_before_the_front_both_passes_hide_collectives() {
+        let order = KeyOrder::BackThenFront;
+        // Key 2 travels beside the backward passes of layers 1 and 0, and key 1 beside the forward pass of
+        // layer 0.
+        assert_near(step(Design::DepCha, order, [2.0, 2.0, 4.0]), 12.0);
+        assert_near(step(Design::DepCha, KeyOrder::LastFirst, [2.0, 2.0, 4.0]), 13.0);
+        // A caller that waits for the sums pushes the next step as late as before.
+        assert_near(step(Design::Funnel, order, [2.0, 2.0, 4.0]), 13.0);
+    }
+
+    #[test]
+    fn a_hub_sends_front_keys_first_whatever_the_order() {
+        for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst, KeyOrder::BackThenFront] {
+            // The last key is overtaken by both others when their gradients come. It is there 2 seconds after
+            // the backward pass.
+            let late = [1.0, 1.0, 5.0];
+            assert_near(step(Design::Hub, order, late), 10.0);
+            assert!(step(Design::DepCha, KeyOrder::LastFirst, late) > 11.0);
+            assert_near(step(Design::Hub, order, [0.0; 3]), 9.0);
+        }
+    }
+
+    #[test]
+    fn no_design_is_quicker_than_computation_or_collectives() {
+        for design in [Design::Funnel, Design::ConCom, Design::DepCha, Design::Hub] {
+            for order in [KeyOrder::FrontFirst, KeyOrder::LastFirst, KeyOrder::BackThenFront] {
+                for collectives in [[0.1, 0.2, 0.3], [3.0, 0.0, 1.0], [9.0, 9.0, 9.0]] {
+                    let seconds = step(design, order, collectives);
+                    assert!(seconds >= 9.0 - 1e-9 && seconds >= collectives.iter().sum::<f64>() - 1e-9);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! The scenarios that are compared: a design, what carries its collectives, and the order in which a step
+//! pushes its keys.
+
+use paramhub_collective::kvstore::StoreKind;
+use serde::{Deserialize, Serialize};
+
+/// How a step exchanges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Design {
+    /// Whoever pushes calls the collectives
+    Funnel,
+    /// Threads of the engine, over several communicators, with barriers
+    #[value(name = "concom")]
+    ConCom,
+    /// Threads of the engine, chained by a dummy variable
+    #[value(name = "depcha")]
+    DepCha,
+    /// No collectives: sums come from a hub
+    Hub,
+}
+
+/// What carries collectives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Carrier {
+    /// This library's own communicator
+    Native,
+    /// An installed MPI
+    Mpi,
+}
+
+/// The order in which a step pushes and pulls its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum KeyOrder {
+    /// Keys by their numbers, as MXNet's training loop and the paper's have it
+    FrontFirst,
+    /// As backpropagation makes the gradients
+    LastFirst,
+    /// The back keys, which have two thirds of the bytes, as backpropagation makes their gradients, then the others by their
+    /// numbers, as the next forward pass wants them
+    BackThenFront,
+}
+
+/// The share of the bytes that is sent during the backward pass, which takes two thirds of the computation.
+const BACK_SHARE: f64 = 2.0 / 3.0;
+
+/// One way to exchange, with processes of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Scenario {
+    pub(super) design: Design,
+    /// The carrier; `None` for a hub.
+    pub(super) over: Option<Carrier>,
+}
+
+impl Design {
+    pub(super) fn store(self) -> StoreKind {
+        match self {
+            Design::Funnel => StoreKind::Funnel,
+            Design::ConCom => StoreKind::ConCom,
+            Design::DepCha => StoreKind::DepCha,
+            Design::Hub => StoreKind::Hub,
+        }
+    }
+}
+
+impl Carrier {
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Carrier::Native => "native",
+            Carrier::Mpi => "MPI",
+        }
+    }
+}
+
+impl KeyOrder {
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            KeyOrder::FrontFirst => "front first",
+            KeyOrder::LastFirst => "last first",
+            KeyOrder::BackThenFront => "back, then front",
+        }
+    }
+
+    /// The name in file names.
+    pub(super) fn slug(self) -> String {
+        self.label().replace(", ", "-").replace(' ', "-")
+    }
+
+    /// The numbers of keys with these sizes, in this order.
+    pub(super) fn keys(self, bytes: &[usize]) -> Vec<usize> {
+        let front = match self {
+            KeyOrder::FrontFirst => bytes.len(),
+            KeyOrder::LastFirst => 0,
+            KeyOrder::BackThenFront => {
+                let all: usize = bytes.iter().sum();
+                let mut back = 0;
+                let count = bytes.iter().rev().take_while(|&&bytes| {
+                    back += bytes;
+                    back as f64 <= BACK_SHARE * all as f64
+                });
+                bytes.len() - count.count()
+            }
+        };
+        (front..bytes.len()).rev().chain(0..front).collect()
+    }
+}
+
+impl Scenario {
+    /// All scenarios of these designs and carriers: each design over each carrier, and the hub once.
+    pub(super) fn all(designs: &[Design], carriers: &[Carrier]) -> Vec<Scenario> {
+        let mut all: Vec<Scenario> = Vec::new();
+        for &over in carriers {
+            let collective = designs.iter().filter(|design| **design != Design::Hub);
+            all.extend(collective.map(|&design| Scenario { design, over: Some(over) }));
+        }
+        if designs.contains(&Design::Hub) {
+            all.push(Scenario { design: Design::Hub, over: None });
+        }
+        all
+    }
+
+    /// The name for people.
+    pub(super) fn label(self) -> String {
+        let design = self.design.store();
+        self.over.map_or_else(|| design.to_string(), |over| format!("{design} over {}", over.label()))
+    }
+
+    /// The name in file names.
+    pub(super) fn slug(self) -> String {
+        self.label().to_lowercase().replace(" over ", "-")
+    }
+
+    pub(super) fn is_by_mpi(self) -> bool {
+        self.over == Some(Carrier::Mpi)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hub_is_there_once_whatever_collectives_go_over() {
+        let designs = [Design::Hub, Design::DepCha, Design::Funnel];
+        let all = Scenario::all(&designs, &[Carrier::Native, Carrier::Mpi]);
+        let slugs: Vec<String> = all.iter().map(|scenario| scenario.slug()).collect();
+        assert_eq!(slugs, ["depcha-native", "funnel-native", "depcha-mpi", "funnel-mpi", "hub"]);
+    }
+
+    #[test]
+    fn every_order_has_every_key_once() {
+        let bytes = [1, 2, 3, 3, 3];
+        assert_eq!(KeyOrder::FrontFirst.keys(&bytes), [0, 1, 2, 3, 4]);
+        assert_eq!(KeyOrder::LastFirst.keys(&bytes), [4, 3, 2, 1, 0]);
+        // 6 of 12 bytes are at the back, as 9 would be too many.
+        assert_eq!(KeyOrder::BackThenFront.keys(&bytes), [4, 3, 0, 1, 2]);
+        assert_eq!(KeyOrder::BackThenFront.keys(&[7]), [0]);
+    }
+}

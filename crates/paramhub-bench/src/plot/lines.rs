@@ -1,0 +1,165 @@
+//! Measurements over a quantity: a line for each series, with the range of the rounds at every point.
+
+use std::path::Path;
+
+use plotters::element::DashedPathElement;
+use plotters::prelude::*;
+use plotters::style::text_anchor::HPos;
+
+use super::{
+    Area, COLOURS, FAINT, Heading, INK, MARGIN, Mark, RULE, SMALL, TEXT, WIDTH, draw, head, short, ticks,
+    width_of, write,
+};
+
+const HEIGHT: u32 = 560;
+/// The space between the ranges of two series at one value.
+const RANGE_GAP: i32 = 8;
+
+/// How positions along the horizontal axis follow from values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scale {
+    Linear,
+    /// Equal distances for equal factors.
+    Logarithmic,
+}
+
+impl Scale {
+    fn place(self, value: f64) -> f64 {
+        match self {
+            Scale::Linear => value,
+            Scale::Logarithmic => value.log2(),
+        }
+    }
+}
+
+/// A line plot.
+pub(crate) struct Lines {
+    pub(crate) heading: Heading,
+    pub(crate) x_label: String,
+    pub(crate) y_label: String,
+    pub(crate) scale: Scale,
+    /// Values of the horizontal axis, ascending, and their labels.
+    pub(crate) values: Vec<(f64, String)>,
+    pub(crate) series: Vec<Series>,
+}
+
+/// One line.
+pub(crate) struct Series {
+    pub(crate) name: String,
+    /// Whether other series are compared with this one.
+    pub(crate) is_bound: bool,
+    /// The points, in the order of the values.
+    pub(crate) points: Vec<Point>,
+}
+
+/// A median and the lowest and highest of the rounds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Point {
+    pub(crate) middle: f64,
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+}
+
+impl Lines {
+    pub(crate) fn write(&self, path: &Path) -> anyhow::Result<()> {
+        draw(path, HEIGHT, |area| {
+            let colours: Vec<RGBColor> = (0..self.series.len()).map(|number| self.colour(number)).collect();
+            let marked = self.series.iter().zip(&colours).map(|(series, &colour)| {
+                let mark = if series.is_bound { Mark::Dashes(colour) } else { Mark::Line(colour) };
+                (series.name.as_str(), mark)
+            });
+            let above = head(area, &self.heading, &marked.collect::<Vec<_>>())?;
+            let frame = Frame::new(self, above);
+            self.grid(area, &frame)?;
+            // Series are drawn above the bounds, and their ranges beside each other.
+            let (bounds, rest): (Vec<_>, Vec<_>) =
+                self.series.iter().zip(&colours).partition(|(series, _)| series.is_bound);
+            for (number, (series, &colour)) in (0..).zip(bounds.into_iter().chain(rest)) {
+                frame.series(area, series, colour, RANGE_GAP * number)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// The colour of a series. A bound is grey.
+    fn colour(&self, number: usize) -> RGBColor {
+        let before = self.series[..number].iter().filter(|series| !series.is_bound).count();
+        if self.series[number].is_bound { FAINT } else { COLOURS[before % COLOURS.len()] }
+    }
+
+    fn grid(&self, area: &Area<'_>, frame: &Frame) -> anyhow::Result<()> {
+        write(area, &self.y_label, (MARGIN, frame.top - TEXT - 14), SMALL, &FAINT, HPos::Left)?;
+        for &tick in &frame.ticks {
+            let y = frame.y(tick);
+            area.draw(&PathElement::new([(frame.left, y), (frame.right, y)], RULE))?;
+            write(area, &short(tick), (frame.left - 10, y - SMALL / 2 + 2), SMALL, &INK, HPos::Right)?;
+        }
+        let bottom = frame.y(0.0);
+        area.draw(&PathElement::new([(frame.left, bottom), (frame.right, bottom)], FAINT))?;
+        for (&x, (_, text)) in frame.columns.iter().zip(&self.values) {
+            area.draw(&PathElement::new([(x, bottom), (x, bottom + 5)], FAINT))?;
+            write(area, text, (x, bottom + 10), SMALL, &INK, HPos::Center)?;
+        }
+        let middle = (frame.left + frame.right) / 2;
+        write(area, &self.x_label, (middle, bottom + 38), TEXT, &INK, HPos::Center)
+    }
+}
+
+/// The positions of values in the picture.
+struct Frame {
+    left: i32,
+    right: i32,
+    top: i32,
+    bottom: i32,
+    /// The ticks of the vertical axis, 0 first.
+    ticks: Vec<f64>,
+    /// The horizontal position of every value.
+    columns: Vec<i32>,
+}
+
+impl Frame {
+    fn new(lines: &Lines, above: i32) -> Frame {
+        let points = lines.series.iter().flat_map(|series| &series.points);
+        let ticks = ticks(points.map(|point| point.high).fold(f64::MIN_POSITIVE, f64::max), 6);
+        let widest = ticks.iter().map(|&tick| width_of(&short(tick), SMALL)).max().unwrap_or(0);
+        let (left, right) = (MARGIN + widest + 10, WIDTH as i32 - MARGIN - 12);
+        let places: Vec<f64> = lines.values.iter().map(|&(value, _)| lines.scale.place(value)).collect();
+        let (first, last) = (places[0], places[places.len() - 1]);
+        // Points keep a distance from the edges.
+        let (start, room) = (left + 36, right - left - 72);
+        let column = |place: f64| match last > first {
+            true => start + ((place - first) / (last - first) * f64::from(room)).round() as i32,
+            false => start + room / 2,
+        };
+        let columns = places.into_iter().map(column).collect();
+        // The label of the vertical axis is above its end.
+        Frame { left, right, top: above + TEXT + 16, bottom: HEIGHT as i32 - 76, ticks, columns }
+    }
+
+    fn y(&self, value: f64) -> i32 {
+        let highest = self.ticks[self.ticks.len() - 1];
+        self.bottom - (value / highest * f64::from(self.bottom - self.top)).round() as i32
+    }
+
+    fn series(&self, area: &Area<'_>, series: &Series, colour: RGBColor, aside: i32) -> anyhow::Result<()> {
+        let points = || self.columns.iter().copied().zip(&series.points);
+        let line: Vec<(i32, i32)> = points().map(|(x, point)| (x, self.y(point.middle))).collect();
+        if series.is_bound {
+            area.draw(&DashedPathElement::new(line.clone(), 8, 6, colour.stroke_width(2)))?;
+        } else {
+            area.draw(&PathElement::new(line.clone(), colour.stroke_width(3)))?;
+        }
+        for (x, point) in points().filter(|(_, point)| point.low < point.high) {
+            let (x, low, high) = (x + aside, self.y(point.low), self.y(point.high));
+            for stroke in
+                [[(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]]
+            {
+                area.draw(&PathElement::new(stroke, colour))?;
+            }
+        }
+        for at in line {
+            area.draw(&Circle::new(at, if series.is_bound { 3 } else { 5 }, colour.filled()))?;
+        }
+        Ok(())
+    }
+}

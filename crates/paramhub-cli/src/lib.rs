@@ -1,0 +1,368 @@
+//! The command line: one file per verb. The `paramhub` program is [`main`] alone, and so is the one in the Python package.
+#![forbid(unsafe_code)]
+
+// Its `println!` and the like replace those of std.
+#[macro_use]
+extern crate paramhub_harness;
+
+mod bench;
+mod checkpoints;
+#[cfg(test)]
+mod combinations_tests;
+mod config;
+mod deployment;
+mod doctor;
+mod environment;
+mod hub;
+mod hubs;
+mod jobs;
+#[cfg(not(feature = "demonstrations"))]
+mod left_out;
+mod manager;
+mod plan;
+mod probe;
+mod run;
+mod schemes;
+#[cfg(feature = "demonstrations")]
+mod train;
+#[cfg(not(feature = "demonstrations"))]
+use left_out as train;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::{Args, Parser, Subcommand};
+use paramhub::embedded::EmbeddedError;
+use paramhub::service::ErrorCode;
+use paramhub::{ControlError, HubError, ManagerClient, ManagerConfig, ManagerError};
+use paramhub_harness::Usage;
+use paramhub_harness::exchange::PeerFlags;
+use paramhub_kernels::Isa;
+
+use config::{Config, Secret};
+
+pub use environment::unread_variables;
+pub use paramhub_harness::ExitCode;
+
+/// Exchanges gradients and parameters between the workers of distributed training jobs.
+///
+/// Workers push gradients in small chunks; a hub sums each chunk as it arrives, runs the optimizer on it, and
+/// sends the new parameters back.
+#[derive(Parser)]
+#[command(name = "paramhub", version, max_term_width = 110, after_help = after_help())]
+struct Cli {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    verb: CliCommand,
+}
+
+fn after_help() -> String {
+    let train = match cfg!(feature = "demonstrations") {
+        true => {
+            "  paramhub train                      train a small network with 4 workers through a hub, here and now\n"
+        }
+        false => "",
+    };
+    format!(
+        "\
+First steps:
+{train}  paramhub doctor                     what this machine offers, and what is missing
+  paramhub hub                        start a hub for jobs to come
+  paramhub run -n 4 -- python x.py    start 4 workers of a job of yours
+
+Every option but those of `bench`, `plan` and `probe` can also stand in a file (paramhub.toml, or --config FILE)
+or in the environment (PARAMHUB_*). A flag wins over the environment, and the environment over the file; --print-config shows what holds.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; `run` passes on its workers' code."
+    )
+}
+
+/// For every command.
+#[derive(Args)]
+struct Common {
+    /// Configuration file [default: paramhub.toml, if it exists]
+    #[arg(long, global = true, value_name = "FILE", env = "PARAMHUB_CONFIG")]
+    config: Option<PathBuf>,
+    /// Print the effective configuration as TOML, without secrets, and exit
+    #[arg(long, global = true)]
+    print_config: bool,
+    /// Log filter, as in `debug` or `paramhub_hub=debug` [default: info for hub and manager, else warn]
+    #[arg(long, global = true, value_name = "FILTER", env = "PARAMHUB_LOG")]
+    log: Option<String>,
+    /// What the connection manager asks of operators and hubs; needed unless it listens on loopback only
+    #[arg(
+        long,
+        global = true,
+        visible_alias = "token",
+        value_name = "TOKEN",
+        env = "PARAMHUB_ADMIN_TOKEN",
+        hide_env_values = true
+    )]
+    admin_token: Option<Secret>,
+}
+
+#[derive(Subcommand)]
+enum CliCommand {
+    /// Train a small network, by default with 4 worker processes through a hub started for the purpose
+    Train(train::TrainFlags),
+    /// Start a hub, by default with a connection manager of its own
+    Hub(hub::HubFlags),
+    /// Start a connection manager alone, for hubs that join it
+    Manager(manager::ManagerFlags),
+    /// List, create, show or stop jobs
+    Jobs(jobs::JobsFlags),
+    /// List hubs and what the network between their racks carries, or let them probe it
+    Hubs(hubs::HubsFlags),
+    /// List or verify what hubs have written
+    Checkpoints(checkpoints::CheckpointsFlags),
+    /// Start the workers of a job on this machine
+    Run(run::RunFlags),
+    /// Say what this machine offers and what is missing
+    Doctor(doctor::DoctorFlags),
+    /// Measure exchanges and kernels on this machine
+    Bench(bench::BenchFlags),
+    /// Say which deployment of hubs suits a model and a network
+    Plan(plan::PlanFlags),
+    /// Measure what the network carries between the workers of a job
+    Probe(probe::ProbeFlags),
+    /// One process of `bench`.
+    #[command(hide = true)]
+    BenchPeer(PeerFlags),
+    /// One worker of `train`.
+    #[command(hide = true)]
+    TrainWorker(train::WorkerFlags),
+    /// Ends the workers of a launcher that was killed.
+    #[command(hide = true)]
+    Warden,
+}
+
+/// Runs the command that `arguments` name; the first argument is the program's own name. Until it ends, the
+/// command owns the process's signals, log and standard streams.
+///
+/// `started_as` is how to start this command line once more, for the processes it starts; `None` means this program's file.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, started_as: Option<Vec<OsString>>) -> ExitCode {
+    if let Some(command) = started_as {
+        paramhub_harness::launch::started_as(command);
+    }
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(refused) if refused.use_stderr() => {
+            let text = in_plain_words(&refused.to_string());
+            eprint!("paramhub: {}", text.strip_prefix("error: ").unwrap_or(&text));
+            return ExitCode::from(2);
+        }
+        Err(help_or_version) => {
+            // If the reader has closed the pipe, the help need not be printed.
+            let _ = help_or_version.print();
+            return ExitCode::SUCCESS;
+        }
+    };
+    let code = match dispatch(cli) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("paramhub: {error:#}");
+            ExitCode::from(if is_usage(&error) { 2 } else { 1 })
+        }
+    };
+    match paramhub_harness::output::finish() {
+        Some(failure) if code == ExitCode::SUCCESS => {
+            eprintln!("paramhub: cannot write to standard output: {failure}");
+            ExitCode::FAILURE
+        }
+        _ => code,
+    }
+}
+
+/// Whether flags, environment or file must change before the same command can succeed. The wrong value was
+/// found here, by the hub or the connection manager that was to start, or by a running manager.
+fn is_usage(error: &anyhow::Error) -> bool {
+    error.chain().any(is_of_usage)
+}
+
+fn is_of_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
+    // `source` of these skips the error that they wrap, so the chain does not contain it.
+    match cause.downcast_ref::<EmbeddedError>() {
+        Some(EmbeddedError::Manager(error)) => return is_of_usage(error),
+        Some(EmbeddedError::Hub(error)) => return is_of_usage(error),
+        Some(EmbeddedError::Control(error)) => return is_of_usage(error),
+        None => {}
+    }
+    if let Some(error) = cause.downcast_ref::<ManagerError>() {
+        use ManagerError::{Setting, TokenNeeded, TokenUnusable};
+        return matches!(error, TokenNeeded { .. } | TokenUnusable | Setting { .. });
+    }
+    if let Some(error) = cause.downcast_ref::<ControlError>() {
+        return matches!(error, ControlError::Url { .. })
+            || matches!(error.code(), Some(ErrorCode::BadRequest | ErrorCode::Unauthorized));
+    }
+    cause.is::<Usage>() || matches!(cause.downcast_ref::<HubError>(), Some(HubError::Config(_)))
+}
+
+/// Rust's parse errors speak of digits and strings. A person wants to know which values are accepted.
+fn in_plain_words(refused: &str) -> String {
+    refused
+        .replace("invalid digit found in string", "expected a whole number")
+        .replace("cannot parse integer from empty string", "expected a whole number")
+        .replace("number too large to fit in target type", "that is too large")
+        .replace("invalid float literal", "expected a number")
+        .replace("cannot parse float from empty string", "expected a number")
+}
+
+fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
+    Isa::check_environment().map_err(|error| Usage(error.to_string()))?;
+    let common = cli.common;
+    let mut config = match &cli.verb {
+        // `paramhub` itself starts these and passes all that they need.
+        CliCommand::Warden | CliCommand::TrainWorker(_) | CliCommand::BenchPeer(_) => Config::default(),
+        _ => config::load(common.config.as_deref())?,
+    };
+    config.log = common.log.or(config.log);
+    config.admin_token = common.admin_token.or(config.admin_token).filter(|token| !token.0.is_empty());
+    let verb = cli.verb.apply(&mut config);
+    if !verb.is_started_by_us() {
+        unread_variables().iter().for_each(|unread| eprintln!("paramhub: {unread}"));
+    }
+    if common.print_config {
+        print!("{}", config.to_toml());
+        return Ok(ExitCode::SUCCESS);
+    }
+    start_log(&config, matches!(verb, CliTask::Hub | CliTask::Manager))?;
+    match verb {
+        CliTask::Train => train::train(&config),
+        CliTask::Hub => hub::serve(&config),
+        CliTask::Manager => manager::serve(&config),
+        CliTask::Jobs(todo) => jobs::jobs(&config, todo),
+        CliTask::Hubs(todo) => hubs::hubs(&config, todo),
+        CliTask::Checkpoints(flags) => checkpoints::checkpoints(&flags),
+        CliTask::Run(command) => run::run(&config, command),
+        CliTask::Doctor(todo) => doctor::doctor(&config, todo),
+        CliTask::Bench(flags) => bench::bench(flags),
+        CliTask::Plan(flags) => plan::plan(&flags),
+        CliTask::Probe(flags) => probe::probe(&flags),
+        CliTask::BenchPeer(flags) => bench::run_process(&flags),
+        CliTask::TrainWorker(flags) => train::work(&flags),
+        CliTask::Warden => {
+            paramhub_harness::launch::supervise_groups(std::io::stdin().lock());
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// A verb to run. Its options are in the configuration; the variants hold only the arguments that the
+/// configuration lacks.
+enum CliTask {
+    Train,
+    Hub,
+    Manager,
+    Jobs(jobs::JobsTask),
+    Hubs(hubs::HubsTask),
+    Checkpoints(checkpoints::CheckpointsFlags),
+    Run(Vec<OsString>),
+    Doctor(doctor::DoctorTask),
+    Bench(bench::BenchFlags),
+    Plan(plan::PlanFlags),
+    Probe(probe::ProbeFlags),
+    BenchPeer(PeerFlags),
+    TrainWorker(train::WorkerFlags),
+    Warden,
+}
+
+impl CliTask {
+    /// Whether another `paramhub` process started this one. That process has already warned of unread
+    /// variables, which both inherit.
+    fn is_started_by_us(&self) -> bool {
+        matches!(self, CliTask::BenchPeer(_) | CliTask::TrainWorker(_) | CliTask::Warden)
+    }
+}
+
+impl CliCommand {
+    fn apply(self, config: &mut Config) -> CliTask {
+        match self {
+            CliCommand::Train(flags) => {
+                flags.apply(config);
+                CliTask::Train
+            }
+            CliCommand::Hub(flags) => {
+                flags.apply(config);
+                CliTask::Hub
+            }
+            CliCommand::Manager(flags) => {
+                flags.apply(config);
+                CliTask::Manager
+            }
+            CliCommand::Jobs(flags) => CliTask::Jobs(flags.apply(config)),
+            CliCommand::Hubs(flags) => CliTask::Hubs(flags.apply(config)),
+            CliCommand::Checkpoints(flags) => CliTask::Checkpoints(flags),
+            CliCommand::Run(flags) => CliTask::Run(flags.apply(config)),
+            CliCommand::Doctor(flags) => CliTask::Doctor(flags.apply(config)),
+            CliCommand::Bench(flags) => CliTask::Bench(flags),
+            CliCommand::Plan(flags) => CliTask::Plan(flags),
+            CliCommand::Probe(flags) => CliTask::Probe(flags),
+            CliCommand::BenchPeer(flags) => CliTask::BenchPeer(flags),
+            CliCommand::TrainWorker(flags) => CliTask::TrainWorker(flags),
+            CliCommand::Warden => CliTask::Warden,
+        }
+    }
+}
+
+/// Which connection manager to turn to.
+#[derive(Args)]
+struct ManagerUrl {
+    /// The connection manager's URL
+    #[arg(long, value_name = "URL", env = "PARAMHUB_URL")]
+    hub: Option<String>,
+}
+
+impl ManagerUrl {
+    fn apply(self, config: &mut Config) {
+        // An empty variable counts as unset: some shells unset variables so.
+        config.url = self.hub.or(config.url.take()).filter(|url| !url.trim().is_empty());
+    }
+}
+
+/// A client of the configured connection manager, or of one on this machine's usual port.
+fn client(config: &Config) -> anyhow::Result<ManagerClient> {
+    let url = config.url.as_deref().unwrap_or(paramhub::DEFAULT_URL);
+    ManagerClient::new(url, config.admin_token()).map_err(|error| Usage(error.to_string()).into())
+}
+
+/// A time on the command line.
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0);
+    seconds.ok_or_else(|| "expected a number of seconds above zero".to_owned())
+}
+
+/// How long a hub may be silent towards a connection manager. The manager checks the bounds.
+fn hub_timeout(dead_after_s: Option<f64>) -> Duration {
+    let usual = ManagerConfig::default().hub_timeout;
+    dead_after_s.map_or(usual, |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+}
+
+/// Overrides the configuration with the flags that were given.
+macro_rules! overlay {
+    ($flags:expr => $section:expr; $($value:ident),* ; $($option:ident),*) => {{
+        $(if let Some(value) = $flags.$value { $section.$value = value; })*
+        $(if $flags.$option.is_some() { $section.$option = $flags.$option; })*
+    }};
+}
+use overlay;
+
+fn start_log(config: &Config, is_server: bool) -> anyhow::Result<()> {
+    let filter = config.log.as_deref().unwrap_or(if is_server { "info" } else { "warn" });
+    let filter = tracing_subscriber::EnvFilter::try_new(filter)
+        .map_err(|error| Usage(format!("the log filter `{filter}` cannot be read: {error}")))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        // If the log cannot be written, the subscriber would report that with a macro that panics for the
+        // same reason.
+        .log_internal_errors(false)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .try_init()
+        .map_err(|error| anyhow::anyhow!("{error}"))
+        .context("cannot start the log")
+}

@@ -1,0 +1,56 @@
+//! `paramhub manager`
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use paramhub::{Manager, ManagerConfig};
+use paramhub_core::cost::Rate;
+use paramhub_harness::launch::Signals;
+
+use super::overlay;
+use crate::ExitCode;
+use crate::config::Config;
+
+#[derive(Args)]
+#[command(args_override_self = true)]
+pub(super) struct ManagerFlags {
+    /// Where it listens; port 0 takes a free one [default: 127.0.0.1:7770]
+    #[arg(long, value_name = "IP:PORT", env = "PARAMHUB_MANAGER_LISTEN")]
+    listen: Option<SocketAddr>,
+    /// What a rack's link to the other racks carries each way, as in 10gbit: lets the reduction `auto` choose between flat and
+    /// hierarchical [default: what hubs of several racks probe]
+    #[arg(long, value_name = "RATE", env = "PARAMHUB_CORE_RATE")]
+    core_rate: Option<Rate>,
+    /// How long a hub may be silent before the jobs at it are failed; workers have --dead-after of their job [default: 10]
+    #[arg(long, value_name = "SECONDS", env = "PARAMHUB_HUB_DEAD_AFTER", value_parser = super::seconds)]
+    hub_dead_after: Option<f64>,
+    /// Directory that keeps the jobs' records across restarts [default: none, kept in memory]
+    #[arg(long, value_name = "DIR", env = "PARAMHUB_MANAGER_STATE")]
+    state: Option<PathBuf>,
+}
+
+impl ManagerFlags {
+    pub(super) fn apply(self, config: &mut Config) {
+        config.manager.hub_dead_after_s = self.hub_dead_after.or(config.manager.hub_dead_after_s);
+        overlay!(self => config.manager; listen; state, core_rate);
+    }
+}
+
+pub(super) fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+    let signals = Signals::catch()?;
+    paramhub_transport::handshakes::raise_descriptor_limit();
+    let manager = Manager::start(ManagerConfig {
+        listen: config.manager.listen,
+        state: config.manager.state.clone(),
+        core_rate: config.manager.core_rate,
+        admin_token: config.admin_token(),
+        hub_timeout: super::hub_timeout(config.manager.hub_dead_after_s),
+        ..ManagerConfig::default()
+    })?;
+    println!("manager ready: {}", manager.url());
+    while signals.wait(Duration::from_secs(3600)).is_none() {}
+    manager.stop();
+    Ok(ExitCode::SUCCESS)
+}

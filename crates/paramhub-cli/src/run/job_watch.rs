@@ -1,0 +1,57 @@
+//! Whether a job on several hosts has failed. Workers that wait for others by their own means would not
+//! notice.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use paramhub::ManagerClient;
+use paramhub::service::{JobState, ServiceCreated};
+
+/// How often the launcher polls the connection manager.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How long a failed job's workers get to end by themselves, as those do whose hub has notified them.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Polls on a thread of its own, since a call may take long.
+pub(super) struct JobWatch {
+    failure: Receiver<String>,
+    /// The thread ends when this is dropped; it is not joined.
+    _open: Sender<()>,
+    failed: Option<(Instant, String)>,
+}
+
+impl JobWatch {
+    pub(super) fn start(client: ManagerClient, job: &ServiceCreated) -> anyhow::Result<JobWatch> {
+        let (tell, failure) = channel();
+        let (open, closed) = channel();
+        let namespace = job.namespace.to_string();
+        let watch = move || {
+            while let Err(RecvTimeoutError::Timeout) = closed.recv_timeout(INTERVAL) {
+                // A manager that does not answer shows nothing about the job. The job's hubs notice what is
+                // lost.
+                let Ok(status) = client.job(&namespace) else { continue };
+                if status.state == JobState::Failed {
+                    // The launcher may have ended.
+                    let _ = tell.send(format!("job `{}` has failed: {}", status.name, status.message));
+                }
+                if status.state.has_ended() {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("run-job-watch".into()).spawn(watch).context("cannot start a thread")?;
+        Ok(JobWatch { failure, _open: open, failed: None })
+    }
+
+    /// The reason to end the workers, once the job has failed and the grace period is over.
+    pub(super) fn failure(&mut self) -> Option<String> {
+        match self.failure.try_recv() {
+            Ok(reason) => self.failed = Some((Instant::now(), reason)),
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
+        }
+        let (_, reason) = self.failed.as_ref().filter(|(since, _)| since.elapsed() >= GRACE)?;
+        Some(reason.clone())
+    }
+}

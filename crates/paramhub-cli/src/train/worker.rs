@@ -1,0 +1,77 @@
+//! One worker process of `paramhub train`.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::Args;
+use paramhub::{Membership, Options};
+use paramhub_collective::communicator::{RendezvousOptions, rendezvous};
+use paramhub_train::net::Network;
+use paramhub_train::trainer::Progress;
+
+use super::parameters;
+use super::spec::{Message, Spec, WorkerReport};
+use super::training::{train_by_collectives, train_locally, train_through_hub};
+use crate::ExitCode;
+use crate::config::ExchangeKind;
+
+/// A bar moves smoothly enough at this pace.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+#[derive(Args)]
+pub(crate) struct WorkerFlags {
+    spec: PathBuf,
+}
+
+pub(crate) fn work(flags: &WorkerFlags) -> anyhow::Result<ExitCode> {
+    let text = std::fs::read(&flags.spec).with_context(|| format!("cannot read {}", flags.spec.display()))?;
+    let Spec { train: section, folder } = serde_json::from_slice(&text).context("cannot read what to do")?;
+    let data = section.data.load()?;
+    let mut network = Network::new(section.net, data.train.geometry(), section.seed)?;
+    let membership = match section.exchange {
+        ExchangeKind::Local => None,
+        _ => Some(Membership::from_env()?),
+    };
+    let rank = membership.as_ref().map_or(0, |membership| membership.rank);
+    let mut progress = progress_of(rank);
+    let result = match (section.exchange.collective(), membership) {
+        (_, None) => train_locally(&section, &data, &mut network, &mut progress)?,
+        (None, Some(at)) => train_through_hub(&section, &data, &mut network, at, &mut progress)?,
+        (Some(kind), Some(at)) => {
+            let worker = Options { transport: section.transport, ..Options::from_env()? };
+            let communicator = rendezvous(at, RendezvousOptions { worker, ..RendezvousOptions::default() })?;
+            train_by_collectives(&section, kind, data, &mut network, communicator, &mut progress)?
+        }
+    };
+    let file = parameters::file_of(&folder, rank as usize);
+    parameters::save(&file, network.keys(), &result.report.parameters)?;
+    // The report grows with the number of epochs, and the launcher limits the length of a line, so it goes
+    // into a file.
+    WorkerReport::new(&result.report, result.transport).write(&folder, rank as usize)?;
+    send(&Message::Reported);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Sends the progress of rank 0, for all ranks.
+fn progress_of(rank: u32) -> impl FnMut(&Progress) {
+    let mut told: Option<Instant> = None;
+    move |progress| {
+        let is_due = progress.step == progress.of
+            || progress.accuracy.is_some()
+            || told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL);
+        if rank == 0 && is_due {
+            told = Some(Instant::now());
+            send(&Message::Progress(progress.into()));
+        }
+    }
+}
+
+fn send(message: &Message) {
+    let mut line = serde_json::to_vec(message).expect("messages are plain data");
+    line.push(b'\n');
+    let mut output = std::io::stdout().lock();
+    // If the launcher is gone, its supervisor ends this process.
+    let _ = output.write_all(&line).and_then(|()| output.flush());
+}

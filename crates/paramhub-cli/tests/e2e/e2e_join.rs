@@ -1,0 +1,228 @@
+//! Hubs that join a manager in a process of its own, which starts later, is killed, comes back, forgets the
+//! hubs or refuses them.
+
+use std::net::{SocketAddr, TcpListener};
+use std::time::Duration;
+
+use paramhub::service::{CreateService, JobState, RegisterHub};
+use paramhub::{Manager, ManagerClient, ManagerConfig};
+use rustix::process::Signal;
+
+use crate::common::{PATIENCE, Process, example, paramhub, wait_until};
+
+const LOOPBACK: [&str; 2] = ["--listen", "127.0.0.1:0"];
+
+/// An address on which no process listens. If another process takes it meanwhile, the one that wanted it
+/// reports that.
+fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+fn manager(address: &str) -> Process {
+    let manager = paramhub(["manager", "--listen", address]).start();
+    manager.wait_for("manager ready: ");
+    manager
+}
+
+fn client(address: &str) -> ManagerClient {
+    ManagerClient::new(address, None).unwrap().with_retry_timeout(PATIENCE)
+}
+
+/// Two workers of the example, each of which exchanges until it is notified that the job is over.
+fn endless_job(client: &ManagerClient, name: &str) -> Vec<Process> {
+    let workers = start_job(client, name, &["--steps", "100000", "--compute-ms", "1"]);
+    workers.iter().for_each(|worker| drop(worker.wait_for("exchanges 3 keys")));
+    workers
+}
+
+fn start_job(client: &ManagerClient, name: &str, arguments: &[&str]) -> Vec<Process> {
+    let request = CreateService { name: name.into(), workers: 2, options: Default::default() };
+    let created = client.create_service(&request).unwrap();
+    let worker = |rank: u32| {
+        example("exchange", arguments.iter().copied())
+            .env("PARAMHUB_URL", client.url())
+            .env("PARAMHUB_JOB", &created.namespace.to_string())
+            .env("PARAMHUB_SECRET", &String::from(created.nonce))
+            .env("RANK", &rank.to_string())
+            .start()
+    };
+    (0..2).map(worker).collect()
+}
+
+#[test]
+fn a_hub_joins_again_when_its_manager_was_killed_and_restarted() {
+    let address = free_address();
+    let url = format!("http://{address}");
+    let first = manager(&address);
+    let hub = paramhub(["hub", "--manager", &url].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for(&url);
+    let client = client(&address);
+    let workers = endless_job(&client, "before");
+
+    first.signal(Signal::KILL);
+    first.finish();
+    wait_until("the hub has noticed", || hub.stderr().contains("no connection manager answers"));
+    // An exchange needs no manager. The pause is long enough for the hub to poll several times.
+    std::thread::sleep(Duration::from_secs(3));
+    let second = manager(&address);
+    wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
+    wait_until("the hub says that it is over", || hub.stderr().contains("answers again, after "));
+    let said = hub.stderr();
+    assert_eq!(
+        said.matches("no connection manager answers").count(),
+        1,
+        "it is said once, however long it lasts: {said}"
+    );
+    assert_eq!(said.matches("answers again, after ").count(), 1, "{said}");
+    assert!(hub.stderr().contains(&format!("joined {url} again, as hub 0")), "{}", hub.stderr());
+
+    for worker in workers {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("does not know this job any more: it restarted"), "{}", ended.stderr);
+    }
+    for worker in start_job(&client, "after", &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    wait_until("the new job has finished", || client.job("after").unwrap().state == JobState::Finished);
+    hub.signal(Signal::TERM);
+    hub.finish().expect_code(0);
+    second.signal(Signal::TERM);
+    second.finish().expect_code(0);
+}
+
+#[test]
+fn a_hub_may_start_before_its_manager() {
+    let address = free_address();
+    let early = |_| paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    let [hub, impatient] = [0, 1].map(early);
+    for hub in [&hub, &impatient] {
+        wait_until("it says what it waits for", || hub.stderr().contains("The hub tries again for 60 s"));
+    }
+    impatient.signal(Signal::TERM);
+    impatient.finish().expect_code(0);
+    let _manager = manager(&address);
+    hub.wait_for("hub ready: ");
+    hub.signal(Signal::TERM);
+    assert_eq!(hub.finish().expect_code(0).stderr.matches("tries again").count(), 1);
+}
+
+#[test]
+fn a_hub_that_was_cut_off_for_too_long_joins_again() {
+    let config = ManagerConfig {
+        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+        hub_timeout: Duration::from_millis(500),
+        ..ManagerConfig::default()
+    };
+    let manager = Manager::start(config).unwrap();
+    let client = ManagerClient::new(&manager.url(), None).unwrap();
+    let hub = paramhub(["hub", "--join", &manager.url()].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let workers = endless_job(&client, "cut-off");
+
+    hub.signal(Signal::STOP);
+    wait_until("the manager has lost the hub", || client.hubs().unwrap().is_empty());
+    hub.signal(Signal::CONT);
+    wait_until("the hub has joined again", || client.hubs().unwrap().len() == 1);
+    for worker in workers {
+        let ended = worker.finish().expect_code(1);
+        assert!(ended.stderr.contains("or had lost this hub"), "{}", ended.stderr);
+    }
+    let message = client.job("cut-off").unwrap().message;
+    assert!(message.contains("was lost: it has not been heard for 0.5 s. Look at"), "{message}");
+    assert!(message.contains("--hub-dead-after"), "{message}");
+    for worker in start_job(&client, "after", &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    drop(hub);
+    manager.stop();
+}
+
+#[test]
+fn two_hubs_at_one_address_do_not_drive_each_other_out_for_ever() {
+    let address = free_address();
+    let _manager = manager(&address);
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    let shape = client.hubs().unwrap()[0].shape.clone();
+    let mut newest = 0;
+    wait_until("the hub has given up", || {
+        let hubs = client.hubs().unwrap();
+        // The other hub takes the address whenever this one has it.
+        if hubs.iter().any(|hub| hub.hub >= newest) {
+            newest = client
+                .register_hub(&RegisterHub {
+                    shape: shape.clone(),
+                    place: Default::default(),
+                    machine: String::new(),
+                    keeps_checkpoints: None,
+                })
+                .unwrap()
+                .hub
+                + 1;
+        }
+        hub.stderr().contains("the hub has failed")
+    });
+    let ended = hub.finish().expect_code(1);
+    assert!(ended.stderr.contains("does another hub join it with the same address?"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_hub_that_a_restarted_manager_refuses_says_so() {
+    let address = free_address();
+    let first = manager(&address);
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    first.signal(Signal::KILL);
+    first.finish();
+    let second = paramhub(["manager", "--listen", &address, "--admin-token", "new"]).start();
+    second.wait_for("manager ready: ");
+    let ended = hub.finish().expect_code(1);
+    assert!(
+        ended.stderr.contains("does not let it join again") && ended.stderr.contains("token"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn what_a_hub_joins_is_said_once() {
+    let both = paramhub(["hub", "--join", "http://h", "--manager", "http://h"]).finish().expect_code(2);
+    assert!(both.stderr.contains("--join"), "{}", both.stderr);
+    let name = paramhub(["hub", "--manager", "head:7770"]).finish().expect_code(2);
+    assert!(name.stderr.contains("as in http://head:7770"), "{}", name.stderr);
+    let state = paramhub(["hub", "--manager", "http://h", "--state", "s"]).finish().expect_code(2);
+    state.expect_error(&["--state"]);
+    // A flag overrides the manager to join that is in the file.
+    let shown = paramhub(["hub", "--manager", "127.0.0.1:1", "--print-config"])
+        .file("paramhub.toml", "[hub]\njoin = 'http://h'\n")
+        .finish()
+        .expect_code(0);
+    assert!(
+        shown.stdout.contains("manager = \"127.0.0.1:1\"") && !shown.stdout.contains("join"),
+        "{}",
+        shown.stdout
+    );
+}
+
+#[test]
+fn a_hub_that_pauses_keeps_its_jobs_where_the_manager_is_told_to_wait() {
+    let address = free_address();
+    let arguments = ["manager", "--listen", &address, "--hub-dead-after", "60"];
+    let manager = paramhub(arguments).start();
+    manager.wait_for("manager ready: ");
+    let hub = paramhub(["hub", "--join", &address].into_iter().chain(LOOPBACK)).start();
+    hub.wait_for("hub ready: ");
+    let client = client(&address);
+    hub.signal(Signal::STOP);
+    // By default the hub would be lost after ten seconds.
+    std::thread::sleep(Duration::from_secs(12));
+    let during = client.hubs().unwrap().len();
+    hub.signal(Signal::CONT);
+    assert_eq!(during, 1);
+    for worker in start_job(&client, "after", &["--steps", "20"]) {
+        worker.finish().expect_code(0);
+    }
+    drop(hub);
+    drop(manager);
+}

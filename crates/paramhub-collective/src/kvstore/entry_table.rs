@@ -1,0 +1,236 @@
+//! The table of entries that every store has: keys, their memory, and the operations on this rank's memory
+//! alone.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use paramhub_kernels::{Hyperparameters, Registry};
+
+use super::entry::{Entry, Updater};
+use super::{Array, Key, StoreError};
+use crate::engine::{Engine, Kind};
+
+pub(super) const NO_VALUE: &str = "it has no value yet: give it one with init";
+pub(super) const HAS_VALUE: &str = "it has its value already";
+pub(super) const TOO_LATE: &str = "the optimizer is chosen before the first push";
+pub(super) const NO_OPTIMIZER: &str = "there is no optimizer";
+
+pub(super) struct EntryTable {
+    pub(super) engine: Arc<Engine>,
+    registry: Registry,
+    ranks: u32,
+    state: Mutex<TableState>,
+}
+
+#[derive(Default)]
+struct TableState {
+    entries: HashMap<Key, Arc<Entry>>,
+    /// The entries in the order of `init`, which is the same at all ranks.
+    order: Vec<Arc<Entry>>,
+    updater: Option<Updater>,
+    has_pushed: bool,
+}
+
+impl EntryTable {
+    pub(super) fn new(engine: Arc<Engine>, registry: Registry, ranks: u32) -> EntryTable {
+        EntryTable { engine, registry, ranks, state: Mutex::default() }
+    }
+
+    /// Adds a new key's entry, and pushes the copy of this rank's value into its buffer. The store then
+    /// replaces that by rank 0's value, and calls [`begin`](Self::begin).
+    pub(super) fn add(&self, key: &Key, value: &Array) -> Result<Arc<Entry>, StoreError> {
+        let entry = {
+            let TableState { entries, order, .. } = &mut *self.state();
+            let Slot::Vacant(slot) = entries.entry(key.clone()) else {
+                return Err(wrong(key, HAS_VALUE.into()));
+            };
+            let entry = Entry::new(&self.engine, key.clone(), value.dtype(), value.elements());
+            order.push(Arc::clone(slot.insert(Arc::new(entry))));
+            Arc::clone(&order[order.len() - 1])
+        };
+        self.copy_in(&entry, std::slice::from_ref(value), 0)?;
+        Ok(entry)
+    }
+
+    pub(super) fn begin(&self, entry: &Arc<Entry>) -> Result<(), StoreError> {
+        let here = Arc::clone(entry);
+        self.engine
+            .operation(format!("init {}", entry.key), Kind::Copy)
+            .reads([entry.buffer.variable()])
+            .mutates([&entry.parameters])
+            .push(move || -> Result<(), String> {
+                here.begin();
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// The entry of a key, if arrays of this type and length fit it.
+    pub(super) fn entry(&self, key: &Key, arrays: &[Array]) -> Result<Arc<Entry>, StoreError> {
+        let entry = self.state().entries.get(key).cloned();
+        let entry = entry.ok_or_else(|| wrong(key, NO_VALUE.into()))?;
+        check(key, &entry.buffer, arrays)?;
+        Ok(entry)
+    }
+
+    /// Pushes an operation that adds up this rank's arrays in the communication buffer.
+    pub(super) fn copy_in(
+        &self,
+        entry: &Arc<Entry>,
+        values: &[Array],
+        priority: i32,
+    ) -> Result<(), StoreError> {
+        copy_in(&self.engine, &entry.key, &entry.buffer, values, priority)
+    }
+
+    /// Pushes the optimizer's step on the sum in the buffer, if there is an optimizer.
+    pub(super) fn update(&self, entry: &Arc<Entry>, priority: i32) -> Result<(), StoreError> {
+        entry.note_sum();
+        let updater = {
+            let mut state = self.state();
+            state.has_pushed = true;
+            state.updater.clone()
+        };
+        let Some(updater) = updater else { return Ok(()) };
+        let here = Arc::clone(entry);
+        self.engine
+            .operation(format!("update {}", entry.key), Kind::Compute)
+            .reads([entry.buffer.variable()])
+            .mutates([&entry.parameters])
+            .priority(priority)
+            .push(move || -> Result<(), String> {
+                here.update(&updater);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    /// All entries, in the order that is the same at all ranks.
+    pub(super) fn entries(&self) -> Vec<Arc<Entry>> {
+        self.state().order.clone()
+    }
+
+    /// Whether values are parameters.
+    pub(super) fn has_optimizer(&self) -> bool {
+        self.state().updater.is_some()
+    }
+
+    /// Whether a pull gets the sum itself.
+    pub(super) fn gives_sums(&self, entry: &Entry) -> bool {
+        entry.has_sum() && !self.has_optimizer()
+    }
+
+    /// Pushes an operation that copies the key's value to `outs`.
+    pub(super) fn copy_out(
+        &self,
+        entry: &Arc<Entry>,
+        outs: &[Array],
+        priority: i32,
+    ) -> Result<(), StoreError> {
+        if self.gives_sums(entry) {
+            return copy_back(&self.engine, &entry.key, &entry.buffer, outs, priority);
+        }
+        let (here, theirs) = (Arc::clone(entry), outs.to_vec());
+        self.engine
+            .operation(format!("copy back {}", entry.key), Kind::Copy)
+            .reads([&entry.parameters])
+            .mutates(outs.iter().map(Array::variable))
+            .priority(priority)
+            .push(move || -> Result<(), String> {
+                here.give(&theirs);
+                Ok(())
+            })?;
+        Ok(())
+    }
+
+    pub(super) fn set_optimizer(
+        &self,
+        name: &str,
+        hyperparameters: Hyperparameters,
+    ) -> Result<(), StoreError> {
+        let optimizer = self.registry.optimizer(name);
+        let optimizer = optimizer.map_err(|error| StoreError::Options(error.to_string()))?;
+        let mut state = self.state();
+        if state.has_pushed {
+            return Err(StoreError::Sequence(TOO_LATE));
+        }
+        optimizer.check(&hyperparameters).map_err(|error| StoreError::Options(error.to_string()))?;
+        state.updater = Some(Updater { optimizer, hyperparameters, ranks: self.ranks });
+        Ok(())
+    }
+
+    pub(super) fn set_hyperparameters(&self, hyperparameters: Hyperparameters) -> Result<(), StoreError> {
+        let mut state = self.state();
+        let updater = state.updater.as_mut().ok_or(StoreError::Sequence(NO_OPTIMIZER))?;
+        let checked = updater.optimizer.check(&hyperparameters);
+        checked.map_err(|error| StoreError::Options(error.to_string()))?;
+        updater.hyperparameters = hyperparameters;
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, TableState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn wrong(key: &Key, reason: String) -> StoreError {
+    StoreError::Key { key: key.clone(), reason }
+}
+
+/// Checks that arrays can be pushed to, or pulled from, a key with this buffer.
+pub(super) fn check(key: &Key, buffer: &Array, arrays: &[Array]) -> Result<(), StoreError> {
+    let (dtype, elements) = (buffer.dtype(), buffer.elements());
+    let other = arrays.iter().find(|array| array.dtype() != dtype || array.elements() != elements);
+    match (arrays, other) {
+        ([], _) => Err(wrong(key, "there is no array to push, or to pull into".into())),
+        (_, None) => Ok(()),
+        (_, Some(other)) => {
+            let (theirs, count) = (other.dtype(), other.elements());
+            let reason = format!("its value is {elements} of {dtype}, the array is {count} of {theirs}");
+            Err(wrong(key, reason))
+        }
+    }
+}
+
+/// Pushes an operation that adds up a rank's arrays in a buffer.
+pub(super) fn copy_in(
+    engine: &Engine,
+    key: &Key,
+    buffer: &Array,
+    values: &[Array],
+    priority: i32,
+) -> Result<(), StoreError> {
+    let (into, own) = (buffer.clone(), values.to_vec());
+    engine
+        .operation(format!("copy {key}"), Kind::Copy)
+        .reads(values.iter().map(Array::variable))
+        .mutates([buffer.variable()])
+        .priority(priority)
+        .push(move || -> Result<(), String> {
+            into.gather(&own);
+            Ok(())
+        })?;
+    Ok(())
+}
+
+/// Pushes an operation that copies a buffer to `outs`.
+pub(super) fn copy_back(
+    engine: &Engine,
+    key: &Key,
+    buffer: &Array,
+    outs: &[Array],
+    priority: i32,
+) -> Result<(), StoreError> {
+    let (from, theirs) = (buffer.clone(), outs.to_vec());
+    engine
+        .operation(format!("copy back {key}"), Kind::Copy)
+        .reads([buffer.variable()])
+        .mutates(outs.iter().map(Array::variable))
+        .priority(priority)
+        .push(move || -> Result<(), String> {
+            from.copy_to(&theirs);
+            Ok(())
+        })?;
+    Ok(())
+}

@@ -1,7 +1,0 @@
-//! Communicators between ranks that are threads here, over real sockets and shared memory.
-
-mod checking;
-mod collectives;
-mod exercise;
-mod group;
-mod naive;

@@ -1,0 +1,154 @@
+//! The features that a job's settings, options and hubs ask for.
+
+use super::{Conflict, Feature, Features, check, conflict_of};
+use crate::checkpoint::Every;
+use crate::codec::Dtype;
+use crate::composition::{Composition, OptimizeAt, Reduction};
+use crate::consistency::Consistency;
+use crate::key::Key;
+use crate::scheme::{LayerKind, LayerSettings, Plan, Scheme, SchemeChoice};
+use crate::service::{JobOptions, JobPlan};
+use crate::settings::{Settings, is_built_in};
+
+impl Settings {
+    /// The features of the job as a whole. Those of a scheme are not among them, because layers have schemes
+    /// of their own.
+    pub fn features(&self) -> Features {
+        let is_for_all = self.codec.is_some_and(|codec| codec.is_quantised());
+        let is_matrix = |key: &Key| key.dtype == Dtype::F32 && key.shape.len() == 2;
+        Features::of([
+            (Feature::Asynchronous, self.consistency == Consistency::Asynchronous),
+            (Feature::BoundedStaleness, matches!(self.consistency, Consistency::BoundedStaleness(_))),
+            (Feature::Reproducible, self.reproducible),
+            (Feature::TwoPhase, self.is_two_phase()),
+            (Feature::RejectNonFinite, self.reject_non_finite),
+            (Feature::NoOptimizer, !self.has_parameters()),
+            (Feature::RegisteredOptimizer, !is_built_in(&self.optimizer.name)),
+            (Feature::RegisteredAggregator, self.aggregator != "sum"),
+            (Feature::Quantised, self.quantises()),
+            (Feature::QuantisedCodec, is_for_all),
+            (Feature::NoMatrix, is_for_all && !self.keys.keys().iter().any(is_matrix)),
+        ])
+    }
+
+    /// Refuses settings that do not combine with one another or with `others`. A conflict about quantised
+    /// keys names the first one.
+    ///
+    /// # Errors
+    /// The first conflict.
+    pub fn check_with(&self, others: Features) -> Result<(), Conflict> {
+        check(self.features().and(others)).map_err(|conflict| match self.quantised_keys().next() {
+            Some((key, codec)) if conflict.involves(Feature::Quantised) => {
+                conflict.about(format!("key `{}` ({codec})", key.name))
+            }
+            _ => conflict,
+        })
+    }
+
+    /// Refuses schemes, of the job or of its layers, that do not combine with the settings or with `others`. A
+    /// conflict about a layer names it.
+    ///
+    /// # Errors
+    /// The first conflict.
+    pub fn check_schemes_with(&self, others: Features) -> Result<(), Conflict> {
+        let asked = self.features().and(others);
+        if let Some(conflict) = self.scheme.feature().and_then(|scheme| conflict_of(scheme, asked)) {
+            return Err(conflict);
+        }
+        let of_layer = |layer: &LayerSettings| {
+            let conflict = conflict_of(layer.scheme?.feature()?, asked)?;
+            Some(conflict.about(format!("layer `{}`", layer.name)))
+        };
+        self.layers.iter().find_map(of_layer).map_or(Ok(()), Err)
+    }
+}
+
+impl LayerSettings {
+    /// The features of the layer itself.
+    pub fn features(&self) -> Features {
+        Features::of([
+            (Feature::LayerWithoutFactors, self.kind == LayerKind::Other),
+            (Feature::TiedLayer, self.tied),
+            (Feature::FactorCodec, self.factor_codec.is_some()),
+        ])
+    }
+}
+
+impl Scheme {
+    /// The feature of a layer that is exchanged by the scheme; `None` for the hub, which combines with all.
+    pub fn feature(self) -> Option<Feature> {
+        match self {
+            Scheme::Hub => None,
+            Scheme::Factors => Some(Feature::Factors),
+            Scheme::FactorsToHub => Some(Feature::FactorsToHub),
+        }
+    }
+}
+
+impl SchemeChoice {
+    /// The feature of a job or a layer that chooses so; `None` for the hub.
+    pub fn feature(self) -> Option<Feature> {
+        match self {
+            SchemeChoice::Auto => Some(Feature::AutoScheme),
+            SchemeChoice::Only(scheme) => scheme.feature(),
+        }
+    }
+}
+
+impl JobOptions {
+    /// The features of the options.
+    pub fn features(&self) -> Features {
+        features_of_reduction(self.reduction, self.optimize_at).and(Features::of([
+            (Feature::ContinuesOverInterfaces, self.continues()),
+            (Feature::LateLeftOut, self.stragglers.leaves_out()),
+            (Feature::ProgressTimeout, self.progress_timeout_s.is_some()),
+            (Feature::Weight, self.weight != JobOptions::default().weight),
+            (Feature::CheckpointEvery, self.checkpoint_every.is_some()),
+            (Feature::CheckpointEverySteps, matches!(self.checkpoint_every, Some(Every::Steps(_)))),
+            (Feature::CheckpointEverySeconds, matches!(self.checkpoint_every, Some(Every::Seconds(_)))),
+            (Feature::Resume, self.resume.is_some()),
+            (Feature::NoHubs, self.hubs == Some(0)),
+        ]))
+    }
+}
+
+/// The features of a reduction, and of the place where the optimizer runs.
+pub fn features_of_reduction(reduction: Reduction, optimize_at: OptimizeAt) -> Features {
+    let is_hierarchical = match reduction {
+        Reduction::Auto | Reduction::Flat => false,
+        Reduction::Tree | Reduction::Ring | Reduction::Sharded => true,
+    };
+    Features::of([
+        (Feature::FlatReduction, reduction == Reduction::Flat),
+        (Feature::HierarchicalReduction, is_hierarchical),
+        (Feature::OptimizerAtOwner, optimize_at == OptimizeAt::Owner),
+    ])
+}
+
+impl Composition {
+    /// The features of the hubs that serve a job.
+    pub fn features(&self) -> Features {
+        let hubs: usize = self.sites.iter().map(|site| site.hubs.len()).sum();
+        Features::of([(Feature::SeveralSites, !self.is_flat()), (Feature::SeveralHubs, hubs > 1)])
+    }
+}
+
+/// Refuses a job whose settings, options, hubs and schemes do not combine. `schemes` is the plan of its
+/// layers. The settings must have been checked.
+///
+/// # Errors
+/// The first conflict.
+pub fn check_job(job: &JobPlan, schemes: &Plan) -> Result<(), Conflict> {
+    let (options, hubs) = (job.options.features(), job.composition.features());
+    job.settings.check_with(options.and(hubs))?;
+    job.settings.check_schemes_with(hubs)?;
+    let whole = job.settings.features().and(options).and(hubs);
+    for planned in &schemes.layers {
+        let conflict = planned.scheme.feature().and_then(|scheme| conflict_of(scheme, whole));
+        if let Some(conflict) = conflict {
+            let (layer, scheme) = (&planned.layer.name, planned.scheme);
+            return Err(conflict.about(format!("layer `{layer}` goes by {scheme}")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,418 @@
+//! The connection manager's state machine: all jobs and hubs, and the consequences of an event at one for the
+//! others.
+//!
+//! It has no clock, no sockets, no threads and no store. Events come in as method calls with the time at which
+//! they happen ([`Now`]). After each event the caller takes the [`Output`]s: answers to calls that have waited,
+//! commands for hubs, records to save, and news for the log. The manager does that under one lock, and a
+//! simulator in one thread.
+//!
+//! A rank holds its number in a job through an incarnation and calls ConnectService, then InitService. Both
+//! calls wait for the other ranks ([`WaitingCall`]) and are answered together. What a single job does is in
+//! `job`; `callers` has the calls that wait, `hub_events` what hubs do, and `arrangement` how a job gets its
+//! hubs.
+
+mod arrangement;
+mod callers;
+mod commands;
+mod hub_events;
+mod hubs;
+mod job;
+mod output;
+mod probes;
+#[cfg(test)]
+mod tests;
+mod time;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::auth::{Namespace, Nonce};
+use crate::combinations::{Feature, conflict_of};
+use crate::cost::Rate;
+use crate::limits::MESSAGE_BYTES_MAX;
+use crate::scheme::{Book, Roster};
+use crate::service::{
+    CoreCounters, CreateService, ErrorCode, HubCommand, HubStatus, JobState, JobStatus, LeaveService,
+    ServiceCreated, ServiceError, StopWhen, refusal,
+};
+pub use callers::Submission;
+pub use commands::CommandQueue;
+use hubs::Hubs;
+use job::Transition;
+pub use job::{Job, JobRecord, SettingsSummary, SitePlacement};
+pub use output::{Answer, CallId, News, Output, WaitingCall};
+use probes::Probes;
+pub use time::{Now, REPORTED_BACK_MAX};
+
+/// The longest time between two checks for silent hubs and expired jobs.
+const TICK: Duration = Duration::from_millis(250);
+
+/// What a manager allows, and what it was told of the network.
+#[derive(Clone, Copy, Debug)]
+pub struct MembershipLimits {
+    /// How long a hub may be silent before it is lost.
+    pub hub_timeout: Duration,
+    /// The most jobs that may live at a time.
+    pub living_jobs_max: usize,
+    /// How many ended jobs are remembered, the newest.
+    pub ended_jobs_max: usize,
+    /// The configured rate of a rack's link to the others, if there is one.
+    pub core_rate: Option<Rate>,
+}
+
+/// All jobs and hubs.
+pub struct Membership {
+    jobs: BTreeMap<Namespace, Job>,
+    /// The jobs that have not ended, by name. A job that is still being written to the store is only in here.
+    living: BTreeMap<String, Namespace>,
+    /// The jobs that have ended, oldest first.
+    ended: VecDeque<Namespace>,
+    hubs: Hubs,
+    probes: Probes,
+    limits: MembershipLimits,
+    next_order: u64,
+    next_call: u64,
+    /// The job of each call that waits for one.
+    calls: HashMap<CallId, Namespace>,
+    /// The calls that wait for the end of the probe run.
+    probe_calls: Vec<CallId>,
+    /// Jobs at which something has happened since their calls were last answered.
+    touched: BTreeSet<Namespace>,
+    outputs: Vec<Output>,
+    /// When silent hubs were last looked for.
+    checked: Now,
+}
+
+impl Membership {
+    /// Restores the state that an earlier manager left in its records. The secrets of probes are derived from
+    /// `probe_secret`.
+    pub fn new(mut records: Vec<JobRecord>, limits: MembershipLimits, probe_secret: Nonce, now: Now) -> Self {
+        let mut state = Membership {
+            jobs: BTreeMap::new(),
+            living: BTreeMap::new(),
+            ended: VecDeque::new(),
+            hubs: Hubs::default(),
+            probes: Probes::new(probe_secret),
+            limits,
+            next_order: 0,
+            next_call: 0,
+            calls: HashMap::new(),
+            probe_calls: Vec::new(),
+            touched: BTreeSet::new(),
+            outputs: Vec::new(),
+            checked: now,
+        };
+        records.sort_by_key(|record| record.order);
+        for record in records {
+            let (job, transition) = Job::restore(record, now);
+            let namespace = job.namespace;
+            state.next_order = job.order + 1;
+            state.jobs.insert(namespace, job);
+            match transition {
+                Transition::None => state.ended.push_back(namespace),
+                transition => state.follow(namespace, transition),
+            }
+        }
+        state.prune();
+        state
+    }
+
+    /// Refuses a job with checkpoints if no hub that could serve it keeps any. Its hubs would refuse the job
+    /// as well, but only when all of its workers are there.
+    pub fn check_checkpoints(&self, request: &CreateService) -> Result<(), ServiceError> {
+        let CreateService { name, options, .. } = request;
+        if !self.hubs.keep_no_checkpoints(options.hubs.unwrap_or(1)) {
+            return Ok(());
+        }
+        let conflict = conflict_of(Feature::NoCheckpointFolder, options.features());
+        conflict.map_or(Ok(()), |conflict| {
+            let message = format!("job `{name}`: no hub that has joined keeps any checkpoints: {conflict}");
+            Err(refusal(ErrorCode::BadRequest, message))
+        })
+    }
+
+    /// Reserves a name for a job that is about to be written to the store. Returns the job's number.
+    pub fn reserve(&mut self, name: &str, namespace: Namespace) -> Result<u64, ServiceError> {
+        if self.living.contains_key(name) {
+            let message = format!(
+                "the name `{name}` belongs to a job that has not ended: choose another, or end that one with \
+                 `paramhub jobs stop {name}`"
+            );
+            return Err(refusal(ErrorCode::NameTaken, message));
+        }
+        if self.living.len() >= self.limits.living_jobs_max {
+            let message = format!(
+                "{} jobs live already, the most this connection manager serves: end one with `paramhub jobs stop`",
+                self.limits.living_jobs_max
+            );
+            return Err(refusal(ErrorCode::DoesNotFit, message));
+        }
+        self.living.insert(name.to_string(), namespace);
+        self.next_order += 1;
+        Ok(self.next_order - 1)
+    }
+
+    /// Frees a name whose job could not be written.
+    pub fn give_back(&mut self, name: &str) {
+        self.living.remove(name);
+    }
+
+    /// Admits a job whose name was reserved and whose record is in the store.
+    pub fn admit(&mut self, job: Job) {
+        let (namespace, workers) = (job.namespace, job.workers);
+        self.outputs.push(Output::News(News::JobCreated { job: job.name.clone(), namespace, workers }));
+        self.jobs.insert(job.namespace, job);
+    }
+
+    /// The secret of a job that is remembered.
+    pub fn nonce(&self, namespace: Namespace) -> Option<Nonce> {
+        self.jobs.get(&namespace).map(|job| job.nonce)
+    }
+
+    /// A job that is remembered.
+    ///
+    /// # Errors
+    /// If there is none in this namespace.
+    pub fn job(&self, namespace: Namespace) -> Result<&Job, ServiceError> {
+        self.jobs.get(&namespace).ok_or_else(forgotten)
+    }
+
+    /// A job by namespace or by name. Of several with one name, the living one or else the newest.
+    pub fn find(&self, text: &str) -> Result<&Job, ServiceError> {
+        let by_namespace = text.parse().ok().and_then(|namespace: Namespace| self.jobs.get(&namespace));
+        let by_name = || self.living.get(text).and_then(|namespace| self.jobs.get(namespace));
+        let ended = || self.ended.iter().rev().filter_map(|namespace| self.jobs.get(namespace));
+        by_namespace.or_else(by_name).or_else(|| ended().find(|job| job.name == text)).ok_or_else(|| {
+            let message = format!(
+                "there is no job with the name or namespace `{text}`: `paramhub jobs list` lists all"
+            );
+            refusal(ErrorCode::NotFound, message)
+        })
+    }
+
+    /// What a launcher on a further host needs to join a job whose ranks are still connecting.
+    ///
+    /// # Errors
+    /// If no job of this name lives, or all ranks of the job have connected.
+    pub fn invitation(&self, name: &str) -> Result<ServiceCreated, ServiceError> {
+        let Some(job) = self.living.get(name).and_then(|namespace| self.jobs.get(namespace)) else {
+            return Err(refusal(ErrorCode::NotFound, format!("no job that lives is called `{name}`")));
+        };
+        if job.state() != JobState::Connecting {
+            let message = format!(
+                "job `{name}` has begun, and all its ranks are there: end it with `paramhub jobs stop {name}`, or choose \
+                 another name"
+            );
+            return Err(refusal(ErrorCode::NameTaken, message));
+        }
+        Ok(ServiceCreated { namespace: job.namespace, nonce: job.nonce })
+    }
+
+    /// The workers and hubs of a job whose ranks have all connected.
+    pub fn roster(&self, namespace: Namespace) -> Result<Roster, ServiceError> {
+        let job = self.job(namespace)?;
+        let on_machine = |hub| (hub, self.hubs.machine(hub));
+        Ok(job.roster(job.hubs().map(on_machine)))
+    }
+
+    /// The placement is made. Returns the hubs that must be asked to allocate, in placement order; none if the
+    /// job has ended meanwhile.
+    pub fn place(
+        &mut self,
+        namespace: Namespace,
+        summary: SettingsSummary,
+        placements: Vec<SitePlacement>,
+        book: Arc<Book>,
+    ) -> Vec<u32> {
+        let Some(job) = self.jobs.get_mut(&namespace) else { return Vec::new() };
+        if !job.place(summary, placements, book) {
+            return Vec::new();
+        }
+        self.outputs.push(Output::Save(namespace));
+        job.hubs().collect()
+    }
+
+    /// The placement cannot be made: the job fails.
+    pub fn cannot_place(&mut self, namespace: Namespace, why: ServiceError, now: Now) {
+        // A job that was forgotten meanwhile needs no placement.
+        let Some(job) = self.jobs.get_mut(&namespace) else { return };
+        let transition = job.fail(why.code, why.message, now);
+        self.follow(namespace, transition);
+    }
+
+    /// A worker leaves before it has reached a hub.
+    ///
+    /// # Errors
+    /// If the rank is not the caller's, or the job is forgotten.
+    pub fn leave(&mut self, namespace: Namespace, call: &LeaveService, now: Now) -> Result<(), ServiceError> {
+        let job = self.jobs.get_mut(&namespace).ok_or_else(forgotten)?;
+        let transition = job.leave(call, bounded(&call.reason), now)?;
+        self.follow(namespace, transition);
+        Ok(())
+    }
+
+    /// Ends hubs that have been silent for too long, and jobs that wait for ranks that will not come.
+    ///
+    /// A manager that was suspended has received no calls of hubs, which may well have made them. If this is
+    /// called much later than a [tick](Self::tick) after the last time, all hubs count as heard now.
+    pub fn check_time(&mut self, now: Now) {
+        let hub_timeout = self.limits.hub_timeout;
+        let since_check = now.monotonic.saturating_sub(std::mem::replace(&mut self.checked, now).monotonic);
+        if since_check > self.tick() + hub_timeout / 2 {
+            self.hubs.forgive(now);
+        }
+        let hub_timeout_s = hub_timeout.as_secs_f64();
+        for hub in self.hubs.silent(hub_timeout_s, now) {
+            let what = format!(
+                "was lost: it has not been heard for {hub_timeout_s} s. Look at its machine, its log and the network between; \
+                 where such pauses are normal, start the connection manager with a longer --hub-dead-after"
+            );
+            self.lose_hub(hub, &what, now);
+        }
+        self.go_on_probing(now);
+        let living: Vec<Namespace> = self.living.values().copied().collect();
+        for namespace in living {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.check_time(now);
+                if transition != Transition::None {
+                    self.follow(namespace, transition);
+                }
+            }
+        }
+    }
+
+    /// How often the caller should [check the time](Self::check_time).
+    pub fn tick(&self) -> Duration {
+        TICK.min(self.limits.hub_timeout / 4)
+    }
+
+    /// The consequences of all events since the last call, in order.
+    pub fn take_outputs(&mut self, now: Now) -> Vec<Output> {
+        self.answer_calls(now);
+        std::mem::take(&mut self.outputs)
+    }
+
+    /// All jobs, oldest first.
+    pub fn statuses(&self, now: Now) -> Vec<JobStatus> {
+        let mut jobs: Vec<&Job> = self.jobs.values().collect();
+        jobs.sort_by_key(|job| job.order);
+        jobs.into_iter().map(|job| job.status(now)).collect()
+    }
+
+    /// All hubs.
+    pub fn hub_statuses(&self, now: Now) -> Vec<HubStatus> {
+        self.hubs.statuses(now)
+    }
+
+    /// The jobs, for metrics.
+    pub fn jobs(&self) -> impl Iterator<Item = &Job> {
+        self.jobs.values()
+    }
+
+    /// Each hub's cores, for metrics.
+    pub fn cores(&self, now: Now) -> Vec<(u32, Vec<CoreCounters>)> {
+        self.hubs.statuses(now).into_iter().map(|hub| (hub.hub, hub.cores)).collect()
+    }
+
+    /// Applies the consequences of a job's transition.
+    fn follow(&mut self, namespace: Namespace, transition: Transition) {
+        self.follow_with(namespace, transition, false);
+    }
+
+    /// Like [`follow`](Self::follow). `was_logged` is set for a failure that a hub has reported and logged
+    /// already.
+    fn follow_with(&mut self, namespace: Namespace, transition: Transition, was_logged: bool) {
+        self.touched.insert(namespace);
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        let name = job.name.clone();
+        match transition {
+            Transition::None => {}
+            Transition::Advanced => {
+                let (state, links) = (job.state(), job.has_several_sites());
+                self.outputs.push(Output::News(News::JobAdvanced { job: name, namespace, state }));
+                if state == JobState::Running && links {
+                    let hubs: Vec<u32> = job.hubs().collect();
+                    hubs.into_iter().for_each(|hub| self.command(hub, HubCommand::Link { namespace }));
+                }
+                self.outputs.push(Output::Save(namespace));
+            }
+            Transition::AskHubs { hubs, reason, when } => {
+                for hub in hubs {
+                    self.command(hub, stop_command(namespace, reason.clone(), when));
+                }
+            }
+            Transition::Explained => {
+                let message = job.message().to_string();
+                self.outputs.push(Output::News(News::JobExplained { job: name, namespace, message }));
+                self.outputs.push(Output::Save(namespace));
+            }
+            Transition::Ended { stop } => {
+                let message = job.message().to_string();
+                let news = match job.state() {
+                    JobState::Failed => {
+                        let (job, message) = (name.clone(), message.clone());
+                        News::JobFailed { job, namespace, message, was_logged }
+                    }
+                    _ => News::JobFinished { job: name.clone(), namespace },
+                };
+                self.outputs.push(Output::News(news));
+                for hub in stop {
+                    self.command(hub, stop_command(namespace, message.clone(), StopWhen::Now));
+                }
+                if self.living.get(&name) == Some(&namespace) {
+                    self.living.remove(&name);
+                }
+                self.outputs.push(Output::Save(namespace));
+                self.ended.push_back(namespace);
+                self.prune();
+            }
+        }
+    }
+
+    fn prune(&mut self) {
+        while self.ended.len() > self.limits.ended_jobs_max {
+            let Some(oldest) = self.ended.pop_front() else { return };
+            let Some(job) = self.jobs.remove(&oldest) else { continue };
+            for (call, answer) in job.refuse_calls(&forgotten()) {
+                self.calls.remove(&call);
+                self.outputs.push(Output::Answer { call, answer });
+            }
+            self.outputs.push(Output::Remove(oldest));
+        }
+    }
+
+    /// Sends a command to a hub. A hub that is gone gets none.
+    fn command(&mut self, hub: u32, command: HubCommand) {
+        self.send_command(hub, command, false);
+    }
+
+    /// Like [`command`](Self::command), unless the same command waits already.
+    fn command_once(&mut self, hub: u32, command: HubCommand) {
+        self.send_command(hub, command, true);
+    }
+
+    fn send_command(&mut self, hub: u32, command: HubCommand, unless_queued: bool) {
+        if self.hubs.has(hub) {
+            self.outputs.push(Output::Command { hub, command, unless_queued });
+        }
+    }
+
+    fn next_call(&mut self) -> CallId {
+        self.next_call += 1;
+        CallId(self.next_call)
+    }
+}
+
+fn stop_command(namespace: Namespace, reason: String, when: StopWhen) -> HubCommand {
+    HubCommand::Stop { namespace, reason, when }
+}
+
+fn forgotten() -> ServiceError {
+    refusal(ErrorCode::JobEnded, "the job ended so long ago that the connection manager has forgotten it")
+}
+
+/// A message from outside, cut to the length that is kept.
+fn bounded(message: &str) -> &str {
+    &message[..message.floor_char_boundary(MESSAGE_BYTES_MAX)]
+}

@@ -1,0 +1,196 @@
+//! Hubs join, report, leave and are lost: the consequences for the jobs that they serve.
+
+use super::job::Transition;
+use super::job::cause::Cause;
+use super::job::members::describe_hub;
+use super::{Job, Membership, News, Now, Output, bounded, stop_command};
+use crate::auth::Namespace;
+use crate::limits::CORES_MAX;
+use crate::service::{
+    AwaitedRanks, CauseKind, ErrorCode, HubCommand, HubEvent, HubReport, JobEnd, JobState, Presence,
+    RegisterHub, ServiceError, StopWhen, refusal,
+};
+
+impl Membership {
+    /// Lets a hub join in place of any that had one of its addresses, and advances the jobs that waited for
+    /// it.
+    pub fn register_hub(&mut self, offer: RegisterHub, token: String, now: Now) -> Result<u32, ServiceError> {
+        let replaced = self.hubs.at_addresses_of(&offer.shape);
+        let hub = self.hubs.register(offer, token, now)?;
+        for lost in replaced {
+            self.lose_hub(lost, "was lost: another hub has joined at its address", now);
+        }
+        self.outputs.push(Output::HubJoined { hub });
+        self.advance_all_jobs(now);
+        Ok(hub)
+    }
+
+    /// Checks that a hub calls that has joined, with the token that it was given. The call is a sign of life.
+    ///
+    /// # Errors
+    /// If the hub is not here, or this is not its token.
+    pub fn admit_hub(&mut self, hub: u32, token: Option<&str>, now: Now) -> Result<(), ServiceError> {
+        self.hubs.admit(hub, token, now).map(drop)
+    }
+
+    /// Takes a hub's report.
+    pub fn report(
+        &mut self,
+        hub: u32,
+        token: Option<&str>,
+        report: HubReport,
+        now: Now,
+    ) -> Result<(), ServiceError> {
+        let joined = self.hubs.admit(hub, token, now)?;
+        let leaves = report.presence != Presence::Here && !std::mem::replace(&mut joined.is_leaving, true);
+        if report.cores.len() > CORES_MAX {
+            let message = format!("hub {hub} reports {} cores: {CORES_MAX} are possible", report.cores.len());
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        if !report.cores.is_empty() {
+            joined.cores = report.cores;
+        }
+        // The counters come first, so that a job that ends is recorded with its last ones.
+        for counted in &report.jobs {
+            match self.jobs.get_mut(&counted.namespace) {
+                Some(job) if job.is_served_by(hub) => {
+                    job.hub_counted(hub, counted.counters, &counted.left_out);
+                }
+                _ => self.disown(hub, counted.namespace),
+            }
+        }
+        for kept in report.checkpoints {
+            if let Some(job) = self.jobs.get_mut(&kept.namespace) {
+                job.hub_kept(hub, kept.status);
+            }
+        }
+        for event in report.events {
+            self.apply(hub, event, now);
+        }
+        match report.presence {
+            Presence::Here => {}
+            Presence::Leaving if leaves => self.spare_leaving_hub(hub, now),
+            Presence::Leaving => {}
+            Presence::Gone => self.dismiss_hub(hub, now),
+        }
+        self.go_on_probing(now);
+        Ok(())
+    }
+
+    fn apply(&mut self, hub: u32, event: HubEvent, now: Now) {
+        // The hub has logged these itself, with an embedded manager even in the same log.
+        let was_logged =
+            matches!(event, HubEvent::Refused { .. } | HubEvent::Ended(JobEnd { finished: false, .. }));
+        let (namespace, transition) = match event {
+            HubEvent::Probed(report) => return self.probes.record_answer(hub, report),
+            HubEvent::Allocated { namespace, placement_hash, resumed_step } => {
+                let Some(job) = self.jobs.get_mut(&namespace).filter(|job| job.is_served_by(hub)) else {
+                    return self.disown(hub, namespace);
+                };
+                (namespace, job.hub_allocated(hub, bounded(&placement_hash), resumed_step, now))
+            }
+            HubEvent::Refused { namespace, reason } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                (namespace, job.hub_refused(hub, bounded(&reason), now))
+            }
+            HubEvent::Noticed { namespace, message } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                let message = bounded(&message).to_string();
+                let news = News::HubNoticed { job: job.name.clone(), hub, message: message.clone() };
+                self.outputs.push(Output::News(news));
+                (namespace, job.hub_noticed(hub, message))
+            }
+            HubEvent::Awaited { namespace, message, awaited } => {
+                let message = bounded(&message).to_string();
+                self.pass_on(hub, namespace, &message, awaited.as_ref());
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                let news = News::RanksAwaited { job: job.name.clone(), hub, message: message.clone() };
+                self.outputs.push(Output::News(news));
+                job.hub_awaits(hub, awaited, now);
+                (namespace, job.hub_noticed(hub, message))
+            }
+            HubEvent::Kept { namespace } => {
+                let Some(job) = self.jobs.get_mut(&namespace) else { return };
+                job.hub_kept_last(hub);
+                (namespace, Transition::None)
+            }
+            HubEvent::Ended(end) => {
+                let Some(job) = self.jobs.get_mut(&end.namespace) else { return };
+                let transition = match (job.is_served_by(hub), self.hubs.shape(hub)) {
+                    (false, Some(shape)) => job.former_hub_ended(shape, &end, now),
+                    _ => job.hub_ended(hub, &end, now),
+                };
+                (end.namespace, transition)
+            }
+        };
+        self.follow_with(namespace, transition, was_logged);
+    }
+
+    /// Sends the message that one hub has sent to its ranks, about the ranks they wait for, to the hubs of
+    /// the job's other sites for theirs.
+    fn pass_on(&mut self, from: u32, namespace: Namespace, message: &str, awaited: Option<&AwaitedRanks>) {
+        let Some(job) = self.jobs.get(&namespace) else { return };
+        if !job.has_several_sites() || !job.is_served_by(from) || job.state().has_ended() {
+            return;
+        }
+        let rank = awaited.and_then(|awaited| match awaited.ranks[..] {
+            [rank] => Some(rank),
+            _ => None,
+        });
+        let others: Vec<u32> = job.hubs().filter(|&hub| hub != from).collect();
+        for hub in others {
+            let tell = HubCommand::Tell { namespace, rank, message: message.to_owned() };
+            self.command_once(hub, tell);
+        }
+    }
+
+    /// A hub serves a job that is not its own any more, because this manager has lost the hub or the job: the
+    /// hub must stop the job.
+    fn disown(&mut self, hub: u32, namespace: Namespace) {
+        let reason =
+            "the connection manager does not know this job any more: it restarted, or had lost this hub"
+                .to_string();
+        self.command_once(hub, stop_command(namespace, reason, StopWhen::Now));
+    }
+
+    pub(super) fn lose_hub(&mut self, hub: u32, what: &str, now: Now) {
+        let Some((name, heard)) = self.hubs.remove(hub) else { return };
+        let message = format!("{name} {what}");
+        self.outputs.push(Output::News(News::HubLost { message: message.clone() }));
+        self.forget_hub(hub, &Cause { kind: CauseKind::HubLost, rank: None, began: heard, message }, now);
+    }
+
+    /// A hub shuts down. Fails the jobs that wait for it to allocate, as they would wait in vain.
+    fn spare_leaving_hub(&mut self, hub: u32, now: Now) {
+        let Some(name) = self.hubs.shape(hub).map(|shape| describe_hub(hub, shape)) else { return };
+        let waiting = |job: &&Job| job.state() == JobState::Initialising && job.is_served_by(hub);
+        let waiting: Vec<Namespace> = self.jobs.values().filter(waiting).map(|job| job.namespace).collect();
+        for namespace in waiting {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.fail(ErrorCode::JobEnded, format!("{name} is shutting down"), now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+
+    /// A hub has reported that it has shut down.
+    fn dismiss_hub(&mut self, hub: u32, now: Now) {
+        let Some((name, _)) = self.hubs.remove(hub) else { return };
+        self.outputs.push(Output::News(News::HubLeft { hub }));
+        // The hub has ended its own jobs itself. This is for jobs that were placed on it while it shut down.
+        self.forget_hub(hub, &Cause::known(format!("{name} has shut down"), now), now);
+    }
+
+    fn forget_hub(&mut self, hub: u32, cause: &Cause, now: Now) {
+        self.outputs.push(Output::HubForgotten { hub });
+        self.probes.forget(hub);
+        let served: Vec<Namespace> =
+            self.jobs.values().filter(|job| job.is_served_by(hub)).map(|job| job.namespace).collect();
+        for namespace in served {
+            if let Some(job) = self.jobs.get_mut(&namespace) {
+                let transition = job.hub_lost(hub, cause.clone(), now);
+                self.follow(namespace, transition);
+            }
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! The hubs that have joined: who may join, who calls, and who has been silent for too long.
+
+use std::collections::BTreeMap;
+
+use crate::composition::Place;
+use crate::limits::HUBS_MAX;
+use crate::membership::Now;
+use crate::membership::job::members::describe_hub;
+use crate::placement::HubShape;
+use crate::service::{CoreCounters, ErrorCode, HubStatus, RegisterHub, ServiceError, refusal};
+use subtle::ConstantTimeEq;
+
+/// The most bytes of an interface's address.
+const ADDRESS_BYTES_MAX: usize = 255;
+
+/// The most bytes of a rack's or host's name.
+const PLACE_BYTES_MAX: usize = 128;
+
+/// A hub's number, what it offers and whom it serves.
+pub(crate) type OfferedHub = (u32, (HubShape, Place));
+
+/// All living hubs, by number.
+#[derive(Default)]
+pub(crate) struct Hubs {
+    hubs: BTreeMap<u32, Hub>,
+    next: u32,
+}
+
+/// One hub.
+pub(crate) struct Hub {
+    shape: HubShape,
+    place: Place,
+    /// The machine that the hub runs on; empty if unknown.
+    machine: String,
+    /// Whether the hub keeps checkpoints; `None` if unknown.
+    keeps_checkpoints: Option<bool>,
+    token: String,
+    pub(crate) cores: Vec<CoreCounters>,
+    heard: Now,
+    /// Whether the hub is about to stop. It takes no further jobs then.
+    pub(crate) is_leaving: bool,
+}
+
+impl Hubs {
+    /// Lets a hub join under a token.
+    pub(crate) fn register(
+        &mut self,
+        offer: RegisterHub,
+        token: String,
+        now: Now,
+    ) -> Result<u32, ServiceError> {
+        let RegisterHub { shape, place, machine, keeps_checkpoints } = offer;
+        let hub = self.next;
+        check_shape(hub, &shape)?;
+        check_place(&place)?;
+        check_place(&Place { host: machine.clone(), ..Place::default() })?;
+        if self.hubs.len() >= HUBS_MAX {
+            let message = format!("{HUBS_MAX} hubs have joined already, the most there can be");
+            return Err(refusal(ErrorCode::DoesNotFit, message));
+        }
+        self.next += 1;
+        let joined = Hub {
+            shape,
+            place,
+            machine,
+            keeps_checkpoints,
+            token,
+            cores: Vec::new(),
+            heard: now,
+            is_leaving: false,
+        };
+        self.hubs.insert(hub, joined);
+        Ok(hub)
+    }
+
+    /// Hubs that claim an address of this shape. They must be gone, since only one process can listen on an
+    /// address.
+    pub(crate) fn at_addresses_of(&self, shape: &HubShape) -> Vec<u32> {
+        let claims = |hub: &Hub| {
+            let addresses = || hub.shape.interfaces.iter().map(|interface| &interface.address);
+            shape.interfaces.iter().any(|interface| addresses().any(|address| *address == interface.address))
+        };
+        self.hubs.iter().filter(|(_, hub)| claims(hub)).map(|(&number, _)| number).collect()
+    }
+
+    /// The hub that calls, if its token is right. The call counts as a sign of life.
+    pub(crate) fn admit(
+        &mut self,
+        hub: u32,
+        token: Option<&str>,
+        now: Now,
+    ) -> Result<&mut Hub, ServiceError> {
+        let Some(joined) = self.hubs.get_mut(&hub) else {
+            let message = format!(
+                "hub {hub} is not registered here: it was silent too long, or the connection manager restarted. \
+                 Register again"
+            );
+            return Err(refusal(ErrorCode::NotFound, message));
+        };
+        let matches = token.is_some_and(|token| token.as_bytes().ct_eq(joined.token.as_bytes()).into());
+        if !matches {
+            let message = format!(
+                "this is not the token that hub {hub} was given when it registered. If the connection manager restarted \
+                 since, register again"
+            );
+            return Err(refusal(ErrorCode::Unauthorized, message));
+        }
+        joined.heard = now;
+        Ok(joined)
+    }
+
+    /// Whether a hub of this number has joined and is not lost.
+    pub(crate) fn has(&self, hub: u32) -> bool {
+        self.hubs.contains_key(&hub)
+    }
+
+    /// Whether no hub that could serve a job keeps checkpoints: `awaited` hubs have joined, one of them
+    /// serves all racks, and all report that they keep none.
+    pub(crate) fn keep_no_checkpoints(&self, awaited: u32) -> bool {
+        self.hubs.len() >= awaited.max(1) as usize
+            && self.hubs.values().any(|hub| hub.place == Place::default())
+            && self.hubs.values().all(|hub| hub.keeps_checkpoints == Some(false))
+    }
+
+    /// Forgets a hub. Returns its description for messages and when it last called.
+    pub(crate) fn remove(&mut self, hub: u32) -> Option<(String, Now)> {
+        self.hubs.remove(&hub).map(|joined| (describe_hub(hub, &joined.shape), joined.heard))
+    }
+
+    /// A hub's interfaces.
+    pub(crate) fn shape(&self, hub: u32) -> Option<&HubShape> {
+        self.hubs.get(&hub).map(|joined| &joined.shape)
+    }
+
+    /// Hubs that have not called for `timeout_s`.
+    pub(crate) fn silent(&self, timeout_s: f64, now: Now) -> Vec<u32> {
+        let silent = |hub: &Hub| now.seconds_since(hub.heard) >= timeout_s;
+        self.hubs.iter().filter(|(_, hub)| silent(hub)).map(|(&number, _)| number).collect()
+    }
+
+    /// Counts every hub as having called just now, after a pause of the manager itself.
+    pub(crate) fn forgive(&mut self, now: Now) {
+        self.hubs.values_mut().for_each(|hub| hub.heard = now);
+    }
+
+    /// All hubs that take jobs, and whom they serve, in the order in which they joined.
+    pub(crate) fn shapes(&self) -> Vec<OfferedHub> {
+        let here = self.hubs.iter().filter(|(_, hub)| !hub.is_leaving);
+        here.map(|(&number, hub)| (number, (hub.shape.clone(), hub.place.clone()))).collect()
+    }
+
+    /// The machine that a hub runs on; empty if unknown.
+    pub(crate) fn machine(&self, hub: u32) -> &str {
+        self.hubs.get(&hub).map_or("", |hub| &hub.machine)
+    }
+
+    /// The hubs as listings show them.
+    pub(crate) fn statuses(&self, now: Now) -> Vec<HubStatus> {
+        let status = |(&hub, joined): (&u32, &Hub)| HubStatus {
+            hub,
+            shape: joined.shape.clone(),
+            place: joined.place.clone(),
+            cores: joined.cores.clone(),
+            silent_s: now.seconds_since(joined.heard),
+        };
+        self.hubs.iter().map(status).collect()
+    }
+}
+
+/// Checks the place that a hub or a worker reports, since it appears in messages.
+pub(crate) fn check_place(place: &Place) -> Result<(), ServiceError> {
+    for (what, name) in [("rack", &place.rack), ("host", &place.host)] {
+        if name.len() > PLACE_BYTES_MAX || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let message = format!(
+                "the {what} {:?} must be a name of at most {PLACE_BYTES_MAX} printable ASCII characters without spaces",
+                &name[..name.floor_char_boundary(PLACE_BYTES_MAX)]
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+    }
+    Ok(())
+}
+
+fn check_shape(hub: u32, shape: &HubShape) -> Result<(), ServiceError> {
+    shape.check(hub as usize).map_err(|wrong| refusal(ErrorCode::BadRequest, wrong.to_string()))?;
+    for interface in &shape.interfaces {
+        let address = &interface.address;
+        let dialable = address
+            .rsplit_once(':')
+            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0));
+        let plain = address.bytes().all(|byte| byte.is_ascii_graphic());
+        if !dialable || !plain || address.len() > ADDRESS_BYTES_MAX {
+            let message = format!("interface address {address:?} is not of the form host:port");
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::membership::time::at;
+    use crate::placement::InterfaceShape;
+
+    fn shape(address: &str) -> HubShape {
+        let interface = InterfaceShape { address: address.into(), cores: vec![0], weight: 1 };
+        HubShape { interfaces: vec![interface], local: None }
+    }
+
+    fn offer(shape: HubShape) -> RegisterHub {
+        RegisterHub { shape, place: Place::default(), machine: String::new(), keeps_checkpoints: None }
+    }
+
+    #[test]
+    fn only_the_hub_itself_is_admitted() {
+        let (mut hubs, now) = (Hubs::default(), at(0.0));
+        let number = hubs.register(offer(shape("127.0.0.1:1")), "secret".into(), now).unwrap();
+        for wrong in [None, Some(""), Some("secre"), Some("Secret")] {
+            assert_eq!(hubs.admit(number, wrong, now).err().unwrap().code, ErrorCode::Unauthorized);
+        }
+        assert_eq!(hubs.admit(7, Some("secret"), now).err().unwrap().code, ErrorCode::NotFound);
+    }
+
+    #[test]
+    fn addresses_must_be_dialable() {
+        let mut hubs = Hubs::default();
+        for address in ["", "host", ":1", "host:0", "host:port", "ho st:1", "host:1\n"] {
+            let refused = hubs.register(offer(shape(address)), String::new(), at(0.0)).unwrap_err();
+            assert!(refused.message.contains("host:port"), "{}", refused.message);
+        }
+        hubs.register(offer(shape("[::1]:80")), String::new(), at(0.0)).unwrap();
+        assert_eq!(hubs.at_addresses_of(&shape("[::1]:80")), [0]);
+        assert_eq!(hubs.at_addresses_of(&shape("[::1]:81")), [] as [u32; 0]);
+    }
+}

@@ -1,0 +1,331 @@
+//! One job from CreateService to its end: a state machine without clock, sockets or store.
+//!
+//! Events of a job come in as method calls. Their consequences for the rest of the manager go out as a
+//! [`Transition`]. Calls that wait for the job are answered as its [`JobPhase`] advances.
+
+mod arrangement;
+mod book;
+mod calls;
+pub(crate) mod cause;
+mod ending;
+pub(crate) mod members;
+mod rank_assignments;
+mod rendezvous;
+#[cfg(test)]
+pub(super) mod tests;
+mod without_hubs;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::auth::{Namespace, Nonce};
+use crate::checkpoint::CheckpointStatus;
+use crate::composition::{Composition, Place};
+use crate::lease::Lease;
+use crate::membership::{CallId, Now};
+use crate::placement::Imbalance;
+use crate::scheme::Book;
+use crate::service::{
+    CreateService, ErrorCode, JobCounters, JobOptions, JobState, JobStatus, ServiceError, StopWhen, refusal,
+};
+use crate::settings::Settings;
+pub(crate) use calls::JobCall;
+use cause::Cause;
+use ending::PendingConclusion;
+use members::Member;
+use rank_assignments::RankAssignments;
+pub(crate) use rendezvous::JobSubmission;
+
+/// How long a rank whose InitService connection broke may take to call again before the job fails.
+pub(crate) const COME_BACK_S: f64 = 2.0;
+
+/// How far a job has come, for calls that wait. The phases are ordered: a job never goes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum JobPhase {
+    Connecting,
+    Initialising,
+    Running,
+    /// The job is over, but a hub has yet to report that it has freed the job's memory.
+    Ended,
+    /// The job is over, and no hub holds anything of it.
+    Cleared,
+}
+
+/// The consequences of an event for the rest of the manager.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Transition {
+    /// Nothing, or nothing yet.
+    None,
+    /// The job's record has changed.
+    Advanced,
+    /// The job is over; these hubs must get the command to stop.
+    Ended { stop: Vec<u32> },
+    /// These hubs must report how the job ends.
+    AskHubs { hubs: Vec<u32>, reason: String, when: StopWhen },
+    /// The job failed for another reason than the one recorded.
+    Explained,
+}
+
+/// The record of a job, which the store keeps.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct JobRecord {
+    /// The number of the job among all jobs ever created.
+    pub order: u64,
+    /// The job's secret.
+    pub nonce: Nonce,
+    /// Its waits and lifetimes.
+    pub options: JobOptions,
+    /// The job as listings show it.
+    pub status: JobStatus,
+}
+
+/// One job.
+pub struct Job {
+    /// The number of the job among all jobs ever created.
+    pub order: u64,
+    /// Its name, for people.
+    pub name: String,
+    /// What names it everywhere.
+    pub namespace: Namespace,
+    /// Its secret.
+    pub nonce: Nonce,
+    /// Its number of ranks.
+    pub workers: u32,
+    /// Its waits and lifetimes.
+    pub options: JobOptions,
+    state: JobState,
+    message: String,
+    created_at: u64,
+    ended_at: Option<u64>,
+    assignments: RankAssignments,
+    /// The place of each rank.
+    places: Vec<Place>,
+    peer_addresses: Vec<Option<SocketAddr>>,
+    /// The hubs that serve the job; empty while it is connecting.
+    members: Vec<Member>,
+    /// The sites of these hubs; `None` while the job is connecting.
+    composition: Option<Arc<Composition>>,
+    /// How the sites reduce and why, for people.
+    reduction: String,
+    /// What hubs counted for the job under an earlier manager.
+    recorded_counters: JobCounters,
+    recorded_left_out: Vec<u64>,
+    /// The job's checkpoints under an earlier manager.
+    recorded_checkpoints: Option<CheckpointStatus>,
+    /// The first rank's settings, until every rank has agreed.
+    proposed: Option<(u32, Arc<Settings>)>,
+    /// Whether every rank has agreed. The placement is then made or being made.
+    agreed: bool,
+    summary: SettingsSummary,
+    /// The placement of every site; empty until it is made.
+    placements: Vec<SitePlacement>,
+    /// The information book; none until the placement is made.
+    book: Option<Arc<Book>>,
+    /// The refusal for ranks that still wait or come late.
+    failure: Option<ServiceError>,
+    /// Why the job has failed, as long as a later report may change that.
+    cause: Option<Cause>,
+    /// Why the job will have failed if it does not finish.
+    announced: Option<Cause>,
+    concluding: Option<PendingConclusion>,
+    /// The calls that wait for the job.
+    calls: BTreeMap<CallId, JobCall>,
+    lease: Lease,
+    phase: JobPhase,
+}
+
+/// A site's placement, in the form in which ranks and hubs compare it.
+#[derive(Clone, Debug)]
+pub struct SitePlacement {
+    /// Its digest, in hexadecimal digits.
+    pub hash: String,
+    /// How uneven it is.
+    pub imbalance: Imbalance,
+}
+
+/// The part of a job's settings that listings show.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SettingsSummary {
+    /// Keys in the table.
+    pub keys: u64,
+    /// Bytes of one worker's gradients.
+    pub bytes: u64,
+    /// The optimizer's name.
+    pub optimizer: String,
+    /// The consistency.
+    pub consistency: String,
+}
+
+impl Job {
+    /// A job that no rank has joined yet.
+    pub fn new(order: u64, request: CreateService, namespace: Namespace, nonce: Nonce, now: Now) -> Self {
+        Job {
+            order,
+            namespace,
+            nonce,
+            assignments: RankAssignments::new(request.workers),
+            name: request.name,
+            workers: request.workers,
+            options: request.options,
+            state: JobState::Connecting,
+            message: String::new(),
+            created_at: now.unix_s,
+            ended_at: None,
+            places: vec![Place::default(); request.workers as usize],
+            peer_addresses: vec![None; request.workers as usize],
+            members: Vec::new(),
+            composition: None,
+            reduction: String::new(),
+            recorded_counters: JobCounters::default(),
+            recorded_left_out: Vec::new(),
+            recorded_checkpoints: None,
+            proposed: None,
+            agreed: false,
+            summary: SettingsSummary::default(),
+            placements: Vec::new(),
+            book: None,
+            failure: None,
+            cause: None,
+            announced: None,
+            concluding: None,
+            calls: BTreeMap::new(),
+            lease: Lease::new(request.options.lease_s, now.monotonic),
+            phase: JobPhase::Connecting,
+        }
+    }
+
+    /// Restores a job of an earlier manager. A job that had not ended ends now, since its state was in that
+    /// manager's memory.
+    pub(crate) fn restore(record: JobRecord, now: Now) -> (Self, Transition) {
+        let JobRecord { order, nonce, options, status } = record;
+        let request = CreateService { name: status.name, workers: status.workers, options };
+        let mut job = Job::new(order, request, status.namespace, nonce, now);
+        job.assignments.restore(&status.connected);
+        job.created_at = status.created_at;
+        job.summary = SettingsSummary {
+            keys: status.keys,
+            bytes: status.bytes,
+            optimizer: status.optimizer,
+            consistency: status.consistency,
+        };
+        job.recorded_counters = status.counters;
+        job.reduction = status.reduction;
+        job.recorded_left_out = status.left_out;
+        job.recorded_checkpoints = status.checkpoints;
+        if status.state.has_ended() {
+            job.state = status.state;
+            job.message = status.message;
+            job.ended_at = status.ended_at;
+            job.phase = JobPhase::Cleared;
+            return (job, Transition::None);
+        }
+        let transition = job.fail(ErrorCode::JobEnded, "the manager restarted while it ran".into(), now);
+        (job, transition)
+    }
+
+    /// The job's sites, once every rank has connected.
+    pub fn composition(&self) -> Option<Arc<Composition>> {
+        self.composition.clone()
+    }
+
+    /// Whether the job's hubs have streams among one another.
+    pub(crate) fn has_several_sites(&self) -> bool {
+        self.composition.as_ref().is_some_and(|composition| !composition.is_flat())
+    }
+
+    /// Why the job has failed, or the newest notice while it runs.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// How the sites reduce and why; empty before the hubs are chosen.
+    pub(crate) fn reduction(&self) -> &str {
+        &self.reduction
+    }
+
+    /// The place of each rank.
+    pub(crate) fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// How far the job has come.
+    pub fn state(&self) -> JobState {
+        self.state
+    }
+
+    /// Fails a job that waits for ranks that will not come: its lease ran out, or a rank did not call again.
+    pub(crate) fn check_time(&mut self, now: Now) -> Transition {
+        let is_served = self.state == JobState::Running && !self.is_rendezvous_only();
+        if is_served || self.state.has_ended() {
+            return self.check_conclusion(now);
+        }
+        if let Some((rank, holder)) = self.assignments.come_back_expired(now) {
+            let message = format!("rank {rank} ({holder}) was lost before the job ran");
+            return self.fail(ErrorCode::JobEnded, message, now);
+        }
+        if self.lease.has_expired(self.waiting(), now.monotonic) {
+            let lease_s = self.options.lease_s;
+            let message = format!("its lease of {lease_s} s ran out: no worker has been heard for that long");
+            return self.fail(ErrorCode::JobEnded, message, now);
+        }
+        Transition::None
+    }
+
+    /// The refusal of any call to a job that is over.
+    pub(crate) fn ended_refusal(&self) -> ServiceError {
+        let message = match (self.state, self.message.is_empty()) {
+            (JobState::Finished, _) => format!("job `{}` has finished", self.name),
+            (_, true) => format!("job `{}` has ended", self.name),
+            (_, false) => format!("job `{}` has ended: {}", self.name, self.message),
+        };
+        refusal(ErrorCode::JobEnded, message)
+    }
+
+    /// The refusal of a rank that waited when the job failed, or that hands in its settings after that.
+    fn failure_refusal(&self) -> ServiceError {
+        match &self.failure {
+            Some(failure) if failure.code != ErrorCode::JobEnded => failure.clone(),
+            _ => self.ended_refusal(),
+        }
+    }
+
+    /// The job as listings show it.
+    pub fn status(&self, now: Now) -> JobStatus {
+        JobStatus {
+            name: self.name.clone(),
+            namespace: self.namespace,
+            state: self.state,
+            message: self.message.clone(),
+            workers: self.workers,
+            connected: self.assignments.connected(),
+            keys: self.summary.keys,
+            bytes: self.summary.bytes,
+            optimizer: self.summary.optimizer.clone(),
+            consistency: self.summary.consistency.clone(),
+            reduction: self.reduction.clone(),
+            counters: self.counters(),
+            left_out: self.left_out(),
+            awaited: self.awaited(now),
+            checkpoints: self.checkpoints(),
+            created_at: self.created_at,
+            ended_at: self.ended_at,
+        }
+    }
+
+    /// The record that the store keeps.
+    pub fn record(&self, now: Now) -> JobRecord {
+        JobRecord { order: self.order, nonce: self.nonce, options: self.options, status: self.status(now) }
+    }
+}
+
+fn join_words(words: &[String]) -> String {
+    match words {
+        [] => String::new(),
+        [only] => only.clone(),
+        [most @ .., last] => format!("{} and {last}", most.join(", ")),
+    }
+}

@@ -1,0 +1,120 @@
+//! Whether the hubs suffice for a job whose ranks are all there, and how they are arranged for it.
+
+use std::sync::Arc;
+
+use crate::composition::{ArrangeError, Arranged, Place, Reduction, arrange, choose};
+use crate::placement::HubShape;
+use crate::service::JobState;
+
+use super::members::{Member, describe_hub};
+use super::{Job, JobPhase, Transition, join_words};
+use crate::membership::hubs::OfferedHub;
+use crate::membership::probes::CoreBandwidth;
+
+/// How many hubs a message lists before it only counts the rest.
+const HUBS_LISTED: usize = 8;
+
+impl Job {
+    /// Whether the job needs nothing but hubs to advance.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.state == JobState::Connecting && self.assignments.are_all_assigned()
+    }
+
+    /// Whether as many hubs have joined as the job waits for.
+    pub(crate) fn suffice(&self, hubs: &[OfferedHub]) -> bool {
+        count(hubs) >= self.hubs_needed()
+    }
+
+    /// Every rank is there and `hubs` have joined. If these are enough and serve all ranks, the job advances.
+    pub(crate) fn begin_initialising(&mut self, hubs: Vec<OfferedHub>, core: &CoreBandwidth) -> Transition {
+        if !self.is_complete() || !self.suffice(&hubs) {
+            return Transition::None;
+        }
+        if self.is_rendezvous_only() {
+            return self.begin_without_hubs();
+        }
+        let (numbers, hubs): (Vec<u32>, Vec<(HubShape, Place)>) = hubs.into_iter().unzip();
+        // A hub for the ranks that no hub serves, or for a rack, may still join.
+        let Ok((reduction, (composition, of_sites))) = self.arrange(&hubs, core) else {
+            return Transition::None;
+        };
+        self.reduction = reduction;
+        let members =
+            (0..).zip(of_sites).flat_map(|(site, of_site)| of_site.into_iter().map(move |hub| (hub, site)));
+        self.members =
+            members.map(|(hub, site)| Member::new(numbers[hub], hubs[hub].0.clone(), site)).collect();
+        self.composition = Some(Arc::new(composition));
+        self.state = JobState::Initialising;
+        self.phase = JobPhase::Initialising;
+        Transition::Advanced
+    }
+
+    /// The hubs that the job still waits for; `None` if those that have joined suffice.
+    pub(super) fn hubs_missing(&self, hubs: &[OfferedHub]) -> Option<String> {
+        let (timeout_s, needed) = (self.options.rendezvous_timeout_s, self.hubs_needed());
+        let joined = count(hubs);
+        if joined == 0 && needed == 1 {
+            return Some(format!(
+                "no hub has joined the connection manager within {timeout_s} s: start one with `paramhub hub`"
+            ));
+        }
+        if joined >= needed {
+            let hubs: Vec<(HubShape, Place)> = hubs.iter().map(|(_, hub)| hub.clone()).collect();
+            let why = self.arrange(&hubs, &CoreBandwidth::Unneeded).err()?;
+            return Some(format!("its hubs do not suffice after {timeout_s} s: {why}"));
+        }
+        let listed: Vec<String> =
+            serving(hubs).take(HUBS_LISTED).map(|(hub, (shape, _))| describe_hub(*hub, shape)).collect();
+        let more = joined - listed.len();
+        let came = match (joined, more) {
+            (0, _) => "none".to_string(),
+            (count, 0) => format!("only {count}, {}", join_words(&listed)),
+            (count, more) => format!("only {count}, {} and {more} more", listed.join(", ")),
+        };
+        Some(format!(
+            "of the {needed} hubs that it waits for {came} had joined the connection manager within {timeout_s} s: start \
+             the others with `paramhub hub --manager URL`, or create the job for fewer"
+        ))
+    }
+
+    /// How many hubs the job needs to begin.
+    fn hubs_needed(&self) -> usize {
+        self.options.hubs.map_or(1, |hubs| hubs as usize)
+    }
+
+    /// How the hubs are arranged, and the reason of that choice for messages.
+    fn arrange(
+        &self,
+        hubs: &[(HubShape, Place)],
+        core: &CoreBandwidth,
+    ) -> Result<(String, Arranged), ArrangeError> {
+        let options = &self.options;
+        let (reduction, said) = match core {
+            _ if options.reduction != Reduction::Auto => {
+                (options.reduction, format!("{}, as the job asks", options.reduction))
+            }
+            CoreBandwidth::Unneeded => (Reduction::Auto, String::new()),
+            CoreBandwidth::Unknown(why) => (Reduction::Auto, format!("auto, by the hubs' places: {why}")),
+            CoreBandwidth::Known { rate, source, hubs_source } => match choose(hubs, &self.places, *rate) {
+                Some(choice) => {
+                    let hub = choice.hub;
+                    let said =
+                        format!("auto: {choice} (core {source}; the hubs of a rack {hub}, {hubs_source})");
+                    (choice.reduction, said)
+                }
+                None => (Reduction::Auto, String::new()),
+            },
+        };
+        let arranged = arrange(hubs, &self.places, reduction, options.optimize_at)?;
+        Ok((said, arranged))
+    }
+}
+
+/// The hubs that jobs count. A hub that serves a single host helps no other, and may be another run's.
+fn serving(hubs: &[OfferedHub]) -> impl Iterator<Item = &OfferedHub> {
+    hubs.iter().filter(|(_, (_, place))| place.host.is_empty())
+}
+
+fn count(hubs: &[OfferedHub]) -> usize {
+    serving(hubs).count()
+}

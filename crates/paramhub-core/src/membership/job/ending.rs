@@ -1,0 +1,174 @@
+//! How a job ends: at once, or when its hubs have reported what they know; and how later reports are
+//! recorded.
+
+use std::time::Duration;
+
+use super::cause::Cause;
+use super::{Job, JobPhase, Transition};
+use crate::membership::Now;
+use crate::service::{CauseKind, ErrorCode, JobState, StopWhen, refusal};
+
+/// How long an operator's stop waits for the hubs to report that they freed the job.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a launcher that is about to end its workers waits for the hubs' last checkpoints. These take 5 s
+/// at most if the workers reach a step together.
+const KEEP_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long a launcher whose workers have ended waits for the hubs to report how the job ended.
+const CONCLUDE_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long the hubs of a job whose workers have ended may take to report how it ended there. The bound is
+/// for hubs that call but do not answer. They answer within seconds, unless a last checkpoint takes longer,
+/// and a hub that does not call is lost.
+const CONCLUDED_WITHIN_S: f64 = 60.0;
+
+/// A question to the hubs of a job whose workers have ended.
+#[derive(Debug)]
+pub(super) struct PendingConclusion {
+    asked: Now,
+    /// The cause if the hubs report no other.
+    cause: Cause,
+}
+
+/// How long a StopService waits for what it asks.
+pub(super) fn stop_patience(when: StopWhen) -> Duration {
+    match when {
+        StopWhen::Now => STOP_TIMEOUT,
+        StopWhen::WorkersEnding => KEEP_TIMEOUT,
+        StopWhen::WorkersEnded => CONCLUDE_TIMEOUT,
+    }
+}
+
+impl Job {
+    /// StopService: ends the job, or asks its hubs how it ends. Returns how long the call may wait for that.
+    pub(crate) fn stop(&mut self, reason: String, when: StopWhen, now: Now) -> (Duration, Transition) {
+        let transition = match when {
+            StopWhen::Now => self.fail(ErrorCode::JobEnded, reason, now),
+            StopWhen::WorkersEnding => self.announce(reason, now),
+            StopWhen::WorkersEnded => self.conclude(reason, now),
+        };
+        (stop_patience(when), transition)
+    }
+
+    /// Fails the job for all callers, with a message that is certain. A job that has ended keeps its own.
+    pub(crate) fn fail(&mut self, code: ErrorCode, message: String, now: Now) -> Transition {
+        if self.state.has_ended() {
+            return Transition::None;
+        }
+        self.fail_because(code, Cause::known(message, now), now)
+    }
+
+    /// Fails the job for all callers. If it has failed already, this cause replaces the recorded one that it
+    /// explains.
+    pub(crate) fn fail_because(&mut self, code: ErrorCode, cause: Cause, now: Now) -> Transition {
+        if self.state.has_ended() {
+            return self.explain(cause);
+        }
+        let announced = self.announced.take();
+        self.note_cause(code, cause);
+        if let Some(announced) = announced {
+            let _ = self.replace(announced);
+        }
+        self.end(JobState::Failed, now)
+    }
+
+    /// A launcher is about to end the job's workers: asks the job's hubs for a last checkpoint. `reason` is
+    /// why the job ended, unless it finishes.
+    pub(crate) fn announce(&mut self, reason: String, now: Now) -> Transition {
+        let cause = Cause::known(reason.clone(), now);
+        if self.state.has_ended() {
+            return self.explain(cause);
+        }
+        self.announced.get_or_insert(cause);
+        self.ask(reason, StopWhen::WorkersEnding)
+    }
+
+    /// The processes of the job's workers have ended. If all workers had left, the job's hubs are about to
+    /// report that, or are writing the last checkpoint, so their reports decide. A job that no hub serves yet
+    /// ends at once.
+    pub(crate) fn conclude(&mut self, reason: String, now: Now) -> Transition {
+        if self.state.has_ended() {
+            return Transition::None;
+        }
+        let cause = Cause { kind: CauseKind::Hearsay, rank: None, began: now, message: reason.clone() };
+        if self.state != JobState::Running || self.is_rendezvous_only() {
+            return self.fail_because(ErrorCode::JobEnded, cause, now);
+        }
+        self.concluding.get_or_insert(PendingConclusion { asked: now, cause });
+        self.ask(reason, StopWhen::WorkersEnded)
+    }
+
+    /// Ends a job whose hubs have not reported for too long how it ended there.
+    pub(super) fn check_conclusion(&mut self, now: Now) -> Transition {
+        match self.concluding.take_if(|concluding| now.seconds_since(concluding.asked) >= CONCLUDED_WITHIN_S)
+        {
+            Some(PendingConclusion { cause, .. }) => self.fail_because(ErrorCode::JobEnded, cause, now),
+            None => Transition::None,
+        }
+    }
+
+    /// Whether no hub holds anything of the job any more.
+    pub(crate) fn is_cleared(&self) -> bool {
+        self.phase == JobPhase::Cleared
+    }
+
+    /// Whether every hub has taken its part of the job's last checkpoint, or has none to take.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.state.has_ended() || self.members.iter().all(|member| !member.keeps || member.ended)
+    }
+
+    /// A hub has taken its part of the last checkpoint, or will not take it.
+    pub(crate) fn hub_kept_last(&mut self, hub: u32) {
+        if let Some(member) = self.members.iter_mut().find(|member| member.hub == hub) {
+            member.keeps = false;
+        }
+    }
+
+    /// Replaces the recorded cause of a failed job by one nearer to the root.
+    pub(super) fn explain(&mut self, cause: Cause) -> Transition {
+        if self.state == JobState::Failed && self.replace(cause) {
+            return Transition::Explained;
+        }
+        Transition::None
+    }
+
+    fn replace(&mut self, cause: Cause) -> bool {
+        let is_nearer = self.cause.as_ref().is_some_and(|held| cause.explains(held));
+        if is_nearer {
+            let code = self.failure.as_ref().map_or(ErrorCode::JobEnded, |failure| failure.code);
+            self.note_cause(code, cause);
+        }
+        is_nearer
+    }
+
+    fn note_cause(&mut self, code: ErrorCode, cause: Cause) {
+        self.message.clone_from(&cause.message);
+        self.failure = Some(refusal(code, cause.message.clone()));
+        self.cause = Some(cause);
+    }
+
+    /// Asks the hubs that hold the job.
+    fn ask(&mut self, reason: String, when: StopWhen) -> Transition {
+        let mut hubs = Vec::new();
+        for member in self.members.iter_mut().filter(|member| member.asked && !member.ended) {
+            member.keeps = when == StopWhen::WorkersEnding;
+            hubs.push(member.hub);
+        }
+        if hubs.is_empty() { Transition::None } else { Transition::AskHubs { hubs, reason, when } }
+    }
+
+    pub(super) fn end(&mut self, state: JobState, now: Now) -> Transition {
+        self.state = state;
+        if state == JobState::Finished {
+            self.message.clear();
+        }
+        self.ended_at = Some(now.unix_s);
+        self.proposed = None;
+        self.book = None;
+        self.concluding = None;
+        self.assignments.forget_processes();
+        let stop: Vec<u32> =
+            self.members.iter().filter(|member| member.asked && !member.ended).map(|m| m.hub).collect();
+        self.phase = if stop.is_empty() { JobPhase::Cleared } else { JobPhase::Ended };
+        Transition::Ended { stop }
+    }
+}

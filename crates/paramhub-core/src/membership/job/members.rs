@@ -1,0 +1,301 @@
+//! The part of the hubs in a job: their reports, and the consequences for the job.
+
+use crate::checkpoint::CheckpointStatus;
+use crate::composition::SiteId;
+use crate::limits::MESSAGE_BYTES_MAX;
+use crate::placement::HubShape;
+use crate::service::{AwaitedRanks, ErrorCode, JobCounters, JobEnd, JobState, add_by_rank};
+
+use super::cause::Cause;
+use super::{Job, JobPhase, Transition, join_words};
+use crate::membership::{Now, REPORTED_BACK_MAX};
+
+/// The most bytes kept of why a checkpoint failed.
+const FAILURE_BYTES_MAX: usize = 1024;
+
+/// The most bytes kept of a key's name, and of what is awaited for that key.
+const AWAITED_BYTES_MAX: usize = 256;
+
+/// A hub's part in a job.
+pub(super) struct Member {
+    pub(super) hub: u32,
+    pub(super) shape: HubShape,
+    /// The site of the hub.
+    pub(super) site: SiteId,
+    /// Whether the manager has asked the hub to allocate.
+    pub(super) asked: bool,
+    pub(super) allocated: bool,
+    pub(super) ended: bool,
+    /// Whether the hub has yet to take a last checkpoint.
+    pub(super) keeps: bool,
+    pub(super) counters: JobCounters,
+    /// For each rank, the updates made without it.
+    pub(super) left_out: Vec<u64>,
+    /// The step with which the hub's chunks begin, if they come from a checkpoint.
+    pub(super) resumed_step: Option<u32>,
+    /// The state of the hub's part in the job's checkpoints.
+    pub(super) checkpoints: Option<CheckpointStatus>,
+    /// Ranks for which the others wait at this hub, and when it reported that.
+    pub(super) awaited: Option<(AwaitedRanks, Now)>,
+}
+
+impl Member {
+    /// A hub that will have a part in a job.
+    pub(super) fn new(hub: u32, shape: HubShape, site: SiteId) -> Self {
+        let counters = JobCounters::default();
+        let (left_out, resumed_step, checkpoints) = (Vec::new(), None, None);
+        Member {
+            hub,
+            shape,
+            site,
+            asked: false,
+            allocated: false,
+            ended: false,
+            keeps: false,
+            counters,
+            left_out,
+            resumed_step,
+            checkpoints,
+            awaited: None,
+        }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        describe_hub(self.hub, &self.shape)
+    }
+}
+
+impl Job {
+    /// A hub has allocated its part.
+    pub(crate) fn hub_allocated(
+        &mut self,
+        hub: u32,
+        placement_hash: &str,
+        resumed_step: Option<u32>,
+        now: Now,
+    ) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        let Some(placed) = self.placements.get(usize::from(self.members[index].site)) else {
+            return Transition::None;
+        };
+        if self.state != JobState::Initialising {
+            return Transition::None;
+        }
+        if placed.hash != placement_hash {
+            let message = format!(
+                "{} placed job `{}` otherwise than the manager ({placement_hash}, not {}): run one version of \
+                 paramhub everywhere",
+                self.members[index].describe(),
+                self.name,
+                placed.hash
+            );
+            return self.fail(ErrorCode::Internal, message, now);
+        }
+        // A hub without chunks has no checkpoint to resume.
+        let others = self.members.iter().find(|member| member.resumed_step.is_some());
+        if let (Some(step), Some(other)) = (resumed_step, others)
+            && other.resumed_step != resumed_step
+        {
+            let message = format!(
+                "{} found its checkpoint of step {step}, {} that of step {}: let all hubs share one folder of checkpoints, or \
+                 say which step to resume",
+                self.members[index].describe(),
+                other.describe(),
+                other.resumed_step.unwrap_or_default()
+            );
+            return self.fail(ErrorCode::DoesNotFit, message, now);
+        }
+        self.members[index].resumed_step = resumed_step;
+        self.members[index].allocated = true;
+        if !self.members.iter().all(|member| member.allocated) {
+            return Transition::None;
+        }
+        self.state = JobState::Running;
+        self.phase = JobPhase::Running;
+        Transition::Advanced
+    }
+
+    /// A hub cannot hold its part.
+    pub(crate) fn hub_refused(&mut self, hub: u32, reason: &str, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        self.members[index].ended = true;
+        let message =
+            format!("{} cannot serve job `{}`: {reason}", self.members[index].describe(), self.name);
+        match self.fail(ErrorCode::DoesNotFit, message, now) {
+            Transition::None => self.note_cleared(),
+            transition => transition,
+        }
+    }
+
+    /// A hub has reported its part in the job's checkpoints.
+    pub(crate) fn hub_kept(&mut self, hub: u32, mut status: CheckpointStatus) {
+        if let Some(index) = self.member_index(hub) {
+            status.failure.truncate(status.failure.floor_char_boundary(FAILURE_BYTES_MAX));
+            self.members[index].checkpoints = Some(status);
+        }
+    }
+
+    /// The state of the job's checkpoints, if it takes any.
+    pub fn checkpoints(&self) -> Option<CheckpointStatus> {
+        let of_hubs =
+            CheckpointStatus::of_hubs(self.members.iter().filter_map(|member| member.checkpoints.as_ref()));
+        of_hubs.or_else(|| self.recorded_checkpoints.clone())
+    }
+
+    /// A hub has a message for people.
+    pub(crate) fn hub_noticed(&mut self, hub: u32, message: String) -> Transition {
+        if self.state.has_ended() || self.member_index(hub).is_none() {
+            return Transition::None;
+        }
+        self.message = message;
+        Transition::None
+    }
+
+    /// Ranks keep the others waiting at a hub, or no longer do so.
+    pub(crate) fn hub_awaits(&mut self, hub: u32, awaited: Option<AwaitedRanks>, now: Now) {
+        if let Some(index) = self.member_index(hub) {
+            let workers = self.workers;
+            self.members[index].awaited = awaited.map(|mut awaited| {
+                awaited.ranks.retain(|rank| *rank < workers);
+                awaited.key.truncate(awaited.key.floor_char_boundary(AWAITED_BYTES_MAX));
+                awaited.what.truncate(awaited.what.floor_char_boundary(AWAITED_BYTES_MAX));
+                (awaited, now)
+            });
+        }
+    }
+
+    /// The ranks that keep the others waiting, at the hub where they have done so for longest.
+    pub fn awaited(&self, now: Now) -> Option<AwaitedRanks> {
+        let reported = self.members.iter().filter_map(|member| member.awaited.as_ref());
+        let reported = reported.filter(|(awaited, _)| !self.state.has_ended() && !awaited.ranks.is_empty());
+        let aged = reported.map(|(awaited, at)| AwaitedRanks {
+            seconds: awaited.seconds + now.seconds_since(*at),
+            ..awaited.clone()
+        });
+        aged.max_by(|one, other| one.seconds.total_cmp(&other.seconds))
+    }
+
+    /// The job is over at a hub.
+    pub(crate) fn hub_ended(&mut self, hub: u32, end: &JobEnd, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        // A repeated report: the answer to the first was lost, or the hub was asked after the end.
+        if std::mem::replace(&mut self.members[index].ended, true) {
+            return Transition::None;
+        }
+        if self.state.has_ended() {
+            return match (end.finished, self.note_cleared()) {
+                (true, cleared) => cleared,
+                (false, cleared) => match self.explain(cause_of(end, now)) {
+                    Transition::None => cleared,
+                    explained => explained,
+                },
+            };
+        }
+        if !end.finished {
+            return self.fail_because(ErrorCode::JobEnded, cause_of(end, now), now);
+        }
+        // A hub without chunks of the job has finished its part as soon as it has allocated. One that has not
+        // allocated cannot have finished.
+        if !self.members[index].allocated {
+            let message = format!("{} ended it before it ran", self.members[index].describe());
+            return self.fail(ErrorCode::JobEnded, message, now);
+        }
+        if self.state != JobState::Running || !self.members.iter().all(|member| member.ended) {
+            return Transition::None;
+        }
+        self.end(JobState::Finished, now)
+    }
+
+    /// A lost hub has joined again under another number and reports why the job ended there.
+    pub(crate) fn former_hub_ended(&mut self, shape: &HubShape, end: &JobEnd, now: Now) -> Transition {
+        let was_here = self.members.iter().any(|member| member.shape.interfaces == shape.interfaces);
+        if end.finished || !was_here {
+            return Transition::None;
+        }
+        self.explain(cause_of(end, now))
+    }
+
+    /// A hub is lost, with all that it held.
+    pub(crate) fn hub_lost(&mut self, hub: u32, cause: Cause, now: Now) -> Transition {
+        let Some(index) = self.member_index(hub) else { return Transition::None };
+        // The hub had ended the job before it was lost.
+        if std::mem::replace(&mut self.members[index].ended, true) {
+            return Transition::None;
+        }
+        let was_over = self.state.has_ended();
+        let transition = self.fail_because(ErrorCode::JobEnded, cause, now);
+        match was_over.then(|| self.note_cleared()) {
+            Some(cleared) if transition == Transition::None => cleared,
+            _ => transition,
+        }
+    }
+
+    /// A hub has reported its counters.
+    pub(crate) fn hub_counted(&mut self, hub: u32, counters: JobCounters, left_out: &[u64]) {
+        let ranks = left_out.len().min(self.workers as usize);
+        if let Some(index) = self.member_index(hub) {
+            self.members[index].counters = counters;
+            self.members[index].left_out = left_out[..ranks].to_vec();
+        }
+    }
+
+    /// For each rank, how many updates of chunks hubs have made without it because it was late.
+    pub fn left_out(&self) -> Vec<u64> {
+        let mut sum = self.recorded_left_out.clone();
+        self.members.iter().for_each(|member| add_by_rank(&mut sum, &member.left_out));
+        sum
+    }
+
+    /// The hubs that serve the job, site by site in placement order.
+    pub fn hubs(&self) -> impl Iterator<Item = u32> + '_ {
+        self.members.iter().map(|member| member.hub)
+    }
+
+    /// Whether this hub was asked to hold part of the job.
+    pub(crate) fn is_served_by(&self, hub: u32) -> bool {
+        self.member_index(hub).is_some()
+    }
+
+    /// The hubs that have not yet reported that they freed the job, for a message.
+    pub(crate) fn hubs_not_cleared(&self) -> String {
+        let holding = self.members.iter().filter(|member| member.asked && !member.ended);
+        join_words(&holding.map(Member::describe).collect::<Vec<_>>())
+    }
+
+    /// The counters of all hubs together.
+    pub fn counters(&self) -> JobCounters {
+        let mut sum = self.recorded_counters;
+        self.members.iter().for_each(|member| sum += member.counters);
+        sum
+    }
+
+    fn note_cleared(&mut self) -> Transition {
+        let holds = |member: &Member| member.asked && !member.ended;
+        let cleared = self.state.has_ended() && !self.members.iter().any(holds);
+        if cleared && self.phase != JobPhase::Cleared {
+            self.phase = JobPhase::Cleared;
+            return Transition::Advanced;
+        }
+        Transition::None
+    }
+
+    fn member_index(&self, hub: u32) -> Option<usize> {
+        self.members.iter().position(|member| member.hub == hub)
+    }
+}
+
+/// The cause that a hub reports, cut to the length that is kept.
+fn cause_of(end: &JobEnd, now: Now) -> Cause {
+    let ago_s =
+        if end.ago_s.is_finite() { end.ago_s.clamp(0.0, REPORTED_BACK_MAX.as_secs_f64()) } else { 0.0 };
+    let message = end.reason[..end.reason.floor_char_boundary(MESSAGE_BYTES_MAX)].to_owned();
+    Cause { kind: end.cause, rank: end.rank, began: now.earlier(ago_s), message }
+}
+
+/// A hub by its number and first address, by which people can find it.
+pub(crate) fn describe_hub(hub: u32, shape: &HubShape) -> String {
+    match shape.interfaces.first() {
+        Some(interface) => format!("hub {hub} ({})", interface.address),
+        None => format!("hub {hub}"),
+    }
+}

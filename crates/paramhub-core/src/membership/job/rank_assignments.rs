@@ -1,0 +1,291 @@
+//! Which process holds which rank of a job.
+
+use crate::auth::Incarnation;
+use crate::service::ConnectService;
+
+use super::COME_BACK_S;
+use crate::membership::Now;
+
+/// How many ranges of ranks a message lists before it only counts the rest.
+const RANGES_LISTED: usize = 8;
+
+/// The assignment of each rank.
+pub(super) struct RankAssignments {
+    assignments: Vec<RankAssignment>,
+    assigned: u32,
+    submitted: u32,
+    next_ticket: u64,
+}
+
+enum RankAssignment {
+    Unassigned,
+    /// Its process waited as long as it may and went away. This differs from a rank that never came.
+    GaveUp,
+    Assigned(RankHolder),
+    /// The job is over. Only the fact that the rank had come is kept.
+    WasAssigned,
+}
+
+/// The process that holds a rank.
+pub(super) struct RankHolder {
+    pub(super) incarnation: Incarnation,
+    host: String,
+    process: u32,
+    /// The ticket of the process's newest call.
+    ticket: u64,
+    submitted: bool,
+    /// Whether the rank has finished its work without a hub.
+    finished: bool,
+    lost_at: Option<Now>,
+}
+
+impl RankAssignments {
+    pub(super) fn new(workers: u32) -> Self {
+        let assignments = (0..workers).map(|_| RankAssignment::Unassigned).collect();
+        RankAssignments { assignments, assigned: 0, submitted: 0, next_ticket: 1 }
+    }
+
+    /// Marks the ranks of a job that an earlier manager recorded.
+    pub(super) fn restore(&mut self, connected: &[u32]) {
+        for &rank in connected {
+            if let Some(assignment) = self.assignments.get_mut(rank as usize) {
+                *assignment = RankAssignment::WasAssigned;
+            }
+        }
+    }
+
+    pub(super) fn holder(&self, rank: u32) -> Option<&RankHolder> {
+        match self.assignments.get(rank as usize)? {
+            RankAssignment::Assigned(holder) => Some(holder),
+            _ => None,
+        }
+    }
+
+    /// The host of an assigned rank's process, as that process reported it.
+    pub(super) fn host(&self, rank: u32) -> &str {
+        self.holder(rank).map_or("", |holder| &holder.host)
+    }
+
+    /// Assigns a rank, or renews its ticket where the same process calls again.
+    pub(super) fn assign(&mut self, call: &ConnectService) -> u64 {
+        if self.holder(call.rank).is_some() {
+            return self.renew_ticket(call.rank);
+        }
+        let ticket = self.draw_ticket();
+        self.assignments[call.rank as usize] = RankAssignment::Assigned(RankHolder {
+            incarnation: call.incarnation,
+            host: printable(&call.host),
+            process: call.process,
+            ticket,
+            submitted: false,
+            finished: false,
+            lost_at: None,
+        });
+        self.assigned += 1;
+        ticket
+    }
+
+    /// Gives an assigned rank's newest call its ticket; older calls cannot change the assignment any more.
+    pub(super) fn renew_ticket(&mut self, rank: u32) -> u64 {
+        let ticket = self.draw_ticket();
+        if let RankAssignment::Assigned(holder) = &mut self.assignments[rank as usize] {
+            holder.ticket = ticket;
+            holder.lost_at = None;
+        }
+        ticket
+    }
+
+    pub(super) fn release(&mut self, rank: u32, ticket: u64) {
+        if self.owns(rank, ticket) {
+            self.set_unassigned(rank, RankAssignment::Unassigned);
+        }
+    }
+
+    pub(super) fn give_up(&mut self, rank: u32, ticket: u64) {
+        if self.owns(rank, ticket) {
+            self.set_unassigned(rank, RankAssignment::GaveUp);
+        }
+    }
+
+    pub(super) fn clear(&mut self, rank: u32) {
+        self.set_unassigned(rank, RankAssignment::Unassigned);
+    }
+
+    pub(super) fn mark_lost(&mut self, rank: u32, ticket: u64, now: Now) {
+        if !self.owns(rank, ticket) {
+            return;
+        }
+        if let RankAssignment::Assigned(holder) = &mut self.assignments[rank as usize] {
+            holder.lost_at = Some(now);
+        }
+    }
+
+    /// A rank whose connection broke in InitService and which has not come back in time.
+    pub(super) fn come_back_expired(&self, now: Now) -> Option<(usize, &RankHolder)> {
+        self.assignments.iter().enumerate().find_map(|(rank, assignment)| match assignment {
+            RankAssignment::Assigned(holder) if now.seconds_since(holder.lost_at?) >= COME_BACK_S => {
+                Some((rank, holder))
+            }
+            _ => None,
+        })
+    }
+
+    pub(super) fn mark_submitted(&mut self, rank: u32) {
+        if let RankAssignment::Assigned(holder) = &mut self.assignments[rank as usize] {
+            self.submitted += u32::from(!holder.submitted);
+            holder.submitted = true;
+        }
+    }
+
+    pub(super) fn has_any_submitted(&self) -> bool {
+        self.submitted > 0
+    }
+
+    pub(super) fn finish(&mut self, rank: u32) {
+        if let RankAssignment::Assigned(holder) = &mut self.assignments[rank as usize] {
+            holder.finished = true;
+        }
+    }
+
+    pub(super) fn finished(&self) -> Vec<u32> {
+        self.ranks(|assignment| matches!(assignment, RankAssignment::Assigned(holder) if holder.finished))
+    }
+
+    pub(super) fn have_all_finished(&self) -> bool {
+        self.assignments
+            .iter()
+            .all(|assignment| matches!(assignment, RankAssignment::Assigned(holder) if holder.finished))
+    }
+
+    pub(super) fn are_all_assigned(&self) -> bool {
+        self.assigned as usize == self.assignments.len()
+    }
+
+    pub(super) fn have_all_submitted(&self) -> bool {
+        self.submitted as usize == self.assignments.len()
+    }
+
+    pub(super) fn absent(&self) -> Vec<u32> {
+        self.ranks(|assignment| matches!(assignment, RankAssignment::Unassigned))
+    }
+
+    pub(super) fn gave_up(&self) -> Vec<u32> {
+        self.ranks(|assignment| matches!(assignment, RankAssignment::GaveUp))
+    }
+
+    pub(super) fn connected(&self) -> Vec<u32> {
+        self.ranks(|assignment| {
+            matches!(assignment, RankAssignment::Assigned(_) | RankAssignment::WasAssigned)
+        })
+    }
+
+    pub(super) fn not_submitted(&self) -> Vec<u32> {
+        self.ranks(|assignment| !matches!(assignment, RankAssignment::Assigned(holder) if holder.submitted))
+    }
+
+    /// Drops host names and the like of a job that is over.
+    pub(super) fn forget_processes(&mut self) {
+        for assignment in &mut self.assignments {
+            *assignment = if matches!(assignment, RankAssignment::Assigned(_) | RankAssignment::WasAssigned) {
+                RankAssignment::WasAssigned
+            } else {
+                RankAssignment::Unassigned
+            };
+        }
+    }
+
+    fn owns(&self, rank: u32, ticket: u64) -> bool {
+        self.holder(rank).is_some_and(|holder| holder.ticket == ticket)
+    }
+
+    fn set_unassigned(&mut self, rank: u32, assignment: RankAssignment) {
+        self.assignments[rank as usize] = assignment;
+        self.assigned -= 1;
+    }
+
+    fn draw_ticket(&mut self) -> u64 {
+        self.next_ticket += 1;
+        self.next_ticket
+    }
+
+    fn ranks(&self, wanted: impl Fn(&RankAssignment) -> bool) -> Vec<u32> {
+        (0u32..)
+            .zip(&self.assignments)
+            .filter(|(_, assignment)| wanted(assignment))
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+}
+
+impl std::fmt::Display for RankHolder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&describe_process(&self.host, self.process))
+    }
+}
+
+/// A process by host and number, by which people can find it.
+pub(super) fn describe_process(host: &str, process: u32) -> String {
+    match printable(host).as_str() {
+        "" => format!("process {process}"),
+        host => format!("process {process} on {host}"),
+    }
+}
+
+/// A host name fit for a message, whatever a client sent.
+fn printable(host: &str) -> String {
+    host.chars().filter(|character| character.is_ascii_graphic()).take(255).collect()
+}
+
+/// `rank 1`, `ranks 1 and 3`, `ranks 0 to 5, 7 and 9`; many ranges are cut short and the rest counted.
+pub(super) fn list_ranks(ranks: &[u32]) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &rank in ranks {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => ranges.push((rank, rank)),
+        }
+    }
+    let hidden: u32 = ranges.iter().skip(RANGES_LISTED).map(|(first, last)| last - first + 1).sum();
+    ranges.truncate(RANGES_LISTED);
+    let mut words: Vec<String> = Vec::new();
+    for (first, last) in ranges {
+        match last - first {
+            0 => words.push(first.to_string()),
+            1 => words.extend([first.to_string(), last.to_string()]),
+            _ => words.push(format!("{first} to {last}")),
+        }
+    }
+    if hidden > 0 {
+        words.push(format!("{hidden} more"));
+    }
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", super::join_words(&words))
+}
+
+/// [`list_ranks`] with a verb that agrees in number.
+pub(super) fn list_ranks_with_verb(ranks: &[u32], one: &str, many: &str) -> String {
+    format!("{} {}", list_ranks(ranks), if ranks.len() == 1 { one } else { many })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_of_ranks_are_compressed() {
+        assert_eq!(list_ranks(&[1]), "rank 1");
+        assert_eq!(list_ranks(&[1, 3]), "ranks 1 and 3");
+        assert_eq!(list_ranks(&[1, 2]), "ranks 1 and 2");
+        assert_eq!(list_ranks(&[0, 1, 2, 3, 7, 9]), "ranks 0 to 3, 7 and 9");
+        let odd: Vec<u32> = (0..100).map(|half| 2 * half + 1).collect();
+        assert_eq!(list_ranks(&odd), "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 92 more");
+        assert_eq!(list_ranks_with_verb(&[4], "has", "have"), "rank 4 has");
+        assert_eq!(list_ranks_with_verb(&[4, 5], "has", "have"), "ranks 4 and 5 have");
+    }
+
+    #[test]
+    fn a_host_name_cannot_garble_a_message() {
+        assert_eq!(describe_process("node\n7\u{1b}[31m", 12), "process 12 on node7[31m");
+        assert_eq!(describe_process("", 12), "process 12");
+    }
+}

@@ -1,0 +1,294 @@
+//! ConnectService and InitService: who gets a rank, what a call waits for, and when the settings of all ranks
+//! are there.
+
+use std::sync::Arc;
+
+use super::calls::AnswersBySite;
+use super::members::Member;
+use super::rank_assignments::{describe_process, list_ranks, list_ranks_with_verb};
+use super::{Job, SettingsSummary, SitePlacement, Transition, join_words};
+use crate::auth::Incarnation;
+use crate::membership::Now;
+use crate::membership::hubs::{OfferedHub, check_place};
+use crate::placement::HubShape;
+use crate::scheme::Book;
+use crate::service::{
+    ConnectService, ErrorCode, JobState, ServiceConnected, ServiceError, ServiceInitialised, refusal,
+};
+use crate::settings::Settings;
+
+/// How an InitService call continues.
+#[derive(Debug)]
+pub(crate) enum JobSubmission {
+    /// The job runs: a repeated call.
+    Done,
+    /// The call waits. `ticket` tells it apart from the rank's other calls.
+    Wait { ticket: u64 },
+    /// The call waits once its settings have been compared with those of rank `first`.
+    Compare { ticket: u64, first: u32, settings: Arc<Settings> },
+}
+
+impl Job {
+    /// Takes a rank's call to ConnectService. The ticket tells the rank's calls apart.
+    pub(crate) fn connect(&mut self, call: &ConnectService, now: Now) -> Result<u64, ServiceError> {
+        self.lease.renew(now.monotonic);
+        if self.state.has_ended() {
+            return Err(self.ended_refusal());
+        }
+        self.check_rank(call.rank)?;
+        check_place(&call.place)?;
+        match self.assignments.holder(call.rank) {
+            Some(holder) if holder.incarnation != call.incarnation => Err(refusal(
+                ErrorCode::RankTaken,
+                format!(
+                    "rank {} of job `{}` belongs to {holder}, so {} cannot have it: start every rank once",
+                    call.rank,
+                    self.name,
+                    describe_process(&call.host, call.process)
+                ),
+            )),
+            _ => {
+                self.places[call.rank as usize] = call.place.clone();
+                self.peer_addresses[call.rank as usize] = call.peer_address;
+                Ok(self.assignments.assign(call))
+            }
+        }
+    }
+
+    /// The answer to a rank whose ConnectService has waited long enough for the others.
+    pub(super) fn connected(
+        &self,
+        rank: u32,
+        incarnation: Incarnation,
+        answers: &mut AnswersBySite<ServiceConnected>,
+    ) -> Result<Arc<ServiceConnected>, ServiceError> {
+        if self.state.has_ended() {
+            return Err(self.failure_refusal());
+        }
+        self.check_holder(rank, incarnation)?;
+        if self.is_rendezvous_only() {
+            return Ok(answers.of(0, || self.connected_to(Vec::new())));
+        }
+        let composition = self.composition.as_ref().expect("a job has sites once every rank has connected");
+        let site = composition.site_of(rank).expect("every rank is at a site");
+        let hubs = || composition.sites[usize::from(site)].hubs.clone();
+        Ok(answers.of(site, || self.connected_to(hubs())))
+    }
+
+    fn connected_to(&self, hubs: Vec<HubShape>) -> ServiceConnected {
+        ServiceConnected {
+            name: self.name.clone(),
+            workers: self.workers,
+            hubs,
+            options: self.options,
+            peer_addresses: self.peer_addresses.clone(),
+        }
+    }
+
+    /// A rank has waited in ConnectService for as long as it may. It gives up its assignment, and the answer
+    /// names the ranks or hubs that are missing.
+    pub(crate) fn connect_timed_out(&mut self, rank: u32, ticket: u64, hubs: &[OfferedHub]) -> ServiceError {
+        let absent = self.assignments.absent();
+        let gave_up = self.assignments.gave_up();
+        let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
+        let mut message = match (absent.is_empty(), gave_up.is_empty()) {
+            (true, true) => {
+                let missing =
+                    self.hubs_missing(hubs).unwrap_or_else(|| "its hubs have only just joined".into());
+                format!("every rank of job `{name}` is there, but {missing}")
+            }
+            (true, false) => {
+                format!(
+                    "job `{name}` was never complete within {timeout_s} s: {} up waiting",
+                    list_ranks_with_verb(&gave_up, "gave", "gave")
+                )
+            }
+            (false, _) => format!(
+                "{} not connected to job `{name}` within {timeout_s} s",
+                list_ranks_with_verb(&absent, "has", "have")
+            ),
+        };
+        if !absent.is_empty() && !gave_up.is_empty() {
+            message += &format!(", and {} up waiting before", list_ranks_with_verb(&gave_up, "gave", "gave"));
+        }
+        // If hubs are missing, the message names them, too, so that a rank that gives up later does not blame
+        // the ranks that gave up first.
+        if absent.is_empty()
+            && !gave_up.is_empty()
+            && let Some(missing) = self.hubs_missing(hubs)
+        {
+            message += &format!("; {missing}");
+        }
+        self.assignments.give_up(rank, ticket);
+        refusal(ErrorCode::Missing, message)
+    }
+
+    /// The connection on which a rank waited in ConnectService is gone. The rank is free, unless a newer call
+    /// holds it.
+    pub(crate) fn connect_dropped(&mut self, rank: u32, ticket: u64) {
+        if self.state == JobState::Connecting {
+            self.assignments.release(rank, ticket);
+        }
+    }
+
+    /// Takes a rank's call to InitService.
+    pub(crate) fn submit(
+        &mut self,
+        rank: u32,
+        incarnation: Incarnation,
+        settings: &Arc<Settings>,
+        now: Now,
+    ) -> Result<JobSubmission, ServiceError> {
+        self.lease.renew(now.monotonic);
+        if self.state.has_ended() {
+            return Err(self.failure_refusal());
+        }
+        self.check_rank(rank)?;
+        if self.state == JobState::Connecting {
+            let message = format!(
+                "job `{}` is not complete yet: rank {rank} must wait for ConnectService's answer before it calls \
+                 InitService",
+                self.name
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        self.check_holder(rank, incarnation)?;
+        if self.is_rendezvous_only() {
+            let message = format!(
+                "job `{}` was created for 0 hubs: rank {rank} has none to initialise; create it for one or more",
+                self.name
+            );
+            return Err(refusal(ErrorCode::BadRequest, message));
+        }
+        if self.state == JobState::Running {
+            return Ok(JobSubmission::Done);
+        }
+        let ticket = self.assignments.renew_ticket(rank);
+        if self.agreed {
+            return Ok(JobSubmission::Wait { ticket });
+        }
+        match &self.proposed {
+            None => {
+                self.proposed = Some((rank, settings.clone()));
+                Ok(JobSubmission::Wait { ticket })
+            }
+            Some((first, settings)) => {
+                Ok(JobSubmission::Compare { ticket, first: *first, settings: settings.clone() })
+            }
+        }
+    }
+
+    /// A rank's settings agree with the first rank's. Returns the settings, once, when it is the last to hand
+    /// them in, so that the placement can be made.
+    pub(crate) fn agree(&mut self, rank: u32) -> Option<Arc<Settings>> {
+        if self.state != JobState::Initialising || self.agreed {
+            return None;
+        }
+        self.assignments.mark_submitted(rank);
+        if !self.assignments.have_all_submitted() {
+            return None;
+        }
+        self.agreed = true;
+        self.proposed.take().map(|(_, settings)| settings)
+    }
+
+    /// The connection on which a rank waited in InitService is gone. The rank may call again within
+    /// [`COME_BACK_S`].
+    pub(crate) fn init_dropped(&mut self, rank: u32, ticket: u64, now: Now) {
+        if self.state == JobState::Initialising {
+            self.assignments.mark_lost(rank, ticket, now);
+        }
+    }
+
+    /// A rank has waited in InitService for as long as it may: the job cannot go on without the others.
+    pub(crate) fn init_timed_out(&mut self, now: Now) -> Transition {
+        let (name, timeout_s) = (&self.name, self.options.rendezvous_timeout_s);
+        let message = if self.agreed {
+            let slow: Vec<String> =
+                self.members.iter().filter(|member| !member.allocated).map(Member::describe).collect();
+            match slow.is_empty() {
+                true => format!("the placement of job `{name}` was not ready within {timeout_s} s"),
+                false => {
+                    format!("{} did not allocate job `{name}` within {timeout_s} s", join_words(&slow))
+                }
+            }
+        } else {
+            let late = self.assignments.not_submitted();
+            format!(
+                "{} not called InitService for job `{name}` within {timeout_s} s",
+                list_ranks_with_verb(&late, "has", "have")
+            )
+        };
+        self.fail(ErrorCode::Missing, message, now)
+    }
+
+    /// Takes the manager's own placement; the hubs are being asked to allocate. False if the job has ended
+    /// meanwhile.
+    pub(crate) fn place(
+        &mut self,
+        summary: SettingsSummary,
+        placements: Vec<SitePlacement>,
+        book: Arc<Book>,
+    ) -> bool {
+        if self.state != JobState::Initialising {
+            return false;
+        }
+        self.summary = summary;
+        self.placements = placements;
+        self.book = Some(book);
+        self.members.iter_mut().for_each(|member| member.asked = true);
+        true
+    }
+
+    /// The answer to a rank that calls InitService again while the job runs.
+    pub(crate) fn initialised_again(&self, rank: u32) -> Result<Arc<ServiceInitialised>, ServiceError> {
+        self.initialised(rank, &mut AnswersBySite::new())
+    }
+
+    /// The answer to a rank whose InitService has waited long enough.
+    pub(super) fn initialised(
+        &self,
+        rank: u32,
+        answers: &mut AnswersBySite<ServiceInitialised>,
+    ) -> Result<Arc<ServiceInitialised>, ServiceError> {
+        let site = self.composition.as_ref().and_then(|composition| composition.site_of(rank));
+        let placed = site.and_then(|site| Some((site, self.placements.get(usize::from(site))?)));
+        match (placed, &self.book, self.state) {
+            (Some((site, placed)), Some(book), JobState::Running) => {
+                Ok(answers.of(site, || ServiceInitialised {
+                    resumed_step: self.members.iter().find_map(|member| member.resumed_step),
+                    placement_hash: placed.hash.clone(),
+                    imbalance: placed.imbalance,
+                    roster: book.roster.clone(),
+                }))
+            }
+            _ => Err(self.failure_refusal()),
+        }
+    }
+
+    pub(super) fn check_rank(&self, rank: u32) -> Result<(), ServiceError> {
+        if rank < self.workers {
+            return Ok(());
+        }
+        let ranks = list_ranks(&(0..self.workers).collect::<Vec<_>>());
+        let message = format!("job `{}` has {ranks} only, not rank {rank}", self.name);
+        Err(refusal(ErrorCode::BadRequest, message))
+    }
+
+    pub(super) fn check_holder(&self, rank: u32, incarnation: Incarnation) -> Result<(), ServiceError> {
+        match self.assignments.holder(rank) {
+            Some(holder) if holder.incarnation == incarnation => Ok(()),
+            Some(holder) => Err(refusal(
+                ErrorCode::RankTaken,
+                format!(
+                    "rank {rank} of job `{}` belongs to {holder}, not to the caller: start every rank once",
+                    self.name
+                ),
+            )),
+            None => Err(refusal(
+                ErrorCode::BadRequest,
+                format!("rank {rank} has not connected to job `{}`: call ConnectService first", self.name),
+            )),
+        }
+    }
+}

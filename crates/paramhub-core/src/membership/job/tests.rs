@@ -1,0 +1,584 @@
+use super::*;
+use crate::membership::hubs::OfferedHub;
+use crate::membership::probes::CoreBandwidth;
+use crate::membership::time::at;
+
+use crate::auth::{Incarnation, Proof};
+use crate::key::{Key, KeyTable};
+use crate::placement::{HubShape, Imbalance, InterfaceShape};
+use crate::scheme::{HubPlace, Plan};
+use crate::service::{CauseKind, ConnectService, JobEnd, LeaveService};
+
+fn now() -> Now {
+    at(0.0)
+}
+
+fn later(seconds: f64) -> Now {
+    at(seconds)
+}
+
+fn job(workers: u32) -> Job {
+    let request = CreateService { name: "x".into(), workers, options: JobOptions::default() };
+    Job::new(0, request, Namespace([1; 16]), Nonce([2; 32]), now())
+}
+
+fn process(number: u8) -> Incarnation {
+    Incarnation([number; 16])
+}
+
+fn call(rank: u32, number: u8) -> ConnectService {
+    let (incarnation, proof) = (process(number), Proof([0; 32]));
+    ConnectService {
+        rank,
+        incarnation,
+        proof,
+        host: format!("node-{number}"),
+        process: u32::from(number),
+        place: Default::default(),
+        peer_address: None,
+    }
+}
+
+fn leave(job: &mut Job, rank: u32, number: u8, reason: &str) -> Result<Transition, ServiceError> {
+    let (incarnation, proof) = (process(number), Proof([0; 32]));
+    let call = LeaveService { rank, incarnation, proof, reason: reason.into(), finished: false };
+    job.leave(&call, reason, now())
+}
+
+fn hubs(count: u32) -> Vec<OfferedHub> {
+    let shape = |hub: u32| {
+        let interface = InterfaceShape { address: format!("10.0.0.{hub}:7771"), cores: vec![0], weight: 1 };
+        (hub, (HubShape { interfaces: vec![interface], local: None }, Place::default()))
+    };
+    (0..count).map(shape).collect()
+}
+
+fn settings() -> Arc<Settings> {
+    Arc::new(Settings::new(KeyTable::new(vec![Key::new("w", [4])]).unwrap()))
+}
+
+fn placed() -> SitePlacement {
+    let imbalance = Imbalance { hubs: 1.0, interfaces: 1.0, cores: 1.0 };
+    SitePlacement { hash: "hash".into(), imbalance }
+}
+
+/// The information book that the manager makes for those settings, of a job whose hubs report no machine.
+fn book(job: &Job) -> Arc<Book> {
+    let roster = job.roster(job.hubs().map(|hub| (hub, "")));
+    let plan = Plan::new(&settings(), &roster.cluster());
+    Arc::new(Book { job: job.name.clone(), roster, plan })
+}
+
+fn phase(job: &Job) -> JobPhase {
+    job.phase
+}
+
+/// A job whose ranks have connected; rank r is process r.
+fn initialising(workers: u32, hub_count: u32) -> Job {
+    let mut job = job(workers);
+    for rank in 0..workers {
+        job.connect(&call(rank, rank as u8), now()).unwrap();
+    }
+    assert_eq!(job.begin_initialising(hubs(hub_count), &CoreBandwidth::Unneeded), Transition::Advanced);
+    job
+}
+
+/// A job whose hubs have been asked to allocate.
+fn placing(workers: u32, hub_count: u32) -> Job {
+    let mut job = initialising(workers, hub_count);
+    for rank in 0..workers {
+        job.submit(rank, process(rank as u8), &settings(), now()).unwrap();
+        assert_eq!(job.agree(rank).is_some(), rank + 1 == workers);
+    }
+    assert!(job.place(SettingsSummary::default(), vec![placed()], book(&job)));
+    job
+}
+
+fn running(workers: u32, hub_count: u32) -> Job {
+    let mut job = placing(workers, hub_count);
+    for hub in 0..hub_count {
+        let expected = if hub + 1 == hub_count { Transition::Advanced } else { Transition::None };
+        assert_eq!(job.hub_allocated(hub, "hash", None, now()), expected);
+    }
+    assert_eq!(job.state(), JobState::Running);
+    job
+}
+
+/// A hub reports that every worker has left.
+fn finish(job: &mut Job, hub: u32) -> Transition {
+    let end = JobEnd::finished(job.namespace);
+    job.hub_ended(hub, &end, now())
+}
+
+/// A hub reports that the job has failed there.
+fn fail_at(job: &mut Job, hub: u32, cause: CauseKind, reason: &str) -> Transition {
+    let end = JobEnd::failed(job.namespace, reason.into(), cause);
+    job.hub_ended(hub, &end, now())
+}
+
+/// A hub is lost that called until now.
+fn lose(job: &mut Job, hub: u32, message: &str) -> Transition {
+    let cause = Cause { kind: CauseKind::HubLost, rank: None, began: now(), message: message.into() };
+    job.hub_lost(hub, cause, now())
+}
+
+#[test]
+fn a_job_goes_from_rendezvous_to_its_end() {
+    let mut job = running(3, 2);
+    assert_eq!(job.initialised_again(0).unwrap().placement_hash, "hash");
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
+    assert_eq!((job.state(), phase(&job)), (JobState::Finished, JobPhase::Cleared));
+    assert_eq!(job.status(now()).connected, [0, 1, 2]);
+    let refused = job.connect(&call(0, 0), now()).unwrap_err();
+    assert_eq!((refused.code, refused.message.as_str()), (ErrorCode::JobEnded, "job `x` has finished"));
+}
+
+#[test]
+fn a_second_process_cannot_have_a_rank_but_the_first_may_ask_again() {
+    let mut job = job(2);
+    let first = job.connect(&call(1, 7), now()).unwrap();
+    let refused = job.connect(&call(1, 8), now()).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::RankTaken);
+    assert!(refused.message.contains("process 7 on node-7"), "{}", refused.message);
+    let second = job.connect(&call(1, 7), now()).unwrap();
+    // The first call's connection closes late: the second call holds the rank by now.
+    job.connect_dropped(1, first);
+    assert_eq!(job.status(now()).connected, [1]);
+    job.connect_dropped(1, second);
+    assert_eq!(job.status(now()).connected, [] as [u32; 0]);
+    job.connect(&call(1, 8), now()).unwrap();
+    assert_eq!(
+        job.connect(&call(2, 9), now()).unwrap_err().message,
+        "job `x` has ranks 0 and 1 only, not rank 2"
+    );
+}
+
+#[test]
+fn a_timeout_tells_ranks_that_never_came_from_those_that_gave_up() {
+    let mut job = job(4);
+    let zero = job.connect(&call(0, 0), now()).unwrap();
+    let two = job.connect(&call(2, 2), now()).unwrap();
+    let missing = job.connect_timed_out(0, zero, &[]).message;
+    assert_eq!(missing, "ranks 1 and 3 have not connected to job `x` within 60 s");
+    let missing = job.connect_timed_out(2, two, &[]).message;
+    assert_eq!(
+        missing,
+        "ranks 1 and 3 have not connected to job `x` within 60 s, and rank 0 gave up waiting before"
+    );
+    // Ranks that timed out may call again, and now only a hub is missing.
+    let tickets: Vec<u64> = (0..4).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
+    let missing = job.connect_timed_out(3, tickets[3], &[]);
+    assert_eq!(missing.code, ErrorCode::Missing);
+    assert!(missing.message.contains("no hub has joined"), "{}", missing.message);
+    let missing = job.connect_timed_out(0, tickets[0], &hubs(1)).message;
+    assert_eq!(missing, "job `x` was never complete within 60 s: rank 3 gave up waiting");
+}
+
+#[test]
+fn a_job_waits_for_the_hubs_it_was_created_for_and_names_those_that_came() {
+    let mut job = job(2);
+    job.options.hubs = Some(10);
+    let tickets: Vec<u64> = (0..2).map(|rank| job.connect(&call(rank, 9), now()).unwrap()).collect();
+    for (joined, listed) in [(0, "none"), (2, "only 2, hub 0 (10.0.0.0:7771) and hub 1 (10.0.0.1:7771)")] {
+        assert_eq!(job.begin_initialising(hubs(joined), &CoreBandwidth::Unneeded), Transition::None);
+        let missing = job.hubs_missing(&hubs(joined)).unwrap();
+        let expected = format!(
+            "of the 10 hubs that it waits for {listed} had joined the connection manager within 60 s"
+        );
+        assert!(missing.starts_with(&expected), "{missing}");
+    }
+    let missing = job.connect_timed_out(0, tickets[0], &hubs(9)).message;
+    assert!(missing.starts_with("every rank of job `x` is there, but of the 10 hubs"), "{missing}");
+    assert!(missing.contains("hub 7 (10.0.0.7:7771) and 1 more had"), "{missing}");
+    let missing = job.connect_timed_out(1, tickets[1], &hubs(9)).message;
+    assert!(missing.contains("rank 0 gave up waiting; of the 10 hubs"), "{missing}");
+    for rank in 0..2 {
+        job.connect(&call(rank, 9), now()).unwrap();
+    }
+    assert_eq!(job.begin_initialising(hubs(10), &CoreBandwidth::Unneeded), Transition::Advanced);
+    assert_eq!(job.hubs().count(), 10);
+}
+
+#[test]
+fn a_job_waits_for_hubs_that_serve_everybody() {
+    let at = |rack: &str, host: &str| Place { rack: rack.into(), host: host.into() };
+    let mut job = job(2);
+    for (rank, rack) in [(0, "a"), (1, "b")] {
+        job.connect(&ConnectService { place: at(rack, "h"), ..call(rank, rank as u8) }, now()).unwrap();
+    }
+    let mut offered = hubs(3);
+    for (hub, place) in offered.iter_mut().zip([at("", "another run's"), at("a", ""), at("b", "")]) {
+        hub.1.1 = place;
+    }
+    assert_eq!(job.begin_initialising(offered[..1].to_vec(), &CoreBandwidth::Unneeded), Transition::None);
+    assert!(job.hubs_missing(&offered[..1]).unwrap().contains("no hub has joined"));
+    assert_eq!(job.begin_initialising(offered[..2].to_vec(), &CoreBandwidth::Unneeded), Transition::None);
+    let missing = job.hubs_missing(&offered[..2]).unwrap();
+    assert!(missing.contains("rank 1 is in rack \"b\", which no hub serves"), "{missing}");
+    assert_eq!(job.hubs_missing(&offered), None);
+    assert_eq!(job.begin_initialising(offered, &CoreBandwidth::Unneeded), Transition::Advanced);
+    assert_eq!(job.hubs().collect::<Vec<_>>(), [1, 2]);
+}
+
+#[test]
+fn a_hub_that_no_chunk_falls_to_may_be_done_before_the_others_have_allocated() {
+    let mut job = placing(1, 2);
+    assert_eq!(job.hub_allocated(1, "hash", None, now()), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::None);
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::Advanced);
+    assert_eq!(job.state(), JobState::Running);
+    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
+}
+
+#[test]
+fn init_needs_connect_first() {
+    let mut job = job(2);
+    job.connect(&call(0, 0), now()).unwrap();
+    let refused = job.submit(0, process(0), &settings(), now()).unwrap_err();
+    assert!(refused.message.contains("ConnectService"), "{}", refused.message);
+    let mut job = initialising(2, 1);
+    let refused = job.submit(0, process(9), &settings(), now()).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::RankTaken);
+}
+
+#[test]
+fn settings_are_handed_out_once_and_never_copied() {
+    let mut job = initialising(2, 1);
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(JobSubmission::Wait { .. })));
+    assert!(job.agree(1).is_none());
+    // The same rank again, as after a broken connection: it is compared with itself and counted once.
+    assert!(matches!(
+        job.submit(1, process(1), &settings(), now()),
+        Ok(JobSubmission::Compare { first: 1, .. })
+    ));
+    assert!(job.agree(1).is_none());
+    assert!(matches!(
+        job.submit(0, process(0), &settings(), now()),
+        Ok(JobSubmission::Compare { first: 1, .. })
+    ));
+    assert!(Arc::try_unwrap(job.agree(0).unwrap()).is_ok());
+    assert!(matches!(job.submit(1, process(1), &settings(), now()), Ok(JobSubmission::Wait { .. })));
+    assert!(job.agree(1).is_none());
+}
+
+#[test]
+fn a_failure_reaches_ranks_in_its_own_words_and_hubs_that_hold_something() {
+    let mut job = placing(2, 3);
+    let Transition::Ended { stop } = job.hub_refused(1, "needs 3 GB, has 2", now()) else {
+        panic!("a refusal ends the job");
+    };
+    assert_eq!((stop, phase(&job)), (vec![0, 2], JobPhase::Ended));
+    let refused = job.initialised_again(0).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::DoesNotFit);
+    assert!(refused.message.contains("hub 1 (10.0.0.1:7771)"), "{}", refused.message);
+    assert_eq!(job.submit(0, process(0), &settings(), now()).unwrap_err(), refused);
+    assert_eq!(fail_at(&mut job, 0, CauseKind::PeerLost, "stopped"), Transition::None);
+    assert_eq!(fail_at(&mut job, 2, CauseKind::PeerLost, "stopped"), Transition::Advanced);
+    assert_eq!(phase(&job), JobPhase::Cleared);
+    assert_eq!(job.status(now()).message, refused.message);
+}
+
+#[test]
+fn a_hub_that_places_otherwise_fails_the_job_loudly() {
+    let mut job = placing(1, 1);
+    assert_eq!(job.hub_allocated(0, "other", None, now()), Transition::Ended { stop: vec![0] });
+    assert!(job.initialised_again(0).unwrap_err().message.contains("other, not hash"));
+}
+
+#[test]
+fn a_hub_that_ends_a_job_early_fails_it_with_its_reason() {
+    let mut job = running(2, 2);
+    assert_eq!(
+        fail_at(&mut job, 1, CauseKind::PeerLost, "rank 0 was lost"),
+        Transition::Ended { stop: vec![0] }
+    );
+    assert_eq!((job.state(), job.status(now()).message.as_str()), (JobState::Failed, "rank 0 was lost"));
+    let mut job = running(1, 1);
+    assert_eq!(lose(&mut job, 0, "hub 0 was lost"), Transition::Ended { stop: vec![] });
+    assert_eq!(phase(&job), JobPhase::Cleared);
+    assert_eq!(lose(&mut job, 0, "hub 0 was lost"), Transition::None);
+}
+
+#[test]
+fn events_of_a_hub_that_does_not_serve_the_job_change_nothing() {
+    let mut job = running(1, 1);
+    assert_eq!(fail_at(&mut job, 5, CauseKind::PeerLost, "nonsense"), Transition::None);
+    assert_eq!(job.hub_refused(5, "nonsense", now()), Transition::None);
+    assert_eq!(job.hub_noticed(5, "nonsense".into()), Transition::None);
+    assert_eq!((job.state(), job.status(now()).message.as_str()), (JobState::Running, ""));
+    assert_eq!(job.hub_noticed(0, "rank 0 is silent".into()), Transition::None);
+    assert_eq!(job.status(now()).message, "rank 0 is silent");
+}
+
+#[test]
+fn the_lease_runs_only_while_nobody_waits() {
+    let mut job = job(2);
+    assert_eq!(job.check_time(later(119.0)), Transition::None);
+    let ticket = job.connect(&call(0, 0), now()).unwrap();
+    let waiting = CallId(1);
+    job.wait(waiting, JobCall::Connect { rank: 0, incarnation: process(0), ticket });
+    assert_eq!(job.check_time(later(500.0)), Transition::None);
+    assert!(job.call_expired(waiting, &[], later(500.0)).is_some());
+    assert_eq!(job.check_time(later(619.0)), Transition::None);
+    assert_eq!(job.check_time(later(621.0)), Transition::Ended { stop: vec![] });
+    assert!(
+        job.status(now()).message.starts_with("its lease of 120 s ran out"),
+        "{}",
+        job.status(now()).message
+    );
+    // The hubs watch over a job that runs.
+    assert_eq!(running(1, 1).check_time(later(1e6)), Transition::None);
+}
+
+#[test]
+fn a_rank_that_breaks_off_in_init_may_come_back_for_a_while() {
+    let mut job = initialising(2, 1);
+    let Ok(JobSubmission::Wait { ticket }) = job.submit(0, process(0), &settings(), now()) else {
+        panic!("the first call waits");
+    };
+    job.init_dropped(0, ticket, now());
+    assert_eq!(job.check_time(later(COME_BACK_S / 2.0)), Transition::None);
+    job.submit(0, process(0), &settings(), now()).unwrap();
+    // The rank has called again, and its first connection does not matter any more.
+    job.init_dropped(0, ticket, now());
+    assert_eq!(job.check_time(later(2.0 * COME_BACK_S)), Transition::None);
+    let Ok(JobSubmission::Compare { ticket, .. }) = job.submit(1, process(1), &settings(), now()) else {
+        panic!("the second rank is compared");
+    };
+    job.init_dropped(1, ticket, now());
+    assert_eq!(job.check_time(later(2.0 * COME_BACK_S)), Transition::Ended { stop: vec![] });
+    let message = job.status(now()).message;
+    assert_eq!(message, "rank 1 (process 1 on node-1) was lost before the job ran");
+}
+
+#[test]
+fn init_timeouts_name_ranks_then_hubs() {
+    let mut job = initialising(3, 1);
+    job.submit(1, process(1), &settings(), now()).unwrap();
+    job.agree(1);
+    assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![] });
+    let refused = job.initialised_again(0).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Missing);
+    assert_eq!(refused.message, "ranks 0 and 2 have not called InitService for job `x` within 60 s");
+
+    let mut job = placing(1, 2);
+    assert_eq!(job.hub_allocated(0, "hash", None, now()), Transition::None);
+    assert_eq!(job.init_timed_out(now()), Transition::Ended { stop: vec![0, 1] });
+    let message = job.initialised_again(0).unwrap_err().message;
+    assert_eq!(message, "hub 1 (10.0.0.1:7771) did not allocate job `x` within 60 s");
+}
+
+#[test]
+fn leaving_frees_a_seat_or_fails_the_job() {
+    let mut job = job(2);
+    job.connect(&call(0, 0), now()).unwrap();
+    assert_eq!(leave(&mut job, 0, 0, ""), Ok(Transition::None));
+    assert!(leave(&mut job, 0, 0, "").is_err());
+    assert!(job.status(now()).connected.is_empty());
+
+    let mut job = initialising(2, 1);
+    assert!(leave(&mut job, 0, 5, "").is_err());
+    assert_eq!(leave(&mut job, 0, 0, "no disk"), Ok(Transition::Ended { stop: vec![] }));
+    assert_eq!(job.status(now()).message, "rank 0 left before the job ran: no disk");
+    assert_eq!(leave(&mut job, 1, 1, ""), Ok(Transition::None));
+}
+
+#[test]
+fn a_restart_ends_what_ran_and_keeps_what_had_ended() {
+    let mut before = running(2, 1);
+    let counters = JobCounters { bytes_received: 5, ..JobCounters::default() };
+    before.hub_counted(0, counters, &[0, 3]);
+    let (after, transition) = Job::restore(before.record(now()), now());
+    assert_eq!(transition, Transition::Ended { stop: vec![] });
+    let status = after.status(now());
+    assert_eq!((status.state, status.connected.len()), (JobState::Failed, 2));
+    assert_eq!(status.message, "the manager restarted while it ran");
+    assert_eq!((status.counters, status.left_out), (counters, vec![0, 3]));
+    let (again, transition) = Job::restore(after.record(now()), now());
+    assert_eq!(transition, Transition::None);
+    assert_eq!(again.status(now()).message, "the manager restarted while it ran");
+    assert_eq!(again.status(now()).ended_at, status.ended_at);
+    assert_eq!((again.status(now()).counters, again.status(now()).left_out), (counters, vec![0, 3]));
+}
+
+#[test]
+fn the_book_tells_where_hubs_run() {
+    let mut job = job(2);
+    let mut places = ["blue", "green"].into_iter();
+    for rank in 0..2 {
+        let place = Place { host: places.next().unwrap().into(), ..Place::default() };
+        job.connect(&ConnectService { place, ..call(rank, rank as u8) }, now()).unwrap();
+    }
+    assert_eq!(job.begin_initialising(hubs(2), &CoreBandwidth::Unneeded), Transition::Advanced);
+    let roster = |machines: [&str; 2]| job.roster(job.hubs().zip(machines));
+    let dedicated = roster(["red", ""]);
+    assert_eq!(dedicated.place, HubPlace::Dedicated { width: 1.0 });
+    assert_eq!(dedicated.workers[1].host, "node-1");
+    let mixed = roster(["red", "green"]);
+    assert_eq!(mixed.place, HubPlace::BesideWorkers, "the busiest machine has both");
+    assert_eq!([mixed.hubs[0].is_beside_worker, mixed.hubs[1].is_beside_worker], [false, true]);
+    assert_eq!(mixed.hubs[0].addresses, ["10.0.0.0:7771"]);
+    let cluster = mixed.cluster();
+    assert_eq!((cluster.workers, cluster.hubs), (2, 2));
+}
+
+#[test]
+fn a_job_has_its_book_while_it_is_placed_and_lives() {
+    let mut job = job(1);
+    assert_eq!(job.book().unwrap_err().code, ErrorCode::Missing);
+    job.connect(&call(0, 0), now()).unwrap();
+    assert_eq!(job.begin_initialising(hubs(1), &CoreBandwidth::Unneeded), Transition::Advanced);
+    job.submit(0, process(0), &settings(), now()).unwrap();
+    assert!(job.agree(0).is_some());
+    assert!(job.place(SettingsSummary::default(), vec![placed()], book(&job)));
+    assert_eq!(job.book().unwrap().plan.rows().count(), 1);
+    let _ = job.fail(ErrorCode::JobEnded, "enough".into(), now());
+    let refused = job.book().unwrap_err();
+    assert!(refused.code == ErrorCode::JobEnded && refused.message.contains("enough"), "{refused}");
+}
+
+#[test]
+fn hubs_go_on_from_one_step() {
+    let mut same = placing(1, 3);
+    assert_eq!(same.hub_allocated(0, "hash", Some(7), now()), Transition::None);
+    // No chunk of the job is on this hub.
+    assert_eq!(same.hub_allocated(1, "hash", None, now()), Transition::None);
+    assert_eq!(same.hub_allocated(2, "hash", Some(7), now()), Transition::Advanced);
+    assert_eq!(same.initialised_again(0).unwrap().resumed_step, Some(7));
+
+    let mut apart = placing(1, 2);
+    assert_eq!(apart.hub_allocated(0, "hash", Some(7), now()), Transition::None);
+    assert!(matches!(apart.hub_allocated(1, "hash", Some(9), now()), Transition::Ended { .. }));
+    let message = apart.status(now()).message;
+    assert!(
+        message.contains("step 9") && message.contains("step 7") && message.contains("share one folder"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_job_has_the_checkpoints_that_all_its_hubs_have() {
+    let mut job = placing(1, 2);
+    assert_eq!(job.status(now()).checkpoints, None);
+    let status = |step| CheckpointStatus { step, failure: "x".repeat(5000), ..Default::default() };
+    job.hub_kept(0, status(Some(20)));
+    job.hub_kept(1, status(Some(10)));
+    job.hub_kept(9, status(None));
+    let reported = job.status(now()).checkpoints.unwrap();
+    assert_eq!((reported.step, reported.failure.len()), (Some(10), 1024));
+}
+
+/// The launcher of a job whose workers have all left asks before the hubs have reported that.
+#[test]
+fn a_job_whose_workers_have_left_finishes_although_its_launcher_is_quicker_than_its_hubs() {
+    let mut job = running(2, 2);
+    let reason = "stopped: its workers ended without leaving".to_string();
+    let asked =
+        Transition::AskHubs { hubs: vec![0, 1], reason: reason.clone(), when: StopWhen::WorkersEnded };
+    assert_eq!(job.conclude(reason, now()), asked);
+    assert_eq!(job.state(), JobState::Running, "the hubs decide");
+    assert_eq!(finish(&mut job, 0), Transition::None);
+    assert_eq!(finish(&mut job, 1), Transition::Ended { stop: vec![] });
+    assert_eq!((job.state(), &*job.status(now()).message), (JobState::Finished, ""));
+    assert_eq!(job.check_time(later(1e6)), Transition::None);
+}
+
+#[test]
+fn a_hub_that_has_said_how_a_job_ended_is_not_asked_again_and_not_believed_otherwise() {
+    let mut job = running(1, 2);
+    let _ = finish(&mut job, 0);
+    let reason = "stopped: its workers ended without leaving".to_string();
+    let asked = Transition::AskHubs { hubs: vec![1], reason: reason.clone(), when: StopWhen::WorkersEnded };
+    assert_eq!(job.conclude(reason, now()), asked);
+    // The hub was asked before its report had arrived, and does not know the job any more.
+    assert_eq!(fail_at(&mut job, 0, CauseKind::Hearsay, "stopped"), Transition::None);
+    assert!(matches!(finish(&mut job, 1), Transition::Ended { .. }));
+    assert_eq!(job.state(), JobState::Finished);
+}
+
+#[test]
+fn a_job_whose_workers_have_ended_fails_with_what_its_hubs_say() {
+    let mut job = running(2, 1);
+    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
+    let message = "rank 1 was lost: it has not been heard for 30 s";
+    assert!(matches!(fail_at(&mut job, 0, CauseKind::PeerLost, message), Transition::Ended { .. }));
+    assert_eq!(job.status(now()).message, message);
+}
+
+#[test]
+fn hubs_that_do_not_answer_leave_a_job_to_what_its_launcher_said() {
+    let mut job = running(2, 1);
+    let reason = "stopped: its workers ended without leaving";
+    let _ = job.conclude(reason.into(), now());
+    assert_eq!(job.check_time(later(59.0)), Transition::None);
+    assert_eq!(job.check_time(later(61.0)), Transition::Ended { stop: vec![0] });
+    assert_eq!(job.status(now()).message, reason);
+}
+
+#[test]
+fn a_job_that_no_hub_serves_yet_ends_with_its_workers() {
+    for mut job in [job(2), initialising(2, 1), placing(2, 1)] {
+        let _ = job.conclude("stopped: its workers ended without joining".into(), now());
+        assert_eq!(job.status(now()).message, "stopped: its workers ended without joining");
+        assert_eq!(job.state(), JobState::Failed);
+    }
+}
+
+#[test]
+fn an_announced_end_explains_the_ranks_that_are_lost_after_it() {
+    let mut job = running(2, 2);
+    let reason = "stopped: its launcher was interrupted by SIGTERM";
+    let hubs = vec![0, 1];
+    let asked = Transition::AskHubs { hubs, reason: reason.into(), when: StopWhen::WorkersEnding };
+    assert_eq!(job.announce(reason.into(), now()), asked);
+    assert!(!job.is_kept() && job.state() == JobState::Running);
+    job.hub_kept_last(0);
+    assert!(!job.is_kept());
+    job.hub_kept_last(1);
+    assert!(job.is_kept());
+    let _ = fail_at(&mut job, 1, CauseKind::PeerLost, "rank 0 was lost");
+    assert_eq!(job.status(now()).message, reason);
+    let _ = fail_at(&mut job, 0, CauseKind::GaveUp, "rank 1 gave up");
+    assert_eq!(job.status(now()).message, reason);
+}
+
+#[test]
+fn workers_that_leave_after_an_announced_end_finish_their_job() {
+    let mut job = running(2, 1);
+    let _ = job.announce("stopped: its launcher was interrupted by SIGTERM".into(), now());
+    assert!(matches!(finish(&mut job, 0), Transition::Ended { .. }));
+    assert_eq!((job.state(), &*job.status(now()).message), (JobState::Finished, ""));
+}
+
+#[test]
+fn a_hub_that_shuts_down_is_named_although_another_hub_was_quicker_to_blame_a_rank() {
+    let mut job = running(2, 2);
+    let blamed =
+        fail_at(&mut job, 1, CauseKind::PeerLost, "rank 1 was lost: its connection ended without a goodbye");
+    assert_eq!(blamed, Transition::Ended { stop: vec![0] });
+    assert_eq!(fail_at(&mut job, 0, CauseKind::Known, "the hub is shutting down"), Transition::Explained);
+    assert_eq!(
+        (job.status(now()).message.as_str(), phase(&job)),
+        ("the hub is shutting down", JobPhase::Cleared)
+    );
+    // Ranks that come late get the same message.
+    let refused = job.connect(&call(0, 0), now()).unwrap_err();
+    assert!(refused.message.contains("the hub is shutting down"), "{}", refused.message);
+}
+
+#[test]
+fn a_hub_that_was_cut_off_says_so_when_it_is_back_under_another_number() {
+    let mut job = running(2, 1);
+    let _ = job.conclude("stopped: its worker 0 exited with 1".into(), now());
+    let _ = lose(&mut job, 0, "hub 0 (10.0.0.0:7771) was lost");
+    assert_eq!(job.status(now()).message, "hub 0 (10.0.0.0:7771) was lost");
+    let reason = "the hub's interface eth1 (10.0.0.0) is down: it has lost its carrier";
+    let end = JobEnd { ago_s: 20.0, ..JobEnd::failed(job.namespace, reason.into(), CauseKind::Known) };
+    let shapes = hubs(2).into_iter().map(|(_, (shape, _))| shape).collect::<Vec<_>>();
+    assert_eq!(job.former_hub_ended(&shapes[1], &end, now()), Transition::None, "another hub");
+    assert_eq!(job.former_hub_ended(&shapes[0], &end, now()), Transition::Explained);
+    assert_eq!(job.status(now()).message, reason);
+}

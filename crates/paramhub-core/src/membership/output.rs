@@ -1,0 +1,168 @@
+//! What the membership tells the rest of the manager: answers, commands, records and news.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::auth::Namespace;
+use crate::cost::Rate;
+use crate::service::{
+    HubCommand, JobState, JobStatus, LinkStatus, ServiceConnected, ServiceError, ServiceInitialised,
+};
+
+/// The number of a call that waits. No two calls of one manager have the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CallId(pub(super) u64);
+
+/// A call that waits for its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitingCall {
+    /// The number under which the answer comes.
+    pub call: CallId,
+    /// When the caller must report that the call [has expired](super::Membership::expire), on the clock of
+    /// [`Now::monotonic`](super::Now::monotonic).
+    pub deadline: Duration,
+}
+
+/// The answer to a call that has waited. Ranks of one site share theirs.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    /// To ConnectService.
+    Connected(Result<Arc<ServiceConnected>, ServiceError>),
+    /// To InitService.
+    Initialised(Result<Arc<ServiceInitialised>, ServiceError>),
+    /// To StopService.
+    Stopped(Result<Box<JobStatus>, ServiceError>),
+    /// To a call that lets hubs probe: what is known of the links between racks.
+    Probed(Vec<LinkStatus>),
+}
+
+/// A consequence of an event, for the caller to carry out. Consequences are in order.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// A call is to be answered. Each call gets one answer, unless its caller hangs up.
+    Answer {
+        /// The call.
+        call: CallId,
+        /// Its answer.
+        answer: Answer,
+    },
+    /// A hub has joined; commands for it are to be kept until it acknowledges them.
+    HubJoined {
+        /// The hub's number.
+        hub: u32,
+    },
+    /// A hub is forgotten, with all commands for it. Its calls are to be answered at once.
+    HubForgotten {
+        /// The hub's number.
+        hub: u32,
+    },
+    /// A hub is to receive a command.
+    Command {
+        /// The hub's number.
+        hub: u32,
+        /// The command.
+        command: HubCommand,
+        /// Whether to leave the command out if the same is already waiting for the hub.
+        unless_queued: bool,
+    },
+    /// The record of a job has changed and is to be saved.
+    Save(Namespace),
+    /// A job is forgotten, and its record is to be removed.
+    Remove(Namespace),
+    /// Something has changed that people should know.
+    News(News),
+}
+
+/// Something that people should know. It goes to the manager's log.
+#[derive(Clone, Debug, PartialEq)]
+pub enum News {
+    /// A job was created.
+    JobCreated {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// Its number of workers.
+        workers: u32,
+    },
+    /// It is decided how a job's sites reduce.
+    ReductionChosen {
+        /// The job's name.
+        job: String,
+        /// The reduction and the reason.
+        reduction: String,
+    },
+    /// A job has come further.
+    JobAdvanced {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// Its new state.
+        state: JobState,
+    },
+    /// A job has finished.
+    JobFinished {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+    },
+    /// A job has failed.
+    JobFailed {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// Why it failed.
+        message: String,
+        /// Whether a hub has reported the failure and has logged it itself.
+        was_logged: bool,
+    },
+    /// It is known better why a job has failed.
+    JobExplained {
+        /// The job's name.
+        job: String,
+        /// The job.
+        namespace: Namespace,
+        /// Why it failed.
+        message: String,
+    },
+    /// A hub was lost.
+    HubLost {
+        /// Which hub, and why it counts as lost.
+        message: String,
+    },
+    /// A hub has shut down.
+    HubLeft {
+        /// The hub's number.
+        hub: u32,
+    },
+    /// A hub reports something about a job that goes on.
+    HubNoticed {
+        /// The job's name.
+        job: String,
+        /// The hub's number.
+        hub: u32,
+        /// The report.
+        message: String,
+    },
+    /// A hub reports that ranks keep the others waiting, or that they no longer do.
+    RanksAwaited {
+        /// The job's name.
+        job: String,
+        /// The hub's number.
+        hub: u32,
+        /// The report.
+        message: String,
+    },
+    /// Hubs have probed the link from one rack to another.
+    LinkProbed {
+        /// The rack that sent.
+        from: String,
+        /// The rack that received.
+        to: String,
+        /// The rate, or why there is none.
+        outcome: Result<Rate, String>,
+    },
+}

@@ -1,0 +1,249 @@
+//! Watches over all workers of a launch until the last has ended.
+
+use std::process::{Command, ExitStatus};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::process::Signal;
+
+use super::lines::{Line, PipeLine};
+use super::signals::Signals;
+use super::worker::{Worker, describe, exit_code};
+use super::worker_supervisor::{SupervisedJob, WorkerSupervisor};
+
+/// Lines that may wait to be printed.
+const LINES_MAX: usize = 256;
+/// How often the launcher polls workers and signals.
+const TICK: Duration = Duration::from_millis(20);
+/// How long a group gets from the signal that asks it to end to SIGKILL.
+const KILL_GRACE: Duration = Duration::from_secs(5);
+/// How long the other workers get when one has failed: longer than hubs take to send them the reason.
+const PEER_GRACE: Duration = Duration::from_secs(8);
+/// How long the launcher may hold back the signal from its workers while the job's hubs take a last
+/// checkpoint.
+const LAST_CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(9);
+/// How long output may take to arrive after the last worker has ended.
+const OUTPUT_GRACE: Duration = Duration::from_secs(2);
+
+/// Receives the events of a launch.
+pub trait LaunchObserver {
+    /// A worker printed a line.
+    fn line(&mut self, line: Line);
+
+    /// The launcher has received a signal and will end its workers: at once, or when the sender of the
+    /// returned channel is dropped.
+    fn interrupted(&mut self, _signal: i32) -> Option<Receiver<()>> {
+        None
+    }
+
+    /// Called some fifty times a second. An error stops the workers, after a grace period in which they can
+    /// report.
+    fn tick(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// Running workers.
+pub struct Launch {
+    workers: Vec<Worker>,
+    lines: Receiver<PipeLine>,
+    /// Pipes that are not yet at their end.
+    open_pipes: usize,
+    stop: Option<Stop>,
+    // Dropped last: it must know every worker that still runs.
+    supervisor: WorkerSupervisor,
+}
+
+/// When workers that do not end by themselves are signalled.
+struct Stop {
+    /// When to send SIGTERM; `None` once it was sent.
+    terminate_at: Option<Instant>,
+    kill_at: Instant,
+    /// Whether the launcher ended the remaining workers because another one failed. Their exits are then no
+    /// failures of their own.
+    is_told: bool,
+}
+
+/// How a launch ended.
+pub struct Ended {
+    /// The rank of the first of these workers. The indices below count from it.
+    pub first_rank: u32,
+    /// The exit status of each worker, in rank order.
+    pub exits: Vec<ExitStatus>,
+    /// Workers that failed by themselves, the first to fail first.
+    pub failed: Vec<usize>,
+    /// The first signal that the launcher passed on.
+    pub signal: Option<i32>,
+    /// Whether that signal came before any worker had failed.
+    pub was_interrupted_first: bool,
+    /// Why [`LaunchObserver::tick`] stopped the workers.
+    pub stopped: Option<String>,
+}
+
+impl Ended {
+    /// The highest exit code of the workers that failed by themselves.
+    pub fn worst_exit_code(&self) -> u8 {
+        self.failed.iter().map(|&rank| exit_code(self.exits[rank])).max().unwrap_or(0)
+    }
+
+    /// Why the job of these workers is over; `joined` says whether any worker had joined it.
+    pub fn reason(&self, joined: bool) -> String {
+        if let Some(signal) = self.signal.filter(|_| self.was_interrupted_first) {
+            return interrupted_by(signal);
+        }
+        match (self.failed.first(), joined) {
+            (Some(&rank), _) => {
+                format!("its worker {} {}", self.first_rank as usize + rank, describe(self.exits[rank]))
+            }
+            (None, true) => "its workers ended without leaving".into(),
+            (None, false) => "its workers ended without joining".into(),
+        }
+    }
+}
+
+/// Why a job is over whose launcher was interrupted.
+pub fn interrupted_by(signal: i32) -> String {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+    format!("its launcher was interrupted by {name}")
+}
+
+impl Launch {
+    /// Starts one worker per command, in rank order. If one cannot be started, those before it are ended.
+    /// `supervised_job` is their job if its connection manager outlives the launcher.
+    pub fn start(commands: Vec<Command>, supervised_job: Option<&SupervisedJob>) -> anyhow::Result<Launch> {
+        let (sender, lines): (SyncSender<PipeLine>, _) = sync_channel(LINES_MAX);
+        let supervisor =
+            WorkerSupervisor::start().context("cannot start a process to watch over the workers")?;
+        let mut launch = Launch { workers: Vec::new(), lines, open_pipes: 0, stop: None, supervisor };
+        if let Some(supervised_job) = supervised_job {
+            launch
+                .supervisor
+                .set_job(supervised_job)
+                .context("the process that watches over the workers is gone")?;
+        }
+        for (rank, command) in commands.into_iter().enumerate() {
+            let program = command.get_program().to_string_lossy().into_owned();
+            let worker = Worker::spawn(command, rank, &sender)
+                .map_err(|error| anyhow::anyhow!("cannot start worker {rank}, `{program}`: {error}"))?;
+            let pid = worker.pid();
+            launch.workers.push(worker);
+            launch.open_pipes += 2;
+            launch.supervisor.add(pid).context("the process that watches over the workers is gone")?;
+        }
+        Ok(launch)
+    }
+
+    /// Returns when every worker has ended.
+    pub fn supervise(mut self, signals: &Signals, watch: &mut dyn LaunchObserver) -> Ended {
+        let mut failed = Vec::new();
+        let (mut first_signal, mut was_interrupted_first) = (None, false);
+        let mut last_checkpoint: Option<(i32, Receiver<()>, Instant)> = None;
+        let mut stopped = None;
+        let mut ended_at: Option<Instant> = None;
+        loop {
+            self.pass_lines(watch);
+            if let Some(signal) = signals.poll() {
+                let said = match first_signal {
+                    None if failed.is_empty() => watch.interrupted(signal),
+                    _ => None,
+                };
+                match said {
+                    Some(said) => {
+                        last_checkpoint = Some((signal, said, Instant::now() + LAST_CHECKPOINT_TIMEOUT))
+                    }
+                    None => {
+                        last_checkpoint = None;
+                        self.pass_signal(signal, first_signal.is_some());
+                    }
+                }
+                if first_signal.is_none() {
+                    (first_signal, was_interrupted_first) = (Some(signal), failed.is_empty());
+                }
+            }
+            let is_said = |(_, said, until): &mut (i32, Receiver<()>, Instant)| {
+                said.try_recv() != Err(TryRecvError::Empty) || Instant::now() >= *until
+            };
+            if let Some((signal, ..)) = last_checkpoint.take_if(is_said) {
+                self.pass_signal(signal, false);
+            }
+            failed.extend(self.reap());
+            if self.workers.iter().all(|worker| worker.exit.is_some()) {
+                let since = *ended_at.get_or_insert_with(Instant::now);
+                if self.open_pipes == 0 || since.elapsed() > OUTPUT_GRACE {
+                    break;
+                }
+                continue;
+            }
+            if stopped.is_none()
+                && let Err(reason) = watch.tick()
+            {
+                stopped = Some(reason);
+                self.stop_soon();
+            }
+            self.enforce_stop();
+        }
+        let exits = self.workers.iter().map(|worker| worker.exit.expect("all have ended")).collect();
+        Ended { first_rank: 0, exits, failed, signal: first_signal, was_interrupted_first, stopped }
+    }
+
+    /// Passes lines to the observer as they arrive, for one tick at most.
+    fn pass_lines(&mut self, watch: &mut dyn LaunchObserver) {
+        let deadline = Instant::now() + TICK;
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            match self.lines.recv_timeout(left) {
+                Ok(Some(line)) => watch.line(line),
+                Ok(None) => self.open_pipes -= 1,
+                Err(RecvTimeoutError::Timeout) => return,
+                // Every pipe is at its end, so the channel would no longer block: sleep instead.
+                Err(RecvTimeoutError::Disconnected) => return std::thread::sleep(left),
+            }
+        }
+    }
+
+    fn pass_signal(&mut self, signal: i32, again: bool) {
+        let polite = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        self.signal_all(if again { Signal::KILL } else { polite });
+        let kill_at = Instant::now() + KILL_GRACE;
+        self.stop = Some(Stop { terminate_at: None, kill_at, is_told: false });
+    }
+
+    /// Indices of the workers that have failed by themselves since the last call.
+    fn reap(&mut self) -> Vec<usize> {
+        let is_told = self.stop.as_ref().is_some_and(|stop| stop.is_told);
+        let mut failed = Vec::new();
+        for (rank, worker) in self.workers.iter_mut().enumerate() {
+            let Some(exit) = worker.reap() else { continue };
+            self.supervisor.remove(worker.pid());
+            if !exit.success() && !is_told {
+                failed.push(rank);
+            }
+        }
+        if !failed.is_empty() {
+            self.stop_soon();
+        }
+        failed
+    }
+
+    fn stop_soon(&mut self) {
+        let at = Instant::now() + PEER_GRACE;
+        self.stop.get_or_insert(Stop { terminate_at: Some(at), kill_at: at + KILL_GRACE, is_told: false });
+    }
+
+    fn enforce_stop(&mut self) {
+        let Some(stop) = &mut self.stop else { return };
+        let now = Instant::now();
+        if now >= stop.kill_at {
+            self.signal_all(Signal::KILL);
+        } else if stop.terminate_at.take_if(|at| now >= *at).is_some() {
+            stop.is_told = true;
+            self.signal_all(Signal::TERM);
+        }
+    }
+
+    fn signal_all(&self, signal: Signal) {
+        for worker in &self.workers {
+            worker.signal(signal);
+        }
+    }
+}

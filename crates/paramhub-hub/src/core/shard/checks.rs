@@ -1,0 +1,121 @@
+//! Frames that are refused: what a header says, and numbers that are not finite.
+
+use paramhub_core::codec::Codec;
+use paramhub_core::exchange::ProtocolViolation;
+use paramhub_core::wire::{Header, Operation, State};
+use paramhub_kernels::{finite, quantise};
+
+use super::Shard;
+use super::payload::{Payload, read_blocks};
+use crate::core::fault::Fault;
+use crate::core::layout::Slot;
+use crate::core::ports::Side;
+
+impl Shard {
+    /// Refuses a header before its payload is read.
+    pub(crate) fn check(&self, port: u32, header: &Header) -> Result<(), Fault> {
+        let side = self.plan.ports.side(port);
+        if self.has_left(port) && self.plan.continues && header.operation == Operation::Leave {
+            // The stream was cut after the worker's Leave, and the worker could not know that it had arrived.
+            return Ok(());
+        }
+        if self.has_left(port) && side != Side::Above {
+            return Err(Fault::AfterLeave(header.operation));
+        }
+        if !may_come(side, header.operation) {
+            return Err(Fault::NotFromThere(header.operation));
+        }
+        if !header.operation.is_about_a_chunk() {
+            return Ok(());
+        }
+        let (index, slot) = self.slot(header.chunk)?;
+        if !self.plan.ports.carries(port, index) {
+            return Err(Fault::Chunk(header.chunk));
+        }
+        if header.operation == Operation::PullState
+            && !self.plan.optimizes_here()
+            && self.plan.ports.above(index).is_some()
+        {
+            return Err(Fault::StateElsewhere { key: self.key_name(slot.key) });
+        }
+        let of_state = matches!(header.operation, Operation::PullState | Operation::InitialiseState);
+        if of_state && header.step as usize >= self.model.state_slots {
+            let (key, slots) = (self.key_name(slot.key), self.model.state_slots);
+            return Err(Fault::StateSlot { chunk: header.chunk, key, slot: header.step, slots });
+        }
+        let (expected_codec, expected) = match header.operation {
+            Operation::Factors => return self.check_factors(index, header),
+            Operation::Push | Operation::PushPull if self.exchange.takes_factors(index) => {
+                return Err(self.violation(header.chunk, slot.key, ProtocolViolation::ByFactors));
+            }
+            Operation::Push | Operation::PushPull => {
+                let codec = contributed_as(side, &slot);
+                (codec, slot.extent().bytes(codec))
+            }
+            Operation::Total => (Codec::F32, slot.extent().bytes(Codec::F32)),
+            Operation::Initialise | Operation::Parameters => {
+                (slot.parameter, slot.extent().bytes(slot.parameter))
+            }
+            Operation::InitialiseState => (Codec::F32, State::bytes(slot.elements)),
+            // Frames without a payload.
+            _ => return Ok(()),
+        };
+        if header.codec != expected_codec || header.length != expected {
+            return Err(Fault::Payload {
+                chunk: header.chunk,
+                key: self.key_name(slot.key),
+                got: header.length,
+                codec: header.codec,
+                expected,
+                expected_codec,
+            });
+        }
+        Ok(())
+    }
+
+    /// The first element of a contribution that is NaN or infinite.
+    pub(super) fn first_non_finite(&self, worker: u32, slot: Slot, payload: Payload<'_>) -> Option<usize> {
+        match payload {
+            // The other site has checked its own contributions.
+            Payload::Here(_) if worker >= self.plan.ports.workers() => None,
+            Payload::Here(wire) if slot.gradient.is_quantised() => {
+                quantise::first_non_finite(wire, slot.elements as usize, slot.gradient)
+            }
+            Payload::Here(wire) => finite::first_non_finite(wire, slot.gradient),
+            Payload::InArena => {
+                let place = self.arenas.gradient_place(worker, &slot.extent());
+                let mut found = None;
+                read_blocks(&self.arenas, worker, place, slot, slot.gradient, |block, wire| {
+                    let here = finite::first_non_finite(wire, slot.gradient);
+                    found = found.or(here.map(|element| block.start + element));
+                });
+                found
+            }
+        }
+    }
+}
+
+/// The codec in which contributions arrive.
+fn contributed_as(side: Side, slot: &Slot) -> Codec {
+    match side {
+        Side::Worker(_) => slot.gradient,
+        Side::Below(_) | Side::Above => Codec::F32,
+    }
+}
+
+/// Whether a frame of this operation may arrive by a port.
+fn may_come(side: Side, operation: Operation) -> bool {
+    match (side, operation) {
+        // The stream only admits what workers may send.
+        (Side::Worker(_), _) => true,
+        (Side::Below(_), Operation::PushPull | Operation::Leave)
+        | (Side::Above, Operation::Total | Operation::Parameters | Operation::Notice)
+        // A site that has ended the job sends the reason to all sites around it.
+        | (_, Operation::Failure)
+        | (
+            _,
+            Operation::Initialise | Operation::InitialiseState | Operation::Retune | Operation::Heartbeat,
+        ) => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,175 @@
+//! The frames of one write by a port: which are chosen, where their bytes are, and what has left.
+
+use paramhub_core::exchange::Answer;
+use paramhub_core::wire::{Header, Operation};
+use paramhub_transport::Outgoing;
+
+use super::Shard;
+use crate::core::outbox::{BATCH_FRAMES, Begun, NextFrame, Source};
+
+impl Shard {
+    /// A port that has something new to send, once.
+    pub(crate) fn next_dirty_port(&mut self) -> Option<u32> {
+        self.dirty.pop_first()
+    }
+
+    /// Adds a message for the neighbour at a port, unless there are too many already: it then returns `false`.
+    pub(crate) fn message(&mut self, port: u32, operation: Operation, payload: Vec<u8>) -> bool {
+        let header = Header { length: payload.len() as u32, ..Header::bare(operation) };
+        self.outboxes[port as usize].message(header, payload)
+    }
+
+    /// Whether a port has nothing left to send.
+    pub(crate) fn has_sent_all(&self, port: u32) -> bool {
+        self.outboxes[port as usize].is_empty()
+    }
+
+    /// The frame whose first bytes have left by a port and whose last bytes have not.
+    pub(crate) fn begun(&self, port: u32) -> Option<Header> {
+        self.outboxes[port as usize].begun.map(|begun| begun.header)
+    }
+
+    /// Takes the most urgent frames out of the port's outbox and returns their number.
+    pub(crate) fn pick(&mut self, port: u32, picks: &mut [NextFrame; BATCH_FRAMES]) -> usize {
+        let outbox = &mut self.outboxes[port as usize];
+        let mut count = 0;
+        let mut add = |pick| {
+            picks[count] = pick;
+            count += 1;
+            count < BATCH_FRAMES
+        };
+        let mut room = true;
+        let mut messages = outbox.messages.len();
+        if let Some(begun) = outbox.begun {
+            messages -= usize::from(begun.source == Source::Message);
+            room = add(NextFrame::Begun(begun));
+        }
+        for _ in 0..messages {
+            room = room && add(NextFrame::Message);
+        }
+        if outbox.norm.is_some() && !outbox.has_begun(Source::Norm) {
+            room = room && add(NextFrame::Norm);
+        }
+        if outbox.start_at.is_none() {
+            outbox.start_at = outbox.start.pop_first().map(|slot| (slot, 0));
+        }
+        if let Some((slot, part)) = outbox.start_at {
+            // One per write, since there is only one buffer from which it can leave. Sums wait until all of
+            // them have left.
+            if room && outbox.may_spill() {
+                add(NextFrame::Start(slot, part));
+                self.stage_start(port, slot, part);
+            }
+            return count;
+        }
+        for (set, answer) in
+            [(&mut outbox.applied, Answer::Applied), (&mut outbox.parameters, Answer::Parameters)]
+        {
+            while room && let Some(slot) = set.pop_first() {
+                room = add(NextFrame::Answer(slot, answer));
+            }
+        }
+        // One per write, since there is only one buffer from which it can leave.
+        if room
+            && outbox.may_spill()
+            && let Some(slot) = outbox.state.pop_first()
+        {
+            picks[count] = NextFrame::Answer(slot, self.stage_state(port, slot));
+            count += 1;
+        }
+        count
+    }
+
+    /// The chosen frames with their payloads.
+    pub(crate) fn frames<'a>(&'a self, port: u32, picks: &[NextFrame], frames: &mut [Outgoing<'a>]) {
+        let begun_message = matches!(picks[0], NextFrame::Begun(begun) if begun.source == Source::Message);
+        let mut messages = self.outboxes[port as usize].messages.iter().skip(usize::from(begun_message));
+        for (frame, pick) in frames.iter_mut().zip(picks) {
+            let (header, payload) = match *pick {
+                NextFrame::Begun(begun) => (begun.header, self.of_source(port, begun.source)),
+                NextFrame::Message => {
+                    let (header, payload) = messages.next().expect("as many messages as were picked");
+                    (*header, &payload[..])
+                }
+                NextFrame::Norm => {
+                    let norm = &self.outboxes[port as usize].norm;
+                    let (header, payload) = norm.as_ref().expect("it was picked");
+                    (*header, &payload[..])
+                }
+                NextFrame::Start(slot, part) => self.start_frame(port, slot, part),
+                NextFrame::Answer(slot, answer) => self.answer(port, slot, answer),
+            };
+            *frame = Outgoing { header, payload };
+        }
+    }
+
+    /// Notes the frames that have left whole (the first `whole`) and that have begun (the first `begun`), and
+    /// puts the rest back.
+    pub(crate) fn note_sent(
+        &mut self,
+        port: u32,
+        picks: &[NextFrame],
+        headers: &[Header],
+        whole: usize,
+        begun: usize,
+    ) {
+        let has_arena = self.has_arena(port);
+        for (index, pick) in picks.iter().enumerate() {
+            let (is_whole, has_begun) = (index < whole, index < begun);
+            let header = headers[index];
+            let unfinished = |source| (has_begun && !is_whole).then_some(Begun { header, source });
+            match *pick {
+                NextFrame::Begun(_) if !is_whole => {}
+                NextFrame::Begun(first) => {
+                    let outbox = &mut self.outboxes[port as usize];
+                    outbox.begun = None;
+                    match first.source {
+                        Source::Message => drop(outbox.messages.pop_front()),
+                        Source::Norm => outbox.norm = None,
+                        Source::Model(_)
+                        | Source::Change(_)
+                        | Source::Sum(_)
+                        | Source::Total(_)
+                        | Source::Spill
+                        | Source::Empty => {}
+                    }
+                }
+                NextFrame::Message => {
+                    let outbox = &mut self.outboxes[port as usize];
+                    match is_whole {
+                        true => drop(outbox.messages.pop_front()),
+                        false => outbox.begun = unfinished(Source::Message).or(outbox.begun),
+                    }
+                }
+                NextFrame::Norm => {
+                    let outbox = &mut self.outboxes[port as usize];
+                    match is_whole {
+                        true => outbox.norm = None,
+                        false => outbox.begun = unfinished(Source::Norm).or(outbox.begun),
+                    }
+                }
+                NextFrame::Start(slot, part) if has_begun => {
+                    let parts = self.start_parts(slot);
+                    let outbox = &mut self.outboxes[port as usize];
+                    outbox.start_at = (part + 1 < parts).then_some((slot, part + 1));
+                    outbox.begun = unfinished(Source::Spill).or(outbox.begun);
+                }
+                NextFrame::Start(..) => {}
+                NextFrame::Answer(slot, answer) if !has_begun => {
+                    self.outboxes[port as usize].owe(slot, answer);
+                }
+                NextFrame::Answer(slot, answer) => {
+                    let source = match answer {
+                        Answer::Parameters if !has_arena => self.source(port, slot),
+                        Answer::State(_) => Source::Spill,
+                        Answer::Parameters | Answer::Applied => Source::Empty,
+                    };
+                    // This follows the lookup of the source, which may depend on what the rank had before.
+                    self.answer_begun(port, slot);
+                    let outbox = &mut self.outboxes[port as usize];
+                    outbox.begun = unfinished(source).or(outbox.begun);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The sums of a shard's chunks, and how contributions are added to them.
+
+use std::ops::Range;
+
+use paramhub_core::codec::Codec;
+use paramhub_core::consistency::Consistency;
+use paramhub_core::exchange::Fold;
+use paramhub_kernels::Aggregator;
+
+use super::payload::{Payload, read_blocks};
+use crate::core::arenas::Arenas;
+use crate::core::buffer::{Buffer, OutOfMemory, Pages};
+use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot};
+use crate::core::plan::ShardPlan;
+
+/// How contributions are added up. It is fixed at InitService.
+enum Accumulation {
+    /// In the order of arrival. Contributions in arenas stay there until the step is complete, so that all of
+    /// them are added in one pass over the sum.
+    OnArrival,
+    /// Each contribution is an update of its own: no sum is of all ranks.
+    EachAlone,
+    /// In the order of arrival, those in arenas too: a step may end without a rank, which then overwrites its
+    /// arena.
+    OnArrivalFromArenas,
+    /// In the order of members. Contributions of members 1 and up that come before a lower member's wait in
+    /// `parked`, by member.
+    InMemberOrder { parked: Vec<Buffer> },
+}
+
+/// The sums of all chunks, each at its slot's offset.
+pub(in crate::core) struct Sums {
+    accumulation: Accumulation,
+    /// The sums of the steps under way. They are apart from the model, so the next step of a fast worker never
+    /// overwrites a slow worker's unsent parameters.
+    merge: Buffer,
+    /// For each slot: whether `merge` has a part of the step under way.
+    has_part: Vec<bool>,
+    /// The sums of the last updates, for sites below to which they have not been sent yet; empty if there are
+    /// none.
+    totals: Buffer,
+}
+
+/// A contribution that has arrived whole.
+pub(super) struct Contribution<'a> {
+    pub(super) member: u32,
+    pub(super) codec: Codec,
+    pub(super) payload: Payload<'a>,
+}
+
+impl Sums {
+    pub(super) fn new(plan: &ShardPlan, layout: &Layout) -> Result<Sums, OutOfMemory> {
+        let accumulation = if plan.settings.reproducible {
+            let parked =
+                (0..layout.parked_members).map(|member| Buffer::reserved(layout.elements, 4 + member % 8));
+            Accumulation::InMemberOrder { parked: parked.collect::<Result<_, _>>()? }
+        } else if plan.stragglers.leaves_out() {
+            Accumulation::OnArrivalFromArenas
+        } else if plan.settings.consistency == Consistency::Synchronous {
+            Accumulation::OnArrival
+        } else {
+            Accumulation::EachAlone
+        };
+        Ok(Sums {
+            accumulation,
+            merge: Buffer::reserved(layout.elements, 1)?,
+            has_part: vec![false; layout.slots.len()],
+            totals: Buffer::reserved(if layout.keeps_totals { layout.elements } else { 0 }, 3)?,
+        })
+    }
+
+    /// Takes a contribution's payload if it must not stay where it is.
+    pub(super) fn fold(
+        &mut self,
+        index: u32,
+        slot: Slot,
+        contribution: &Contribution<'_>,
+        fold: &Fold,
+        arenas: &Arenas,
+        aggregator: &dyn Aggregator,
+    ) {
+        let Contribution { member, codec, payload } = *contribution;
+        let sum = &mut self.merge[slot.range()];
+        match (fold, &mut self.accumulation) {
+            (Fold::Drop, _) => {}
+            (Fold::Park, Accumulation::InMemberOrder { parked }) => {
+                // What lies in an arena waits there.
+                if let Payload::Here(wire) = payload {
+                    aggregator.assign(&mut parked[member as usize - 1][slot.range()], wire, codec);
+                }
+            }
+            (Fold::Park, _) => unreachable!("only sums in the order of members park contributions"),
+            (Fold::Sum { first, parked: due }, Accumulation::InMemberOrder { parked }) => {
+                match payload {
+                    Payload::Here(wire) if *first => aggregator.assign(sum, wire, codec),
+                    Payload::Here(wire) => aggregator.add(sum, wire, codec),
+                    Payload::InArena => add_from_arena(arenas, member, aggregator, slot, sum, *first),
+                }
+                for member in due.clone() {
+                    match arenas.has(member) {
+                        true => add_from_arena(arenas, member, aggregator, slot, sum, false),
+                        false => aggregator.add_f32(sum, &parked[member as usize - 1][slot.range()]),
+                    }
+                }
+            }
+            (Fold::Sum { .. }, accumulation) => match (payload, accumulation) {
+                (Payload::Here(wire), _) => match std::mem::replace(&mut self.has_part[index as usize], true)
+                {
+                    false => aggregator.assign(sum, wire, codec),
+                    true => aggregator.add(sum, wire, codec),
+                },
+                (Payload::InArena, Accumulation::OnArrivalFromArenas) => {
+                    let first = !std::mem::replace(&mut self.has_part[index as usize], true);
+                    add_from_arena(arenas, member, aggregator, slot, sum, first);
+                }
+                (Payload::InArena, _) => {}
+            },
+        }
+    }
+
+    /// Finds the contributions that still lie in arenas, of the step that a contribution of `last` completes.
+    pub(super) fn find_sources(&self, arenas: &mut Arenas, slot: &Slot, last: u32) {
+        match self.accumulation {
+            Accumulation::OnArrival => arenas.find_sources(&slot.extent(), None),
+            Accumulation::EachAlone => arenas.find_sources(&slot.extent(), Some(last)),
+            Accumulation::OnArrivalFromArenas | Accumulation::InMemberOrder { .. } => {
+                arenas.find_no_sources()
+            }
+        }
+    }
+
+    /// Completes a sum with the contributions that still lie in arenas.
+    pub(super) fn gather(
+        &mut self,
+        index: u32,
+        slot: Slot,
+        last: u32,
+        arenas: &mut Arenas,
+        aggregator: &dyn Aggregator,
+    ) {
+        let adds = std::mem::replace(&mut self.has_part[index as usize], true);
+        self.find_sources(arenas, &slot, last);
+        for block in slot.blocks(BLOCK_ELEMENTS) {
+            let sum = &mut self.merge[slot.offset + block.start..slot.offset + block.end];
+            arenas.gather(aggregator, slot.gradient, block.start, sum, adds);
+        }
+    }
+
+    /// Ends the step under way. Returns whether `merge` has a part of its sum; the rest lies in arenas.
+    pub(super) fn end_step(&mut self, index: u32) -> bool {
+        let has_part = std::mem::take(&mut self.has_part[index as usize]);
+        has_part || matches!(self.accumulation, Accumulation::InMemberOrder { .. })
+    }
+
+    /// Notes that the sum was made at its place.
+    pub(super) fn is_made(&mut self, index: u32) {
+        self.has_part[index as usize] = true;
+    }
+
+    /// A part of the sums under way.
+    pub(super) fn part(&self, range: Range<usize>) -> &[f32] {
+        &self.merge[range]
+    }
+
+    /// A part of the sums under way, to be written.
+    pub(super) fn part_mut(&mut self, range: Range<usize>) -> &mut [f32] {
+        &mut self.merge[range]
+    }
+
+    /// Whether the sums of the last updates are kept for sites below.
+    pub(super) fn keeps_totals(&self) -> bool {
+        !self.totals.is_empty()
+    }
+
+    /// Keeps the sum of a step that is about to end for the sites below. The previous sum has left to all of
+    /// them: without their next contributions, this sum would not be complete.
+    pub(super) fn keep_total(&mut self, slot: Slot) {
+        if self.keeps_totals() {
+            self.totals[slot.range()].copy_from_slice(&self.merge[slot.range()]);
+        }
+    }
+
+    /// The sum of a chunk's last update.
+    pub(super) fn total(&self, slot: Slot) -> &[f32] {
+        &self.totals[slot.range()]
+    }
+
+    /// Calls `each` for its arrays.
+    pub(super) fn each_array(&mut self, each: &mut dyn FnMut(&mut dyn Pages)) {
+        each(&mut self.merge);
+        each(&mut self.totals);
+        if let Accumulation::InMemberOrder { parked } = &mut self.accumulation {
+            parked.iter_mut().for_each(|array| each(array));
+        }
+    }
+}
+
+/// Adds the contribution in the arena of `rank` to `sum`, or begins `sum` with it if it is the `first`.
+fn add_from_arena(
+    arenas: &Arenas,
+    rank: u32,
+    aggregator: &dyn Aggregator,
+    slot: Slot,
+    sum: &mut [f32],
+    first: bool,
+) {
+    let place = arenas.gradient_place(rank, &slot.extent());
+    read_blocks(arenas, rank, place, slot, slot.gradient, |block, wire| match first {
+        true => aggregator.assign(&mut sum[block], wire, slot.gradient),
+        false => aggregator.add(&mut sum[block], wire, slot.gradient),
+    });
+}

@@ -1,0 +1,73 @@
+//! When the sum of a step becomes an update.
+
+use std::time::Instant;
+
+use crate::core::deadlines::Deadlines;
+use crate::core::layout::Layout;
+use crate::core::plan::ShardPlan;
+
+/// When a step of a chunk ends. It is fixed at InitService. Consistency is the exchange's matter, and so is the
+/// detour of sums through sites above.
+pub(super) enum UpdateTiming {
+    /// With the last contribution that the exchange waits for.
+    WhenComplete,
+    /// When rank 0 releases the step, which it does when it knows the norm of all chunks' gradients.
+    OnRelease(HeldStep),
+    /// With enough contributions, without those that are late.
+    WithQuorum(LateRanks),
+}
+
+/// What is kept of a step whose complete chunks wait for their release.
+pub(super) struct HeldStep {
+    /// For each held slot: the sum of the squares of its mean gradient.
+    pub(super) squares: Vec<f64>,
+    /// The factor for the mean gradient of the step that is being released.
+    pub(super) factor: f32,
+}
+
+/// What is kept of steps that end without late ranks.
+pub(super) struct LateRanks {
+    pub(super) deadlines: Deadlines,
+    /// For each rank: how many updates must have left it out before the next report.
+    pub(super) report_from: Vec<u64>,
+}
+
+impl UpdateTiming {
+    pub(super) fn new(plan: &ShardPlan, layout: &Layout, now: Instant) -> UpdateTiming {
+        let slots = layout.slots.len();
+        if layout.rules.two_phase {
+            return UpdateTiming::OnRelease(HeldStep { squares: vec![0.0; slots], factor: 1.0 });
+        }
+        if plan.stragglers.leaves_out() {
+            return UpdateTiming::WithQuorum(LateRanks {
+                deadlines: Deadlines::new(plan.stragglers, slots, now),
+                report_from: vec![slots as u64; plan.ports.workers() as usize],
+            });
+        }
+        UpdateTiming::WhenComplete
+    }
+
+    /// The factor for the mean gradient of the step that ends.
+    pub(super) fn factor(&self) -> f32 {
+        match self {
+            UpdateTiming::OnRelease(held) => held.factor,
+            UpdateTiming::WhenComplete | UpdateTiming::WithQuorum(_) => 1.0,
+        }
+    }
+
+    /// What is kept of late ranks, in a job that leaves them out.
+    pub(super) fn late_ranks(&self) -> Option<&LateRanks> {
+        match self {
+            UpdateTiming::WithQuorum(late) => Some(late),
+            UpdateTiming::WhenComplete | UpdateTiming::OnRelease(_) => None,
+        }
+    }
+
+    /// As [`late_ranks`](Self::late_ranks).
+    pub(super) fn late_ranks_mut(&mut self) -> Option<&mut LateRanks> {
+        match self {
+            UpdateTiming::WithQuorum(late) => Some(late),
+            UpdateTiming::WhenComplete | UpdateTiming::OnRelease(_) => None,
+        }
+    }
+}

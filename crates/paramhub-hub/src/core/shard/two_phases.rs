@@ -1,0 +1,63 @@
+//! Steps in two phases: complete chunks are held until rank 0, which gets the norm of all gradients, releases
+//! their step.
+
+use paramhub_core::wire::{Norm, Release};
+use paramhub_kernels::mean_factor;
+use paramhub_kernels::squares::squares;
+
+use super::Shard;
+use super::timing::UpdateTiming;
+use crate::core::fault::Fault;
+use crate::core::layout::{BLOCK_ELEMENTS, Slot};
+
+impl Shard {
+    /// Adds a sum's part of the norm; with the last chunk of the step, sends the norm to all ranks.
+    pub(super) fn hold(&mut self, index: u32, slot: Slot) {
+        let UpdateTiming::OnRelease(held) = &mut self.timing else {
+            unreachable!("chunks are held in two phases only")
+        };
+        let factor = mean_factor(self.plan.workers());
+        let blocks = slot.blocks(BLOCK_ELEMENTS);
+        let total = blocks
+            .map(|block| squares(self.sums.part(slot.offset + block.start..slot.offset + block.end), factor));
+        held.squares[index as usize] = total.sum();
+        if let Some(step) = self.exchange.held_step() {
+            // The norm is added up in the order of slots, whatever the order of arrival.
+            let norm = Norm(held.squares.iter().sum());
+            for (outbox, port) in self.outboxes.iter_mut().zip(0..) {
+                outbox.send_norm(step, norm);
+                self.dirty.insert(port);
+            }
+        }
+    }
+
+    /// Takes rank 0's release of a step, with the factor for its mean gradient.
+    pub(super) fn release(&mut self, port: u32, step: u32, payload: &[u8]) -> Result<(), Fault> {
+        let short = || Fault::Frame(format!("a Release of {} bytes, not {}", payload.len(), Release::BYTES));
+        let Release(factor) = Release::decode(payload).ok_or_else(short)?;
+        self.exchange.release(port, step).map_err(Fault::Release)?;
+        if let UpdateTiming::OnRelease(held) = &mut self.timing {
+            held.factor = factor;
+        }
+        Ok(())
+    }
+
+    /// Whether chunks of a released step wait for [`Shard::update_released`].
+    pub(crate) fn is_releasing(&self) -> bool {
+        self.exchange.is_releasing()
+    }
+
+    /// Updates the next chunks of a released step, about `elements` elements.
+    pub(crate) fn update_released(&mut self, elements: usize) {
+        let mut done = 0;
+        while done < elements
+            && let Some((index, update)) = self.exchange.release_next()
+        {
+            let slot = self.slots[index as usize];
+            // The sum was complete when the chunk was held.
+            self.arenas.find_no_sources();
+            self.optimise(index, slot, update);
+            done += slot.elements as usize;
+        }
+    }
+}

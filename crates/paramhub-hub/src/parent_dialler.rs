@@ -1,0 +1,128 @@
+//! Opens a job's streams to the sites above: dials their hubs as workers do, and passes each stream to the
+//! core whose sums it carries.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::auth::{Incarnation, Namespace, Nonce};
+use paramhub_core::composition::{Composed, SiteId};
+use paramhub_core::placement::RouteId;
+use paramhub_core::wire::{Caller, Hello, Verdict};
+use paramhub_transport::socket::{dial, greet};
+
+use crate::core::{CoreCommand, CoreHandle, Ports, Side};
+
+/// One stream to open.
+#[derive(Clone, Debug)]
+pub(crate) struct ParentStream {
+    route: RouteId,
+    port: u32,
+    site: SiteId,
+    /// The address of the hub's interface there, as `host:port`.
+    address: String,
+    interface: u16,
+    core: u16,
+}
+
+impl ParentStream {
+    /// The streams for the ports of a hub's routes.
+    pub(crate) fn of<'a>(
+        routes: impl Iterator<Item = (RouteId, &'a Ports)>,
+        composed: &Composed,
+    ) -> Vec<ParentStream> {
+        let mut above = Vec::new();
+        for (route, ports) in routes {
+            for (port, there) in ports.to_sites().filter(|(_, port)| port.side == Side::Above) {
+                let at = composed.placements[usize::from(there.site)].routes()[usize::from(there.route)];
+                let hub = &composed.composition.sites[usize::from(there.site)].hubs[usize::from(at.hub)];
+                let address = hub.interfaces[usize::from(at.interface)].address.clone();
+                let (interface, core) = (at.interface, at.core);
+                above.push(ParentStream { route, port, site: there.site, address, interface, core });
+            }
+        }
+        above
+    }
+}
+
+/// What it takes to open them.
+pub(crate) struct ParentDialler {
+    pub(crate) namespace: Namespace,
+    pub(crate) nonce: Nonce,
+    pub(crate) site: SiteId,
+    pub(crate) composed: Arc<Composed>,
+    pub(crate) state_slots: u8,
+    /// The deadline for all of them together.
+    pub(crate) deadline: Instant,
+    /// The core of each of this hub's routes.
+    pub(crate) cores: HashMap<RouteId, CoreHandle>,
+}
+
+impl ParentDialler {
+    /// Opens all streams, or returns which one cannot be opened.
+    pub(crate) fn dial_all(&self, above: &[ParentStream]) -> Result<(), String> {
+        for stream in above {
+            let opened = self.open(stream).map_err(|reason| {
+                let name = self.composed.composition.name(stream.site);
+                format!("{name} cannot be reached at {} to bring sums there: {reason}", stream.address)
+            });
+            let (namespace, route, port) = (self.namespace, stream.route, stream.port);
+            let socket = opened?.into();
+            self.cores[&stream.route].send(CoreCommand::Adopt {
+                namespace,
+                route,
+                port,
+                socket,
+                memory: None,
+                resumed_by: None,
+            });
+        }
+        Ok(())
+    }
+
+    fn open(&self, above: &ParentStream) -> Result<TcpStream, String> {
+        let mut socket = self.dial(&above.address).map_err(|error| error.to_string())?;
+        let mut challenge = [0; 32];
+        getrandom::fill(&mut challenge).map_err(|error| error.to_string())?;
+        let hello = Hello {
+            caller: Caller::Hub { site: self.site, route: above.route },
+            interface: above.interface,
+            core: above.core,
+            namespace: self.namespace,
+            incarnation: Incarnation([0; 16]),
+            placement: *self.composed.hash().as_bytes(),
+            challenge,
+        };
+        let (expected, verdict) =
+            greet(&mut socket, &self.nonce, &hello, self.deadline).map_err(|error| error.to_string())?;
+        match Verdict::decode(&verdict) {
+            Ok(Verdict::Welcome { proof, .. }) if !proof.matches(&expected) => {
+                Err("it does not know the job's nonce: something else than the job's hub answers there"
+                    .into())
+            }
+            Ok(Verdict::Welcome { state_slots, .. }) if state_slots != self.state_slots => Err(format!(
+                "its optimizer keeps {state_slots} values of state a parameter, this hub's {}: register the same one \
+                 at all hubs",
+                self.state_slots
+            )),
+            Ok(Verdict::Welcome { .. }) => Ok(socket),
+            Ok(Verdict::Refused { message, .. }) => Err(message),
+            Err(error) => Err(format!("it does not answer like a paramhub hub: {error}")),
+        }
+    }
+
+    /// Tries every address of the name.
+    fn dial(&self, address: &str) -> io::Result<TcpStream> {
+        let mut refused = io::Error::new(io::ErrorKind::NotFound, "its name stands for no address");
+        for address in address.to_socket_addrs()? {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            match dial(address, left.max(Duration::from_millis(1))) {
+                Ok(socket) => return Ok(socket),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
+    }
+}

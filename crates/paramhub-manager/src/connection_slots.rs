@@ -1,0 +1,405 @@
+//! Who may hold a connection to the manager: each connection has a slot, by what its caller has proved.
+//!
+//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted for a newer one. A
+//! caller who proves something, a token or a job's nonce, gets a slot of its kind, which no unauthenticated connection can take.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use paramhub_core::auth::Namespace;
+use paramhub_core::service::ErrorCode;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::error::Refusal;
+
+/// Slots of one hub: a poll, a report, and connections that broke without the manager's knowledge.
+const HUB_SLOTS: usize = 8;
+/// Slots of operators who showed the admin token.
+const OPERATOR_SLOTS: usize = 256;
+/// Slots of a job beyond two for each rank.
+const JOB_SPARE: usize = 8;
+/// The most bytes that all unauthenticated callers together may have in the manager: received ones that it
+/// keeps, and answers that it has yet to send.
+const UNAUTHENTICATED_BYTES_MAX: usize = 4 << 20;
+/// The least age of an unauthenticated connection that is evicted. The request of a younger one may be on its
+/// way.
+const MIN_AGE: Duration = Duration::from_millis(50);
+/// The least time between two log lines about evictions.
+const EVICTION_WARNING_INTERVAL: Duration = Duration::from_secs(60);
+
+/// All slots.
+pub(crate) struct ConnectionSlots {
+    unauthenticated_max: usize,
+    ranks_max: usize,
+    state: Mutex<SlotsState>,
+}
+
+/// How many connections of each kind there are, for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ConnectionCounts {
+    pub(crate) unauthenticated: usize,
+    pub(crate) hubs: usize,
+    pub(crate) ranks: usize,
+    pub(crate) operators: usize,
+    /// Evictions since the manager started.
+    pub(crate) evictions: u64,
+}
+
+/// The identity that a caller has proved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum CallerKind {
+    Operator,
+    Hub(u32),
+    /// A rank of this job.
+    Rank(Namespace),
+}
+
+/// One connection's slot, for as long as it lives.
+pub(crate) struct ConnectionSlot {
+    slots: Arc<ConnectionSlots>,
+    number: u64,
+    /// The kind as which the connection is counted, once its caller has proved something.
+    kind: Mutex<Option<CallerKind>>,
+    proven: AtomicBool,
+    answering: AtomicBool,
+    evicted: Arc<Notify>,
+}
+
+#[derive(Default)]
+struct SlotsState {
+    next: u64,
+    /// Connections by number, so that the oldest comes first.
+    unauthenticated: BTreeMap<u64, UnauthenticatedConnection>,
+    by_peer: HashMap<IpAddr, BTreeSet<u64>>,
+    bytes: usize,
+    /// Each kind's connections, the oldest first.
+    proven: HashMap<CallerKind, BTreeMap<u64, Arc<Notify>>>,
+    /// The slots reserved for each job whose ranks gather.
+    reserved: HashMap<Namespace, usize>,
+    evictions: u64,
+    last_warning: Option<(Instant, u64)>,
+}
+
+struct UnauthenticatedConnection {
+    peer: IpAddr,
+    since: Instant,
+    bytes: usize,
+    /// Whether its request is complete and being answered. It is not evicted then.
+    busy: bool,
+    evicted: Arc<Notify>,
+}
+
+impl ConnectionSlots {
+    pub(crate) fn new(unauthenticated_max: usize, ranks_max: usize) -> Arc<Self> {
+        Arc::new(ConnectionSlots { unauthenticated_max, ranks_max, state: Mutex::default() })
+    }
+
+    /// An unauthenticated slot for a connection that was just accepted.
+    pub(crate) fn accept(self: &Arc<Self>, peer: IpAddr) -> ConnectionSlot {
+        let peer = counted_as(peer);
+        let evicted = Arc::new(Notify::new());
+        let mut state = self.lock();
+        let number = state.next;
+        state.next += 1;
+        let since = Instant::now();
+        state.by_peer.entry(peer).or_default().insert(number);
+        state.unauthenticated.insert(
+            number,
+            UnauthenticatedConnection { peer, since, bytes: 0, busy: false, evicted: evicted.clone() },
+        );
+        ConnectionSlot {
+            slots: self.clone(),
+            number,
+            kind: Mutex::new(None),
+            proven: AtomicBool::new(false),
+            answering: AtomicBool::new(false),
+            evicted,
+        }
+    }
+
+    /// Evicts unauthenticated connections, each the oldest of the address with the most of them, until there
+    /// are no more than slots. False if all that are left are too young or being answered.
+    pub(crate) fn evict_excess(&self) -> bool {
+        let mut state = self.lock();
+        let now = Instant::now();
+        while state.unauthenticated.len() > self.unauthenticated_max {
+            if !state.evict_oldest(now) {
+                return false;
+            }
+            state.warn_of_evictions(self.unauthenticated_max, now);
+        }
+        true
+    }
+
+    /// Evicts one unauthenticated connection of any age, because the system has no descriptor left. False if
+    /// there is none.
+    pub(crate) fn evict_one(&self) -> bool {
+        let mut state = self.lock();
+        let distant = Instant::now() + MIN_AGE;
+        state.evict_oldest(distant)
+    }
+
+    pub(crate) fn counts(&self) -> ConnectionCounts {
+        let state = self.lock();
+        let mut counts = ConnectionCounts {
+            unauthenticated: state.unauthenticated.len(),
+            evictions: state.evictions,
+            ..ConnectionCounts::default()
+        };
+        for (kind, slots) in &state.proven {
+            match kind {
+                CallerKind::Operator => counts.operators += slots.len(),
+                CallerKind::Hub(_) => counts.hubs += slots.len(),
+                CallerKind::Rank(_) => counts.ranks += slots.len(),
+            }
+        }
+        counts
+    }
+
+    /// Whether no connection is left.
+    pub(crate) fn are_empty(&self) -> bool {
+        let state = self.lock();
+        state.unauthenticated.is_empty() && state.proven.is_empty()
+    }
+
+    /// A panic under the lock leaves no half-made change, so a poisoned lock is taken all the same.
+    fn lock(&self) -> MutexGuard<'_, SlotsState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ConnectionSlot {
+    /// Gives a caller who showed the admin token an operator slot.
+    pub(crate) fn prove_operator(&self) -> Result<(), Refusal> {
+        self.prove(CallerKind::Operator, |state| {
+            if state.count(CallerKind::Operator) < OPERATOR_SLOTS {
+                return Ok(());
+            }
+            Err(busy(format!("{OPERATOR_SLOTS} operators' calls are being answered: try again")))
+        })
+    }
+
+    /// Gives a hub that showed its token one of its slots. If all are taken, the hub's oldest connection is
+    /// evicted.
+    pub(crate) fn prove_hub(&self, hub: u32) -> Result<(), Refusal> {
+        self.prove(CallerKind::Hub(hub), |state| {
+            state.keep_newest(CallerKind::Hub(hub), HUB_SLOTS - 1);
+            Ok(())
+        })
+    }
+
+    /// Gives a rank that proved its job's nonce one of the job's slots. If all are taken, the job's oldest
+    /// connection is evicted. The ranks of a job that `gathers` wait for one another, so a slot is reserved
+    /// for each of its `workers`, or the job is refused.
+    pub(crate) fn prove_rank(&self, job: Namespace, workers: u32, gathers: bool) -> Result<(), Refusal> {
+        let (workers, ranks_max) = (workers as usize, self.slots.ranks_max);
+        self.prove(CallerKind::Rank(job), |state| {
+            if gathers && !state.reserved.contains_key(&job) {
+                let reserved: usize = state.reserved.values().sum();
+                if workers > ranks_max {
+                    return Err(busy(format!(
+                        "the {workers} ranks of this job wait for one another at the connection manager, which has places for \
+                         {ranks_max}: raise its limit of open files (ulimit -n, or LimitNOFILE= of its systemd unit)"
+                    )));
+                }
+                if reserved + workers > ranks_max {
+                    return Err(busy(format!(
+                        "jobs with {reserved} ranks wait at the connection manager, which has places for {ranks_max}: the \
+                         {workers} of this job can come when others have begun"
+                    )));
+                }
+                state.reserved.insert(job, workers);
+            }
+            state.keep_newest(CallerKind::Rank(job), 2 * workers + JOB_SPARE - 1);
+            Ok(())
+        })
+    }
+
+    /// Counts bytes that are kept for an unauthenticated connection. If all unauthenticated connections
+    /// together have too many, the other connection with the most is evicted.
+    pub(crate) fn count_bytes(&self, bytes: usize) -> Result<(), Refusal> {
+        if self.is_proven() {
+            return Ok(());
+        }
+        let mut state = self.slots.lock();
+        let Some(me) = state.unauthenticated.get_mut(&self.number) else {
+            return if self.is_proven() { Ok(()) } else { Err(evicted_refusal()) };
+        };
+        me.bytes += bytes;
+        state.bytes += bytes;
+        while state.bytes > UNAUTHENTICATED_BYTES_MAX {
+            let others = state.unauthenticated.iter().filter(|(number, _)| **number != self.number);
+            let holders = others.filter(|(_, connection)| connection.bytes > 0 && !connection.busy);
+            let Some((&most, _)) = holders.max_by_key(|(_, connection)| connection.bytes) else { break };
+            state.evict(most);
+        }
+        // A single connection may have as many as a request or an answer is long.
+        Ok(())
+    }
+
+    /// Marks the request as complete: the connection is not evicted while the manager works on it.
+    pub(crate) fn complete(&self) {
+        self.set_busy(true);
+    }
+
+    /// Marks the answer as being sent. An unauthenticated connection that does not take it may be evicted
+    /// again.
+    pub(crate) fn answer(&self, bytes: usize) {
+        self.answering.store(true, Ordering::Release);
+        self.set_busy(false);
+        // A connection that has been evicted meanwhile ends in any case.
+        let _ = self.count_bytes(bytes);
+    }
+
+    /// Whether the caller has proved anything.
+    pub(crate) fn is_proven(&self) -> bool {
+        self.proven.load(Ordering::Acquire)
+    }
+
+    /// Whether bytes of an answer may have been sent.
+    pub(crate) fn is_answering(&self) -> bool {
+        self.answering.load(Ordering::Acquire)
+    }
+
+    /// Returns when the connection is evicted.
+    pub(crate) async fn evicted(&self) {
+        self.evicted.notified().await;
+    }
+
+    fn set_busy(&self, busy: bool) {
+        if let Some(me) = self.slots.lock().unauthenticated.get_mut(&self.number) {
+            me.busy = busy;
+        }
+    }
+
+    fn prove(
+        &self,
+        kind: CallerKind,
+        admit: impl FnOnce(&mut SlotsState) -> Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        let mut mine = self.kind.lock().unwrap_or_else(PoisonError::into_inner);
+        if mine.is_some() {
+            return Ok(());
+        }
+        let mut state = self.slots.lock();
+        if !state.unauthenticated.contains_key(&self.number) {
+            return Err(evicted_refusal());
+        }
+        admit(&mut state)?;
+        state.remove_unauthenticated(self.number);
+        state.proven.entry(kind).or_default().insert(self.number, self.evicted.clone());
+        *mine = Some(kind);
+        self.proven.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for ConnectionSlot {
+    fn drop(&mut self) {
+        let kind = self.kind.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let mut state = self.slots.lock();
+        let Some(kind) = kind else {
+            state.remove_unauthenticated(self.number);
+            return;
+        };
+        let Some(slots) = state.proven.get_mut(&kind) else { return };
+        slots.remove(&self.number);
+        if slots.is_empty() {
+            state.proven.remove(&kind);
+            if let CallerKind::Rank(job) = kind {
+                state.reserved.remove(&job);
+            }
+        }
+    }
+}
+
+impl SlotsState {
+    fn count(&self, kind: CallerKind) -> usize {
+        self.proven.get(&kind).map_or(0, BTreeMap::len)
+    }
+
+    fn keep_newest(&mut self, kind: CallerKind, most: usize) {
+        let Some(slots) = self.proven.get_mut(&kind) else { return };
+        while slots.len() > most {
+            let Some((_, evicted)) = slots.pop_first() else { return };
+            evicted.notify_one();
+        }
+    }
+
+    fn evict_oldest(&mut self, now: Instant) -> bool {
+        let ready = |number: &&u64| {
+            let connection = &self.unauthenticated[*number];
+            !connection.busy && now.saturating_duration_since(connection.since) >= MIN_AGE
+        };
+        let oldest = self.by_peer.values().filter_map(|numbers| {
+            let oldest = *numbers.iter().find(ready)?;
+            Some((numbers.len(), std::cmp::Reverse(oldest)))
+        });
+        let Some((_, std::cmp::Reverse(oldest))) = oldest.max() else { return false };
+        self.evict(oldest);
+        true
+    }
+
+    fn evict(&mut self, number: u64) {
+        if let Some(connection) = self.remove_unauthenticated(number) {
+            self.evictions += 1;
+            connection.evicted.notify_one();
+        }
+    }
+
+    fn remove_unauthenticated(&mut self, number: u64) -> Option<UnauthenticatedConnection> {
+        let connection = self.unauthenticated.remove(&number)?;
+        self.bytes -= connection.bytes;
+        if let Some(numbers) = self.by_peer.get_mut(&connection.peer) {
+            numbers.remove(&number);
+            if numbers.is_empty() {
+                self.by_peer.remove(&connection.peer);
+            }
+        }
+        Some(connection)
+    }
+
+    /// Logs that unauthenticated connections are evicted: at the first one, and then now and then.
+    fn warn_of_evictions(&mut self, unauthenticated_max: usize, now: Instant) {
+        let counted = match self.last_warning {
+            Some((at, _)) if now.saturating_duration_since(at) < EVICTION_WARNING_INTERVAL => return,
+            Some((_, counted)) => counted,
+            None => 0,
+        };
+        self.last_warning = Some((now, self.evictions));
+        let most = self.by_peer.iter().max_by_key(|(_, numbers)| numbers.len());
+        let Some((peer, numbers)) = most else { return };
+        tracing::warn!(
+            "all {unauthenticated_max} places for callers who have proved nothing are taken, {} of them by {peer}: {} such \
+             callers were turned away to make room for newer ones; hubs, jobs and operators with a token are not affected",
+            numbers.len(),
+            self.evictions - counted
+        );
+    }
+}
+
+/// The refusal of a call that finds no slot. It has had no effect, so the caller may try again.
+pub(crate) fn busy(message: String) -> Refusal {
+    Refusal::with_status(StatusCode::SERVICE_UNAVAILABLE, ErrorCode::Internal, message)
+}
+
+fn evicted_refusal() -> Refusal {
+    busy("this call had to make room for others at the connection manager: try again".into())
+}
+
+/// The address by which one caller is counted. For IPv6 that is the network, for a host there can have any
+/// number of addresses.
+fn counted_as(peer: IpAddr) -> IpAddr {
+    match peer.to_canonical() {
+        IpAddr::V4(address) => IpAddr::V4(address),
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,135 @@
+use super::*;
+use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::checkpoint::Resume;
+use paramhub_core::combinations::Caller;
+use paramhub_core::composition::{OptimizeAt, Place, Reduction};
+use paramhub_core::membership::{Job, MembershipLimits};
+use paramhub_core::placement::{HubShape, InterfaceShape};
+use paramhub_core::service::{
+    CauseKind, ConnectService, HubEvent, HubReport, JobEnd, JobOptions, JobState, OnInterfaceDown,
+    RegisterHub, StopWhen,
+};
+use paramhub_core::stragglers::Stragglers;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tracing::span::{Attributes, Id, Record as Values};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// The levels of all log lines.
+#[derive(Clone, Default)]
+struct Levels(Arc<Mutex<Vec<Level>>>);
+
+impl Subscriber for Levels {
+    fn enabled(&self, _: &Metadata) -> bool {
+        true
+    }
+    fn new_span(&self, _: &Attributes) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Values) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, event: &Event) {
+        self.0.lock().unwrap().push(*event.metadata().level());
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+fn empty_membership() -> Membership {
+    let hub_timeout = Duration::from_secs(10);
+    let limits = MembershipLimits { hub_timeout, living_jobs_max: 8, ended_jobs_max: 8, core_rate: None };
+    Membership::new(Vec::new(), limits, Nonce([9; 32]), now())
+}
+
+/// The levels of what is logged when this happens to a job that a hub serves.
+fn logged(happens: impl FnOnce(&mut Membership, u32, Namespace)) -> Vec<Level> {
+    let mut state = ManagerState::new(empty_membership());
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    let shape = HubShape { interfaces: vec![interface], local: None };
+    let place = Place::default();
+    let offer = RegisterHub { shape, place, machine: String::new(), keeps_checkpoints: None };
+    let hub = state.membership.register_hub(offer, "token".into(), now()).unwrap();
+    let namespace = Namespace([1; 16]);
+    let request = CreateService { name: "x".into(), workers: 1, options: JobOptions::default() };
+    state.membership.admit(Job::new(0, request, namespace, Nonce([2; 32]), now()));
+    let call = ConnectService {
+        rank: 0,
+        incarnation: Incarnation([1; 16]),
+        proof: Proof([0; 32]),
+        host: String::new(),
+        process: 1,
+        place: Place::default(),
+        peer_address: None,
+    };
+    state.membership.connect(namespace, &call, now()).unwrap();
+    state.carry_out();
+    let levels = Levels::default();
+    tracing::subscriber::with_default(levels.clone(), || {
+        happens(&mut state.membership, hub, namespace);
+        state.carry_out();
+    });
+    assert_eq!(state.membership.job(namespace).unwrap().state(), JobState::Failed);
+    levels.0.lock().unwrap().clone()
+}
+
+#[test]
+fn a_failure_that_a_hub_reports_and_has_warned_of_is_no_second_warning() {
+    let report = |event: fn(Namespace) -> HubEvent| {
+        logged(|state, hub, namespace| {
+            let events = vec![event(namespace)];
+            let report = HubReport { events, ..HubReport::default() };
+            state.report(hub, Some("token"), report, now()).unwrap();
+        })
+    };
+    let refused = |namespace| HubEvent::Refused { namespace, reason: "it is full".into() };
+    let ended =
+        |namespace| HubEvent::Ended(JobEnd::failed(namespace, "rank 0 was lost".into(), CauseKind::PeerLost));
+    assert_eq!(report(refused), [Level::INFO]);
+    assert_eq!(report(ended), [Level::INFO]);
+    // Only the manager logs its own decisions.
+    let early = |namespace| HubEvent::Ended(JobEnd::finished(namespace));
+    assert_eq!(report(early), [Level::WARN]);
+    let stopped = logged(|state, _, namespace| {
+        let name = namespace.to_string();
+        state.stop(&name, "stopped".into(), StopWhen::Now, now()).unwrap();
+    });
+    assert_eq!(stopped, [Level::WARN]);
+}
+
+#[test]
+fn options_that_do_not_combine_are_refused_with_every_reason_of_the_table() {
+    let mut membership = empty_membership();
+    let interface = InterfaceShape { address: "127.0.0.1:1".into(), cores: vec![0], weight: 1 };
+    let shape = HubShape { interfaces: vec![interface], local: None };
+    let keeps_none = RegisterHub {
+        shape,
+        place: Place::default(),
+        machine: String::new(),
+        keeps_checkpoints: Some(false),
+    };
+    membership.register_hub(keeps_none, "token".into(), now()).unwrap();
+    let refusal = |options| {
+        let request = CreateService { name: "x".into(), workers: 4, options };
+        check_request(&request).and_then(|()| membership.check_checkpoints(&request)).err()
+    };
+    let usual = JobOptions::default();
+    assert_eq!(refusal(usual), None);
+    let continues = JobOptions { on_interface_down: OnInterfaceDown::Continue, ..usual };
+    let refused: Vec<String> = [
+        JobOptions { optimize_at: OptimizeAt::Owner, reduction: Reduction::Flat, ..usual },
+        JobOptions { stragglers: Stragglers::Backup(1), ..continues },
+        JobOptions { hubs: Some(0), weight: 2, ..usual },
+        JobOptions { resume: Some(Resume::Latest), ..usual },
+    ]
+    .map(|options| refusal(options).expect("these do not combine").to_string())
+    .into();
+    for rule in Caller::CreateService.rules() {
+        let shown = format!("{}; {}", rule.why, rule.remedy);
+        assert!(refused.iter().any(|message| message.ends_with(&shown)), "no example meets {rule:?}");
+    }
+    assert!(
+        refused[3].starts_with("job `x`: no hub that has joined keeps any checkpoints: "),
+        "{}",
+        refused[3]
+    );
+}

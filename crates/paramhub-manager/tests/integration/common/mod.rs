@@ -1,0 +1,312 @@
+//! A real manager on a loopback port, and real peers of its protocol over real sockets.
+#![allow(dead_code, reason = "each test file uses its share")]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use paramhub_control::{ControlError, ManagerClient};
+use paramhub_core::auth::{Incarnation, Namespace, Nonce, Purpose};
+use paramhub_core::chunk::ChunkMap;
+use paramhub_core::key::{Key, KeyTable};
+use paramhub_core::placement::{HubShape, InterfaceShape, Placement};
+use paramhub_core::scheme::Plan;
+use paramhub_core::service::{
+    CauseKind, ConnectService, CoreCounters, CreateService, ErrorCode, HubCommand, HubEvent, HubJobCounters,
+    HubRegistered, HubReport, InitService, JobCounters, JobEnd, JobOptions, JobPlan, LeaveService,
+    PollCommands, RegisterHub, ServiceConnected, ServiceInitialised, StopWhen,
+};
+use paramhub_core::settings::Settings;
+use paramhub_manager::{Manager, ManagerConfig, RunningManager};
+
+/// Far above what any wait in these tests should take, and far below a job's default timeout of 60 s.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) fn config() -> ManagerConfig {
+    ManagerConfig { listen: "127.0.0.1:0".parse().unwrap(), ..ManagerConfig::default() }
+}
+
+pub(crate) fn start(config: ManagerConfig) -> (RunningManager, ManagerClient) {
+    let manager = Manager::start(config).unwrap();
+    let client = ManagerClient::new(&manager.url(), None).unwrap();
+    (manager, client)
+}
+
+/// Waits until `holds`; fails the test if it never does.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < PATIENCE, "waited {PATIENCE:?} for this: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub(crate) fn shape() -> HubShape {
+    static NEXT_PORT: AtomicU16 = AtomicU16::new(1000);
+    let port = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
+    let interface = InterfaceShape { address: format!("127.0.0.1:{port}"), cores: vec![0, 1], weight: 1 };
+    HubShape { interfaces: vec![interface], local: None }
+}
+
+pub(crate) fn settings(elements: u64) -> Settings {
+    let keys = vec![Key::new("conv.weight", [elements, 3]), Key::new("conv.bias", [elements])];
+    Settings::new(KeyTable::new(keys).unwrap())
+}
+
+pub(crate) fn code<T: std::fmt::Debug>(result: &Result<T, ControlError>) -> ErrorCode {
+    match result {
+        Err(ControlError::Service(refusal)) => refusal.code,
+        other => panic!("expected a refusal, not {other:?}"),
+    }
+}
+
+pub(crate) fn message<T: std::fmt::Debug>(result: &Result<T, ControlError>) -> String {
+    match result {
+        Err(refused) => refused.to_string(),
+        Ok(value) => panic!("expected a refusal, not {value:?}"),
+    }
+}
+
+/// A created job, and its ranks' calls.
+#[derive(Clone)]
+pub(crate) struct Job {
+    pub(crate) client: ManagerClient,
+    pub(crate) name: String,
+    pub(crate) namespace: Namespace,
+    pub(crate) nonce: Nonce,
+}
+
+impl Job {
+    pub(crate) fn create(client: &ManagerClient, name: &str, workers: u32) -> Job {
+        Job::create_with(client, name, workers, JobOptions::default())
+    }
+
+    pub(crate) fn create_with(client: &ManagerClient, name: &str, workers: u32, options: JobOptions) -> Job {
+        let request = CreateService { name: name.into(), workers, options };
+        let created = client.create_service(&request).unwrap();
+        let (namespace, nonce) = (created.namespace, created.nonce);
+        Job { client: client.clone(), name: name.into(), namespace, nonce }
+    }
+
+    pub(crate) fn connect_request(&self, rank: u32, incarnation: Incarnation) -> ConnectService {
+        let proof = self.nonce.prove_rank(Purpose::Connect, self.namespace, rank, incarnation);
+        ConnectService {
+            rank,
+            incarnation,
+            proof,
+            host: "testhost".into(),
+            process: 1000 + rank,
+            place: Default::default(),
+            peer_address: None,
+        }
+    }
+
+    pub(crate) fn connect(&self, rank: u32) -> Result<ServiceConnected, ControlError> {
+        self.connect_as(rank, process(rank))
+    }
+
+    pub(crate) fn connect_as(
+        &self,
+        rank: u32,
+        incarnation: Incarnation,
+    ) -> Result<ServiceConnected, ControlError> {
+        let request = self.connect_request(rank, incarnation);
+        self.client.connect_service(self.namespace, &request, Duration::from_secs(60))
+    }
+
+    pub(crate) fn init(&self, rank: u32, settings: Settings) -> Result<ServiceInitialised, ControlError> {
+        let incarnation = process(rank);
+        let proof = self.nonce.prove_rank(Purpose::Init, self.namespace, rank, incarnation);
+        let request = InitService { rank, incarnation, proof, settings };
+        self.client.init_service(self.namespace, &request, Duration::from_secs(60))
+    }
+
+    pub(crate) fn leave(&self, rank: u32, reason: &str) -> Result<(), ControlError> {
+        self.leave_as(rank, reason, false)
+    }
+
+    pub(crate) fn finish(&self, rank: u32) -> Result<(), ControlError> {
+        self.leave_as(rank, "", true)
+    }
+
+    fn leave_as(&self, rank: u32, reason: &str, finished: bool) -> Result<(), ControlError> {
+        let incarnation = process(rank);
+        let proof = self.nonce.prove_rank(Purpose::Leave, self.namespace, rank, incarnation);
+        let request = LeaveService { rank, incarnation, proof, reason: reason.into(), finished };
+        self.client.leave_service(self.namespace, &request)
+    }
+
+    /// Runs `call` for every rank at once, and returns the answers in rank order.
+    pub(crate) fn all_ranks<T: Send + 'static>(
+        &self,
+        ranks: impl IntoIterator<Item = u32>,
+        call: impl Fn(&Job, u32) -> T + Send + Sync + Clone + 'static,
+    ) -> Vec<T> {
+        let threads: Vec<JoinHandle<T>> = ranks
+            .into_iter()
+            .map(|rank| {
+                let (job, call) = (self.clone(), call.clone());
+                std::thread::spawn(move || call(&job, rank))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    }
+
+    pub(crate) fn connected(&self) -> Vec<u32> {
+        self.client.job(&self.namespace.to_string()).unwrap().connected
+    }
+}
+
+/// The process that holds a rank in these tests.
+pub(crate) fn process(rank: u32) -> Incarnation {
+    Incarnation([rank as u8; 16])
+}
+
+/// What a [`Hub`] does when it is asked to allocate.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Manner {
+    Serve,
+    Refuse,
+    PlaceOtherwise,
+    /// Takes the command and does not answer.
+    Dawdle,
+}
+
+/// Speaks the hub's side of the protocol, without a data path.
+pub(crate) struct Hub {
+    pub(crate) registered: HubRegistered,
+    pub(crate) client: ManagerClient,
+    pub(crate) shape: HubShape,
+    quit: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Vec<HubCommand>>>,
+}
+
+impl Hub {
+    pub(crate) fn join(client: &ManagerClient, manner: Manner) -> Hub {
+        let shape = shape();
+        let registered = client
+            .register_hub(&RegisterHub {
+                shape: shape.clone(),
+                place: Default::default(),
+                machine: String::new(),
+                keeps_checkpoints: None,
+            })
+            .unwrap();
+        let quit = Arc::new(AtomicBool::new(false));
+        let thread = {
+            let (client, registered, quit) = (client.clone(), registered.clone(), quit.clone());
+            std::thread::spawn(move || serve(&client, &registered, &quit, manner))
+        };
+        Hub { registered, client: client.clone(), shape, quit, thread: Some(thread) }
+    }
+
+    pub(crate) fn report(&self, event: HubEvent) {
+        let report = HubReport { events: vec![event], ..HubReport::default() };
+        self.client.report(&self.registered, &report).unwrap();
+    }
+
+    pub(crate) fn finish(&self, job: &Job) {
+        self.report(HubEvent::Ended(JobEnd::finished(job.namespace)));
+    }
+
+    pub(crate) fn count(&self, job: &Job, counters: JobCounters) {
+        let report = HubReport {
+            cores: vec![CoreCounters { busy_ns: 1_500_000_000, idle_ns: 500_000_000 }; 2],
+            jobs: vec![HubJobCounters { namespace: job.namespace, counters, left_out: vec![5, 6] }],
+            ..HubReport::default()
+        };
+        self.client.report(&self.registered, &report).unwrap();
+    }
+
+    /// Falls silent. Returns the commands that it was given.
+    pub(crate) fn die(mut self) -> Vec<HubCommand> {
+        self.quit.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        self.quit.store(true, Ordering::Relaxed);
+    }
+}
+
+fn serve(
+    client: &ManagerClient,
+    registered: &HubRegistered,
+    quit: &AtomicBool,
+    manner: Manner,
+) -> Vec<HubCommand> {
+    let mut taken = Vec::new();
+    let mut acknowledged = 0;
+    while !quit.load(Ordering::Relaxed) {
+        let Ok(polled) = client.poll_commands(registered, &PollCommands { acknowledged, wait_s: 0.2 }) else {
+            return taken;
+        };
+        for numbered in polled.commands {
+            assert_eq!(numbered.sequence, acknowledged + 1, "commands are numbered without gaps");
+            acknowledged = numbered.sequence;
+            let event = match &numbered.command {
+                HubCommand::Allocate(plan) => allocate(plan, manner),
+                HubCommand::Link { .. } | HubCommand::Tell { .. } | HubCommand::Probe(_) => None,
+                HubCommand::Stop { namespace, when: StopWhen::WorkersEnding, .. } => {
+                    Some(HubEvent::Kept { namespace: *namespace })
+                }
+                // A hub that knows no other cause reports the one in the command, like a real one.
+                HubCommand::Stop { namespace, reason, .. } => {
+                    Some(HubEvent::Ended(JobEnd::failed(*namespace, reason.clone(), CauseKind::Hearsay)))
+                }
+            };
+            taken.push(numbered.command);
+            let events = event.into_iter().collect();
+            if client.report(registered, &HubReport { events, ..HubReport::default() }).is_err() {
+                return taken;
+            }
+        }
+    }
+    taken
+}
+
+fn allocate(plan: &JobPlan, manner: Manner) -> Option<HubEvent> {
+    let namespace = plan.namespace;
+    let placement_hash = match manner {
+        Manner::Serve => {
+            let map = ChunkMap::new(&plan.settings.keys, plan.settings.chunk_bytes).unwrap();
+            let settings = &plan.settings;
+            let spreads = Plan::new(settings, &plan.cluster).spreads(settings.keys.len());
+            let hubs = &plan.composition.sites[usize::from(plan.site)].hubs;
+            let placement = Placement::planned(&settings.keys, &map, hubs, &spreads).unwrap();
+            placement.hash().to_hex().to_string()
+        }
+        Manner::PlaceOtherwise => "0".repeat(64),
+        Manner::Refuse => {
+            let reason = "it needs 3 GB and 2 GB are free".into();
+            return Some(HubEvent::Refused { namespace, reason });
+        }
+        Manner::Dawdle => return None,
+    };
+    Some(HubEvent::Allocated { namespace, placement_hash, resumed_step: None })
+}
+
+/// Sends bytes to the manager and returns everything it answers until it closes the connection.
+pub(crate) fn raw(address: SocketAddr, bytes: &[u8]) -> String {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    // The manager may close before it has read everything.
+    let _ = stream.write_all(bytes);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// A request with this body, as bytes.
+pub(crate) fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
+    let length = body.len();
+    format!(
+        "{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+    .into_bytes()
+}

@@ -1,0 +1,12 @@
+//! A real manager on a loopback port, and real clients of its HTTP interface. What limits the whole process is
+//! in `full_disk.rs`, a program of its own.
+
+mod access;
+mod book;
+mod common;
+mod http;
+mod hubs;
+mod meeting;
+mod rendezvous;
+mod state;
+mod unauthenticated;

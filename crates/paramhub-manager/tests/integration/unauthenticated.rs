@@ -1,0 +1,246 @@
+//! Callers who prove nothing, many of them and of every kind, beside hubs, ranks and operators that need the
+//! manager.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::common::*;
+use paramhub_core::service::{ErrorCode, JobState, ServiceError};
+use paramhub_manager::ManagerConfig;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use socket2::{Domain, Socket, Type};
+
+const INIT: &str = "/v1/jobs/00000000000000000000000000000000/init";
+
+/// What strangers send: these bytes first, and then a byte now and then or none.
+#[derive(Clone)]
+struct Manner {
+    beginning: Vec<u8>,
+    drips: bool,
+}
+
+fn head(path: &str, length: usize) -> Vec<u8> {
+    format!(
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    )
+    .into_bytes()
+}
+
+fn manners() -> Vec<Manner> {
+    let manner = |beginning: &[u8], drips| Manner { beginning: beginning.to_vec(), drips };
+    let long_body = [head(INIT, 64 << 10), vec![b' '; 4000]].concat();
+    vec![
+        manner(b"", false),
+        manner(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n", false),
+        manner(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nx-", true),
+        manner(&head(INIT, 512 << 20), false),
+        manner(&head(INIT, 512 << 20), true),
+        manner(&head("/v1/jobs", 60_000), true),
+        manner(&long_body, true),
+    ]
+}
+
+/// Strangers that reconnect whenever they are turned away, until they are dropped.
+struct Strangers {
+    quit: Arc<AtomicBool>,
+    opened: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Strangers {
+    fn at(manager: SocketAddr, count: usize, addresses: u8) -> Strangers {
+        let (quit, opened) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let thread = std::thread::spawn({
+            let (quit, opened) = (quit.clone(), opened.clone());
+            move || {
+                let manners = manners();
+                let mut strangers: Vec<Option<Socket>> = (0..count).map(|_| None).collect();
+                while !quit.load(Ordering::Relaxed) {
+                    for (index, place) in strangers.iter_mut().enumerate() {
+                        let manner = &manners[index % manners.len()];
+                        let from = Ipv4Addr::new(127, 0, 7, 1 + (index % usize::from(addresses)) as u8);
+                        if place.as_ref().is_none_or(|stranger| is_gone(stranger, manner)) {
+                            *place = open(manager, from, manner);
+                            opened.fetch_add(1, Ordering::Relaxed);
+                        }
+                        if quit.load(Ordering::Relaxed) {
+                            return;
+                        }
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        });
+        let strangers = Strangers { quit, opened, thread: Some(thread) };
+        eventually("every stranger has called", || strangers.opened.load(Ordering::Relaxed) >= count);
+        strangers
+    }
+}
+
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        self.quit.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+fn open(manager: SocketAddr, from: Ipv4Addr, manner: &Manner) -> Option<Socket> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((from, 0)).into()).ok()?;
+    socket.connect_timeout(&manager.into(), Duration::from_secs(1)).ok()?;
+    socket.set_nonblocking(true).unwrap();
+    let _ = (&socket).write(&manner.beginning);
+    Some(socket)
+}
+
+fn is_gone(mut stranger: &Socket, manner: &Manner) -> bool {
+    if manner.drips && matches!(stranger.write(b" "), Err(cause) if cause.kind() != ErrorKind::WouldBlock) {
+        return true;
+    }
+    let mut answer = [0; 1024];
+    !matches!(stranger.read(&mut answer), Err(cause) if cause.kind() == ErrorKind::WouldBlock)
+}
+
+/// Checks a job that runs from before the strangers come until after they have gone, and new jobs meanwhile.
+fn jobs_are_served_beside(
+    strangers: impl FnOnce(SocketAddr) -> Strangers,
+    config: ManagerConfig,
+    new: usize,
+) {
+    let hub_timeout = config.hub_timeout;
+    let (manager, client) = start(config);
+    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let begin = |name: &str| {
+        let job = Job::create(&client, name, 2);
+        for (rank, connected) in job.all_ranks(0..2, Job::connect).into_iter().enumerate() {
+            connected.unwrap_or_else(|refused| panic!("{name}, rank {rank}: {refused}"));
+        }
+        for initialised in job.all_ranks(0..2, |job, rank| job.init(rank, settings(2000))) {
+            initialised.unwrap();
+        }
+        job
+    };
+    let running = begin("running");
+    let strangers = strangers(manager.address());
+    let came = Instant::now();
+    let mut round = 0;
+    while round < new || came.elapsed() < 2 * hub_timeout {
+        let job = begin(&format!("new-{round}"));
+        hub.finish(&job);
+        assert_eq!(client.job(&job.name).unwrap().state, JobState::Finished);
+        round += 1;
+    }
+    assert_eq!(client.job("running").unwrap().state, JobState::Running);
+    assert_eq!(client.hubs().unwrap().len(), 1);
+    drop(strangers);
+    hub.finish(&running);
+    assert_eq!(client.job("running").unwrap().state, JobState::Finished);
+}
+
+#[test]
+fn strangers_from_the_workers_own_address_end_no_job_and_keep_none_out() {
+    let config = ManagerConfig { unauthenticated_max: 48, hub_timeout: Duration::from_secs(3), ..config() };
+    jobs_are_served_beside(|manager| Strangers::at(manager, 300, 1), config, 3);
+}
+
+#[test]
+fn strangers_from_many_addresses_end_no_job_and_keep_none_out() {
+    let config = ManagerConfig { unauthenticated_max: 48, hub_timeout: Duration::from_secs(3), ..config() };
+    jobs_are_served_beside(|manager| Strangers::at(manager, 300, 100), config, 3);
+}
+
+#[test]
+fn eight_thousand_strangers_end_no_job_and_keep_none_out() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.maximum.is_some_and(|most| most < 12_000) {
+        println!("skipped: this process may not open 12,000 descriptors");
+        return;
+    }
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }).unwrap();
+    jobs_are_served_beside(|manager| Strangers::at(manager, 8300, 1), config(), 1);
+}
+
+#[test]
+fn a_hub_with_a_wrong_token_is_refused_before_its_body_is_read() {
+    let (manager, client) = start(config());
+    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    for (hub, status) in [(hub.registered.hub, "401"), (7, "404")] {
+        let promised = format!(
+            "POST /v1/hubs/{hub}/events HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer guess\r\ncontent-type: \
+             application/json\r\ncontent-length: 4000000\r\n\r\n"
+        );
+        let answer = raw(manager.address(), promised.as_bytes());
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
+    }
+}
+
+#[test]
+fn two_dripping_key_tables_without_a_proof_hold_up_no_job() {
+    let (manager, client) = start(config());
+    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let strangers: Vec<Socket> = (0..2)
+        .map(|_| {
+            let manner = Manner { beginning: head(INIT, 512 << 20), drips: true };
+            let stranger = open(manager.address(), Ipv4Addr::LOCALHOST, &manner).unwrap();
+            assert!(!is_gone(&stranger, &manner));
+            stranger
+        })
+        .collect();
+    let begun = Instant::now();
+    let job = Job::create(&client, "prompt", 1);
+    job.connect(0).unwrap();
+    job.init(0, settings(8)).unwrap();
+    assert!(begun.elapsed() < PATIENCE, "it waited for the strangers' minute");
+    hub.finish(&job);
+    drop(strangers);
+}
+
+#[test]
+fn ranks_that_wait_for_others_leave_hubs_and_smaller_jobs_their_places() {
+    let config = ManagerConfig {
+        ranks_max: 40,
+        unauthenticated_max: 64,
+        hub_timeout: Duration::from_secs(2),
+        ..config()
+    };
+    let (manager, client) = start(config);
+    let hub = Hub::join(&client, crate::common::Manner::Serve);
+    let crowd = Job::create(&client, "crowd", 33);
+    let ask = |job: &Job, rank: u32| {
+        let body = serde_json::to_string(&job.connect_request(rank, process(rank))).unwrap();
+        request("POST", &format!("/v1/jobs/{}/connect", job.namespace), &body)
+    };
+    // All ranks but one, so that they wait.
+    let waiting: Vec<TcpStream> = (0..32)
+        .map(|rank| {
+            let mut stream = TcpStream::connect(manager.address()).unwrap();
+            stream.write_all(&ask(&crowd, rank)).unwrap();
+            stream
+        })
+        .collect();
+    eventually("all wait", || crowd.connected().len() == 32);
+    let second = Job::create(&client, "second", 33);
+    let answer = raw(manager.address(), &ask(&second, 0));
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 503 "), "{answer}");
+    let refused: ServiceError = serde_json::from_str(body).unwrap();
+    assert_eq!(refused.code, ErrorCode::Internal);
+    assert!(refused.message.contains("places for 40"), "{}", refused.message);
+    let small = Job::create(&client, "small", 2);
+    assert!(small.all_ranks(0..2, Job::connect).iter().all(Result::is_ok));
+    assert!(small.all_ranks(0..2, |job, rank| job.init(rank, settings(8))).iter().all(Result::is_ok));
+    hub.finish(&small);
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(client.hubs().unwrap().len(), 1, "the hub polled beside them");
+    // The last rank comes, and all of them advance.
+    crowd.connect(32).unwrap();
+    for mut stream in waiting {
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+}

@@ -1,0 +1,282 @@
+//! One connection's handshake, on either side, without blocking.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use paramhub_core::auth::{Nonce, Proof};
+use paramhub_core::liveness::FINAL_MESSAGE_TIMEOUT;
+use paramhub_core::wire::{CHALLENGE_BYTES, Challenge, PROOF_BYTES, Refusal, VERDICT_BYTES, Verdict};
+use paramhub_transport::Interest;
+use paramhub_transport::handshakes::{DISCARDED_BYTES_MAX, has_unread_bytes};
+use paramhub_transport::socket::dialled;
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown};
+
+use crate::wire::{HELLO_BYTES, Hello};
+
+/// A connection whose peer has not proved that it knows the secret.
+pub(super) struct JoinHandshake {
+    pub(super) socket: OwnedFd,
+    /// The address of the peer.
+    pub(super) address: SocketAddr,
+    /// `None` where only the join as a whole has a deadline.
+    pub(super) deadline: Option<Instant>,
+    inbox: [u8; VERDICT_BYTES],
+    received: usize,
+    outbox: Vec<u8>,
+    state: HandshakeState,
+    /// The rank that an accepted connection claimed, and why it was refused.
+    refusal: Option<(u32, String)>,
+}
+
+enum HandshakeState {
+    /// The dialler is not connected yet.
+    Dialling(Hello),
+    /// The dialler has sent its hello.
+    AwaitsChallenge(Hello),
+    /// The dialler has sent its proof, and expects this proof from the listener.
+    AwaitsVerdict(Proof),
+    /// The listener expects a hello.
+    AwaitsHello,
+    /// The listener has sent this challenge.
+    AwaitsProof(Hello, Challenge),
+    /// The listener is sending the welcome to this rank.
+    Welcomes(u32),
+    /// The listener is sending the refusal; then it closes its side, and the peer has a second to read the
+    /// refusal. `discarded` counts the bytes that came after it.
+    Refuses { is_closed: bool, discarded: usize },
+}
+
+/// The result of a turn of a handshake.
+pub(super) enum HandshakeProgress {
+    Waits,
+    /// The handshake has succeeded, and frames may follow.
+    Joined,
+    /// At a listener: this rank has joined.
+    Admitted(u32),
+    /// At a dialler: the refusal is final, for this reason.
+    Refused(String),
+    /// The handshake has failed and may be tried again.
+    Failed(String),
+}
+
+/// A listener's check of a hello that has been proved.
+pub(super) type HelloCheck<'a> = dyn FnMut(&Hello) -> Result<(), (Refusal, String)> + 'a;
+
+impl JoinHandshake {
+    pub(super) fn dialler(socket: OwnedFd, address: SocketAddr, hello: Hello) -> Self {
+        JoinHandshake::new(socket, address, None, HandshakeState::Dialling(hello))
+    }
+
+    pub(super) fn listener(socket: OwnedFd, address: SocketAddr, deadline: Instant) -> Self {
+        JoinHandshake::new(socket, address, Some(deadline), HandshakeState::AwaitsHello)
+    }
+
+    fn new(socket: OwnedFd, address: SocketAddr, deadline: Option<Instant>, state: HandshakeState) -> Self {
+        JoinHandshake {
+            socket,
+            address,
+            deadline,
+            inbox: [0; VERDICT_BYTES],
+            received: 0,
+            outbox: Vec::new(),
+            state,
+            refusal: None,
+        }
+    }
+
+    pub(super) fn interest(&self) -> Interest {
+        let is_dialling = matches!(self.state, HandshakeState::Dialling(_));
+        Interest { readable: !is_dialling, writable: is_dialling || !self.outbox.is_empty() }
+    }
+
+    /// The rank that a just refused connection claimed, and why it was refused; the rank is not proved and
+    /// serves messages only.
+    pub(super) fn take_refusal(&mut self) -> Option<(u32, String)> {
+        self.refusal.take()
+    }
+
+    /// Advances the handshake as far as it goes without blocking.
+    pub(super) fn advance_handshake(
+        &mut self,
+        secret: &Nonce,
+        check_hello: &mut HelloCheck<'_>,
+    ) -> HandshakeProgress {
+        match self.advance(secret, check_hello) {
+            Ok(progress) => progress,
+            Err(error) => HandshakeProgress::Failed(match error.kind() {
+                io::ErrorKind::ConnectionRefused => "nobody listens there".to_owned(),
+                io::ErrorKind::UnexpectedEof => "it hung up during the handshake".to_owned(),
+                _ => error.to_string(),
+            }),
+        }
+    }
+
+    fn advance(&mut self, secret: &Nonce, check_hello: &mut HelloCheck<'_>) -> io::Result<HandshakeProgress> {
+        if let HandshakeState::Dialling(hello) = self.state {
+            dialled(&self.socket)?;
+            self.outbox.extend_from_slice(&hello.encode());
+            self.state = HandshakeState::AwaitsChallenge(hello);
+        }
+        loop {
+            if !self.flush_outbox()? {
+                return Ok(HandshakeProgress::Waits);
+            }
+            let wanted = match &mut self.state {
+                HandshakeState::Welcomes(rank) => return Ok(HandshakeProgress::Admitted(*rank)),
+                HandshakeState::Refuses { is_closed, .. } => {
+                    if !std::mem::replace(is_closed, true) {
+                        rustix::net::shutdown(&self.socket, Shutdown::Write)?;
+                    }
+                    return self.discard();
+                }
+                HandshakeState::Dialling(_) => unreachable!("the dialling is over"),
+                HandshakeState::AwaitsChallenge(_) => CHALLENGE_BYTES,
+                HandshakeState::AwaitsVerdict(_) => VERDICT_BYTES,
+                HandshakeState::AwaitsHello => HELLO_BYTES,
+                HandshakeState::AwaitsProof(..) => PROOF_BYTES,
+            };
+            if !self.fill_inbox(wanted)? {
+                return Ok(HandshakeProgress::Waits);
+            }
+            self.received = 0;
+            if let Some(progress) = self.answer(secret, check_hello)? {
+                return Ok(progress);
+            }
+        }
+    }
+
+    /// Handles a message of `wanted` bytes, which are in the inbox.
+    fn answer(
+        &mut self,
+        secret: &Nonce,
+        check_hello: &mut HelloCheck<'_>,
+    ) -> io::Result<Option<HandshakeProgress>> {
+        match &self.state {
+            HandshakeState::AwaitsChallenge(hello) => {
+                let challenge: Challenge = self.inbox[..CHALLENGE_BYTES].try_into().expect("a fixed range");
+                let (ours, theirs) = hello.proofs(secret, &challenge);
+                self.outbox.extend_from_slice(&ours.0);
+                self.state = HandshakeState::AwaitsVerdict(theirs);
+            }
+            HandshakeState::AwaitsVerdict(expected) => {
+                return Ok(Some(match Verdict::decode(&self.inbox) {
+                    Ok(Verdict::Welcome { proof, .. }) if proof.matches(expected) => {
+                        HandshakeProgress::Joined
+                    }
+                    Ok(Verdict::Welcome { .. }) => HandshakeProgress::Refused(
+                        "it does not know the mesh's secret: something else answers there".into(),
+                    ),
+                    Ok(Verdict::Refused { message, .. }) => HandshakeProgress::Refused(message),
+                    Err(error) => HandshakeProgress::Refused(format!(
+                        "it does not answer like a paramhub mesh: {error}"
+                    )),
+                }));
+            }
+            HandshakeState::AwaitsHello => {
+                match Hello::decode(self.inbox[..HELLO_BYTES].try_into().expect("a fixed range")) {
+                    Ok(_) if has_unread_bytes(&self.socket)? => {
+                        return Err(io::Error::other("it sent more than a hello before it was challenged"));
+                    }
+                    Ok(hello) => {
+                        let challenge = draw()?;
+                        self.outbox.extend_from_slice(&challenge);
+                        self.state = HandshakeState::AwaitsProof(hello, challenge);
+                    }
+                    Err(error) => {
+                        // A dialler of another version reads the verdict behind a challenge.
+                        self.outbox.extend_from_slice(&[0; CHALLENGE_BYTES]);
+                        self.refuse(None, Refusal::Protocol, error.to_string());
+                    }
+                }
+            }
+            HandshakeState::AwaitsProof(hello, challenge) => {
+                let hello = *hello;
+                let (theirs, ours) = hello.proofs(secret, challenge);
+                let proof = Proof(self.inbox[..PROOF_BYTES].try_into().expect("a fixed range"));
+                if !proof.matches(&theirs) {
+                    let message = "the secret is wrong: do both ranks mean the same mesh?";
+                    self.refuse(Some(hello.rank), Refusal::WrongNonce, message.into());
+                } else if let Err((refusal, message)) = check_hello(&hello) {
+                    self.refuse(Some(hello.rank), refusal, message);
+                } else {
+                    self.outbox.extend_from_slice(&Verdict::Welcome { proof: ours, state_slots: 0 }.encode());
+                    self.state = HandshakeState::Welcomes(hello.rank);
+                }
+            }
+            HandshakeState::Dialling(_) | HandshakeState::Welcomes(_) | HandshakeState::Refuses { .. } => {
+                unreachable!("nothing is heard in these stages")
+            }
+        }
+        Ok(None)
+    }
+
+    fn refuse(&mut self, rank: Option<u32>, refusal: Refusal, message: String) {
+        self.refusal = rank.map(|rank| (rank, message.clone()));
+        self.outbox.extend_from_slice(&Verdict::Refused { refusal, message }.encode());
+        self.state = HandshakeState::Refuses { is_closed: false, discarded: 0 };
+        self.deadline = self.deadline.map(|deadline| deadline.min(Instant::now() + FINAL_MESSAGE_TIMEOUT));
+    }
+
+    /// Reads and discards bytes after a refusal: closing with unread bytes would reset the connection and
+    /// take the verdict from the peer. A peer that sends more than an honest one could loses the connection
+    /// at once.
+    fn discard(&mut self) -> io::Result<HandshakeProgress> {
+        loop {
+            match rustix::io::read(&self.socket, &mut self.inbox) {
+                Ok(0) => return Ok(HandshakeProgress::Failed("it was refused".to_owned())),
+                Ok(read) => {
+                    let HandshakeState::Refuses { discarded, .. } = &mut self.state else {
+                        unreachable!("bytes are discarded after a refusal alone")
+                    };
+                    *discarded += read;
+                    if *discarded > DISCARDED_BYTES_MAX {
+                        return Ok(HandshakeProgress::Failed(
+                            "it was refused and went on sending".to_owned(),
+                        ));
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(HandshakeProgress::Waits),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// Sends what is queued; `true` when nothing is left.
+    fn flush_outbox(&mut self) -> io::Result<bool> {
+        while !self.outbox.is_empty() {
+            match rustix::net::send(&self.socket, &self.outbox, SendFlags::NOSIGNAL) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(wrote) => drop(self.outbox.drain(..wrote)),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads up to `wanted` bytes, not one more, for frames follow. `true` when all have come.
+    fn fill_inbox(&mut self, wanted: usize) -> io::Result<bool> {
+        while self.received < wanted {
+            match rustix::io::read(&self.socket, &mut self.inbox[self.received..wanted]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => self.received += read,
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Random bytes, which no one can predict.
+pub(super) fn draw<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(io::Error::other)?;
+    Ok(bytes)
+}

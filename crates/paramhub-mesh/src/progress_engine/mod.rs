@@ -1,0 +1,515 @@
+//! The mesh's thread: one loop that moves every transfer, computes, and ends operations.
+
+mod closing;
+mod fifo;
+mod inbound;
+mod leaving;
+mod liveness;
+mod matching;
+mod operations_in_flight;
+mod outbound;
+mod peer;
+mod sequence;
+mod shared_memory;
+mod slab;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessRules, OwnPauses};
+use paramhub_transport::runtime::{become_io_thread, panic_message};
+use paramhub_transport::{Events, Interest, Poller, Waker};
+
+use crate::command::{MeshCommand, MeshInbox};
+use crate::error::{MeshError, MeshRank};
+use crate::memory::{Pipeline, SharedSegment};
+use crate::operation::{OperationKind, OperationRequest};
+use crate::schedule::Work;
+use crate::wire::{Header, Kind, PIECE_BYTES};
+use closing::close_all;
+use inbound::PeerEnd;
+use matching::WaitingSend;
+pub(crate) use operations_in_flight::OperationsInFlight;
+use operations_in_flight::{PendingReceive, StepId};
+use peer::{Peer, RankState};
+pub(crate) use slab::SlabKey;
+
+/// The maximum of collectives under way: announcements of the next one travel while the last pieces of this
+/// one do.
+const COLLECTIVES_MAX: usize = 4;
+/// The same maximum in shared memory, where the chunks of many collectives may be under way.
+const COLLECTIVES_IN_MEMORY_MAX: usize = 64;
+/// Bytes that one peer may send or receive before the others have their turn.
+const TURN_BYTES: usize = 1 << 20;
+/// Bytes that are copied or reduced before the peers have their turn.
+const COMPUTE_BYTES: usize = 1 << 20;
+/// Room for a piece and for the bytes that are read ahead of it.
+const SCRATCH_BYTES: usize = PIECE_BYTES + (16 << 10);
+const WAKER: u64 = u64::MAX;
+const DOORBELL: u64 = u64::MAX - 1;
+
+/// The state of the mesh's thread.
+pub(crate) struct ProgressEngine {
+    in_flight: OperationsInFlight,
+    ranks: Vec<RankState>,
+    poller: Poller,
+    waker: Waker,
+    inbox: Arc<MeshInbox>,
+    commands: VecDeque<MeshCommand>,
+    /// Collectives that have not begun.
+    queue: VecDeque<OperationRequest>,
+    /// Steps that compute; `computed` is the progress of the first.
+    computing: VecDeque<StepId>,
+    computed: usize,
+    /// Present where all ranks share memory.
+    pipeline: Option<Pipeline>,
+    scratch: Box<[u8]>,
+    done: Vec<StepId>,
+    /// While leaving: how long it may take, and the deadline.
+    leaving: Option<(Duration, Instant)>,
+    liveness_rules: LivenessRules,
+    own_pauses: OwnPauses,
+}
+
+/// How the loop ended.
+enum LoopEnd {
+    Left,
+    Failed(MeshError),
+}
+
+impl ProgressEngine {
+    /// Takes connections whose handshake is over, by rank; `None` at this rank's own place.
+    pub(crate) fn new(
+        who: MeshRank,
+        sockets: Vec<Option<OwnedFd>>,
+        waker: Waker,
+        inbox: Arc<MeshInbox>,
+        dead_after: Duration,
+        memory: Option<SharedSegment>,
+    ) -> std::io::Result<Self> {
+        let poller = Poller::new()?;
+        let pipeline = memory.map(Pipeline::new);
+        if let Some(pipeline) = &pipeline {
+            poller.add(pipeline.doorbell(), DOORBELL, Interest::READABLE)?;
+        }
+        poller.add(&waker, WAKER, Interest::READABLE)?;
+        let now = Instant::now();
+        let size = sockets.len() as u32;
+        let liveness_rules = LivenessRules::of_mesh(dead_after);
+        let mut ranks = Vec::with_capacity(sockets.len());
+        for (rank, socket) in sockets.into_iter().enumerate() {
+            ranks.push(match socket {
+                None => RankState::Own,
+                Some(socket) => {
+                    poller.add(&socket, rank as u64, Interest::READABLE)?;
+                    RankState::Connected(Box::new(Peer::new(rank as u32, socket, now)))
+                }
+            });
+        }
+        Ok(ProgressEngine {
+            in_flight: OperationsInFlight::new(who, size, Arc::clone(&inbox)),
+            ranks,
+            poller,
+            waker,
+            inbox,
+            commands: VecDeque::with_capacity(64),
+            queue: VecDeque::new(),
+            computing: VecDeque::new(),
+            computed: 0,
+            pipeline,
+            scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
+            done: Vec::new(),
+            leaving: None,
+            liveness_rules,
+            own_pauses: OwnPauses::new(now, liveness_rules.heartbeat),
+        })
+    }
+
+    /// Serves the mesh until this rank leaves it or it fails. On return every operation has ended.
+    pub(crate) fn run(mut self) -> Result<(), MeshError> {
+        become_io_thread();
+        let who = self.in_flight.who.clone();
+        let end = catch_unwind(AssertUnwindSafe(|| self.serve())).unwrap_or_else(|panic| {
+            LoopEnd::Failed(MeshError::Internal { who: who.clone(), reason: panic_message(&*panic) })
+        });
+        let (outcome, error) = match end {
+            LoopEnd::Left => (Ok(()), MeshError::Left { who }),
+            LoopEnd::Failed(error) => (Err(error.clone()), error),
+        };
+        let queued = self.inbox.close(&error);
+        let deadline = match (&outcome, self.leaving) {
+            (Ok(()), Some((_, deadline))) => deadline,
+            _ => Instant::now() + FINAL_MESSAGE_TIMEOUT,
+        };
+        // Send the last messages before callbacks run, which may take long.
+        let connections = self.last_messages(outcome.is_ok(), &error);
+        let operations: Vec<SlabKey> = self.in_flight.operations.iter().map(|(key, _)| key).collect();
+        for key in operations {
+            self.in_flight.end(key, Err(error.clone()));
+        }
+        let unbegun = self.commands.drain(..).chain(queued).filter_map(|command| match command {
+            MeshCommand::Run(request) => Some(*request),
+            _ => None,
+        });
+        for request in self.queue.drain(..).chain(unbegun).collect::<Vec<_>>() {
+            self.in_flight.refuse(request, error.clone());
+        }
+        // Nothing wakes this thread any more. This fails only if the descriptor is not in the set.
+        let _ = self.poller.remove(&self.waker);
+        if let Some(pipeline) = &self.pipeline {
+            let _ = self.poller.remove(pipeline.doorbell());
+        }
+        close_all(connections, &self.poller, &mut self.scratch, deadline);
+        outcome
+    }
+
+    fn serve(&mut self) -> LoopEnd {
+        match self.run_until_left() {
+            Ok(()) => LoopEnd::Left,
+            Err(error) => LoopEnd::Failed(error),
+        }
+    }
+
+    fn run_until_left(&mut self) -> Result<(), MeshError> {
+        let mut events = Events::with_capacity(256);
+        let mut next_check = Instant::now();
+        loop {
+            let now = Instant::now();
+            self.discount_own_pause(now);
+            if now >= next_check {
+                self.check_liveness(now)?;
+                next_check = now + self.liveness_rules.check_every();
+            }
+            self.work()?;
+            if self.has_left(now)? {
+                return Ok(());
+            }
+            let timeout = match self.has_immediate_work() || !self.prepare_to_sleep() {
+                true => Duration::ZERO,
+                false => next_check.saturating_duration_since(now),
+            };
+            let timeout = match self.leaving {
+                Some((_, deadline)) => timeout.min(deadline.saturating_duration_since(now)),
+                None => timeout,
+            };
+            self.poller
+                .wait(&mut events, Some(timeout))
+                .map_err(|error| self.system("wait for peers", &error))?;
+            if let Some(pipeline) = &mut self.pipeline {
+                pipeline.clear_sleep();
+            }
+            let now = Instant::now();
+            self.discount_own_pause(now);
+            for event in events.iter() {
+                match (event.token, &self.pipeline) {
+                    (WAKER, _) => {
+                        self.waker.drain();
+                        continue;
+                    }
+                    (DOORBELL, Some(pipeline)) => {
+                        pipeline.doorbell().hear();
+                        continue;
+                    }
+                    _ => {}
+                }
+                let rank = event.token as u32;
+                if event.writable
+                    && let RankState::Connected(peer) = &mut self.ranks[rank as usize]
+                {
+                    peer.outbound.is_blocked = false;
+                }
+                if event.readable {
+                    self.receive(rank, now)?;
+                }
+            }
+        }
+    }
+
+    /// Does all work that needs no waiting.
+    fn work(&mut self) -> Result<(), MeshError> {
+        loop {
+            if let Some(failure) = self.in_flight.failure.take() {
+                return Err(failure);
+            }
+            self.inbox.take(&mut self.commands);
+            while let Some(command) = self.commands.pop_front() {
+                self.execute(command)?;
+            }
+            self.begin_collectives()?;
+            while let Some(id) = self.in_flight.ready.pop_front() {
+                self.issue(id)?;
+            }
+            self.compute();
+            self.advance_memory()?;
+            self.compare_with_previous_rank()?;
+            self.withdraw();
+            self.flush()?;
+            if self.in_flight.ready.is_empty() && !self.may_begin() && self.in_flight.failure.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether there is work that needs no input.
+    fn has_immediate_work(&self) -> bool {
+        let is_due =
+            |state: &RankState| matches!(state, RankState::Connected(peer) if peer.outbound.is_due());
+        let has_more = self.pipeline.as_ref().is_some_and(Pipeline::has_more);
+        has_more || !self.computing.is_empty() || self.ranks.iter().any(is_due)
+    }
+
+    fn execute(&mut self, command: MeshCommand) -> Result<(), MeshError> {
+        match command {
+            MeshCommand::Run(request) => match request.kind {
+                OperationKind::Collective(_) => self.queue.push_back(*request),
+                _ => {
+                    self.in_flight.begin(*request, 0, false);
+                }
+            },
+            MeshCommand::Inquire { completion, answer } => {
+                // The asking thread may have gone.
+                let _ = answer.try_send(self.awaited(&completion));
+            }
+            MeshCommand::Leave { timeout } => {
+                self.leaving.get_or_insert((timeout, Instant::now() + timeout));
+                for command in self.inbox.close(&MeshError::Left { who: self.in_flight.who.clone() }) {
+                    self.execute(command)?;
+                }
+            }
+            MeshCommand::Abort { reason } => {
+                return Err(MeshError::GaveUp { who: self.in_flight.who.clone(), reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn may_begin(&self) -> bool {
+        let Some(next) = self.queue.front() else { return false };
+        let most = if next.plan.is_some() { COLLECTIVES_IN_MEMORY_MAX } else { COLLECTIVES_MAX };
+        self.in_flight.collectives < most && (self.ranks.len() == 1 || self.in_flight.sequence.may_begin())
+    }
+
+    fn begin_collectives(&mut self) -> Result<(), MeshError> {
+        while self.may_begin() {
+            let mut request = self.queue.pop_front().expect("there is one");
+            let OperationKind::Collective(descriptor) = request.kind else {
+                unreachable!("only collectives are queued");
+            };
+            if let Some(rank) = self.gone_before(self.in_flight.sequence.begun()) {
+                let (who, what) = (self.in_flight.who.clone(), request.kind.to_string().into());
+                self.in_flight.refuse(request, MeshError::PeerLeft { who, what, rank });
+                continue;
+            }
+            if self.ranks.len() == 1 {
+                self.in_flight.begin(request, 0, false);
+                continue;
+            }
+            let number = self.in_flight.sequence.begin(descriptor);
+            let next = (self.in_flight.who.rank + 1) % self.in_flight.size;
+            if let RankState::Connected(peer) = &mut self.ranks[next as usize] {
+                let begin = Header { tag: number, ..Header::bare(Kind::Begin) };
+                peer.outbound.control(begin, &descriptor.encode());
+            }
+            let plan = request.plan.take();
+            let key = self.in_flight.begin(request, number, plan.is_some());
+            if let (Some(plan), Some(pipeline)) = (plan, &mut self.pipeline) {
+                pipeline.push(key, number, descriptor, plan);
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank that left before it began the collective of this number.
+    fn gone_before(&self, number: u64) -> Option<u32> {
+        let is_gone =
+            |state: &RankState| matches!(state, RankState::Left { collectives } if *collectives <= number);
+        self.ranks.iter().position(is_gone).map(|rank| rank as u32)
+    }
+
+    /// Begins a step.
+    fn issue(&mut self, id: StepId) -> Result<(), MeshError> {
+        let Some(operation) = self.in_flight.operations.get(id.operation) else { return Ok(()) };
+        match operation.work(id.step) {
+            Work::Send { peer: rank, index, from } => {
+                let address = self.in_flight.address(id.operation, index);
+                match &mut self.ranks[rank as usize] {
+                    RankState::Connected(peer) => {
+                        let outcome = peer.matching.send(address, WaitingSend { id, from });
+                        peer.act(&self.in_flight, address, outcome)
+                    }
+                    _ => self.fail_for_missing_rank(id.operation, rank),
+                }
+            }
+            Work::Receive { peer: rank, index, into } | Work::ReceiveReduce { peer: rank, index, into } => {
+                let is_reduced = matches!(operation.work(id.step), Work::ReceiveReduce { .. });
+                let address = self.in_flight.address(id.operation, index);
+                match &mut self.ranks[rank as usize] {
+                    RankState::Connected(peer) => {
+                        let receive = PendingReceive::new(id, into, Some(rank), address, is_reduced);
+                        let ticket = self.in_flight.receives.insert(receive);
+                        announce(peer, Kind::Ready, ticket, address, into.bytes);
+                        Ok(())
+                    }
+                    _ => self.fail_for_missing_rank(id.operation, rank),
+                }
+            }
+            Work::ReceiveAny { into } => {
+                let address = self.in_flight.address(id.operation, 0);
+                let receive = PendingReceive::new(id, into, None, address, false);
+                let ticket = self.in_flight.receives.insert(receive);
+                let mut left = None;
+                for (rank, state) in self.ranks.iter_mut().enumerate() {
+                    match state {
+                        RankState::Connected(peer) => {
+                            announce(peer, Kind::ReadyAny, ticket, address, into.bytes)
+                        }
+                        RankState::Left { .. } => left = Some(rank as u32),
+                        RankState::Own => {}
+                    }
+                }
+                match left {
+                    Some(rank) if !self.has_peers() => {
+                        self.in_flight.receives.remove(ticket);
+                        self.fail_for_missing_rank(id.operation, rank)
+                    }
+                    _ => Ok(()),
+                }
+            }
+            Work::Copy { .. } | Work::Reduce { .. } | Work::Divide { .. } => {
+                self.computing.push_back(id);
+                Ok(())
+            }
+        }
+    }
+
+    fn has_peers(&self) -> bool {
+        self.ranks.iter().any(|state| matches!(state, RankState::Connected(_)))
+    }
+
+    fn compute(&mut self) {
+        let mut budget = COMPUTE_BYTES;
+        while budget > 0
+            && let Some(&id) = self.computing.front()
+        {
+            let Some(operation) = self.in_flight.operations.get_mut(id.operation) else {
+                (_, self.computed) = (self.computing.pop_front(), 0);
+                continue;
+            };
+            let work = operation.work(id.step);
+            let now = operation.compute(work, self.computed, budget, self.in_flight.size);
+            budget = budget.saturating_sub((now - self.computed).max(64));
+            self.computed = now;
+            let (Work::Copy { into: span, .. } | Work::Reduce { into: span, .. } | Work::Divide { span }) =
+                work
+            else {
+                unreachable!("{work:?} computes nothing");
+            };
+            if now == span.bytes {
+                (_, self.computed) = (self.computing.pop_front(), 0);
+                self.in_flight.ended(id);
+            }
+        }
+    }
+
+    /// Compares the collectives that the previous rank has begun, and acknowledges them.
+    fn compare_with_previous_rank(&mut self) -> Result<(), MeshError> {
+        let previous = (self.in_flight.who.rank + self.in_flight.size - 1) % self.in_flight.size;
+        match self.in_flight.sequence.compare() {
+            Ok(None) => Ok(()),
+            Ok(Some(compared)) => {
+                if let RankState::Connected(peer) = &mut self.ranks[previous as usize] {
+                    peer.outbound.control(Header { tag: compared, ..Header::bare(Kind::Begun) }, &[]);
+                }
+                Ok(())
+            }
+            Err(mismatch) => Err(MeshError::OperationMismatch {
+                who: self.in_flight.who.clone(),
+                number: mismatch.number,
+                here: mismatch.ours.to_string().into(),
+                rank: previous,
+                there: mismatch.theirs.to_string().into(),
+            }),
+        }
+    }
+
+    fn withdraw(&mut self) {
+        for (ticket, tag, winner) in self.in_flight.withdrawn.drain(..) {
+            for state in &mut self.ranks {
+                if let RankState::Connected(peer) = state
+                    && peer.rank != winner
+                {
+                    let withdraw = Header { ticket, tag, ..Header::bare(Kind::Withdraw) };
+                    peer.outbound.control(withdraw, &[]);
+                }
+            }
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), MeshError> {
+        for rank in 0..self.ranks.len() {
+            let RankState::Connected(peer) = &mut self.ranks[rank] else { continue };
+            if peer.outbound.is_due() {
+                let before = peer.outbound.written;
+                peer.outbound.flush(&peer.socket, &self.in_flight, TURN_BYTES as u64, &mut self.done);
+                if peer.outbound.written > before {
+                    peer.liveness.sent(self.own_pauses.last_turn());
+                }
+            }
+            let is_blocked = peer.outbound.is_blocked && peer.outbound.has_something();
+            if is_blocked != peer.awaits_writable {
+                peer.awaits_writable = is_blocked;
+                let interest = if is_blocked { Interest::BOTH } else { Interest::READABLE };
+                if let Err(error) = self.poller.modify(&peer.socket, rank as u64, interest) {
+                    return Err(self.system("wait for a peer", &error));
+                }
+            }
+        }
+        for id in self.done.drain(..) {
+            self.in_flight.ended(id);
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, rank: u32, now: Instant) -> Result<(), MeshError> {
+        let RankState::Connected(peer) = &mut self.ranks[rank as usize] else { return Ok(()) };
+        let received = peer.receive(&mut self.in_flight, &mut self.scratch, TURN_BYTES)?;
+        if received.bytes > 0 {
+            peer.liveness.heard(now);
+        }
+        let who = self.in_flight.who.clone();
+        match received.is_over {
+            None => Ok(()),
+            Some(PeerEnd::Left(collectives)) => self.peer_left(rank, collectives),
+            Some(PeerEnd::Aborted { culprit, reason }) => {
+                Err(MeshError::Aborted { who, by: rank, culprit, reason: reason.into() })
+            }
+            Some(PeerEnd::Lost(reason)) => Err(MeshError::Lost { who, rank, reason: reason.into() }),
+        }
+    }
+
+    fn system(&self, what: &'static str, error: &std::io::Error) -> MeshError {
+        MeshError::System { who: self.in_flight.who.clone(), what, reason: error.to_string().into() }
+    }
+}
+
+fn announce(
+    peer: &mut Peer,
+    kind: Kind,
+    ticket: SlabKey,
+    address: operations_in_flight::Address,
+    bytes: usize,
+) {
+    let header = Header {
+        channel: address.0,
+        ticket: ticket.to_wire(),
+        tag: address.1,
+        bytes: bytes as u64,
+        ..Header::bare(kind)
+    };
+    peer.outbound.control(header, &[]);
+}

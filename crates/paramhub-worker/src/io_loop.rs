@@ -1,0 +1,551 @@
+//! The I/O thread: one loop over all streams of a job.
+
+mod failover;
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paramhub_core::limits::RESUME_S;
+use paramhub_core::liveness::{FINAL_MESSAGE_TIMEOUT, LivenessChange, LivenessRules, OwnPauses};
+use paramhub_core::wire::{Failure, Release};
+use paramhub_transport::runtime::{become_io_thread, panic_message};
+use paramhub_transport::{Events, Interest, Poller, ReceiveError, Scratch, Stream, Waker};
+
+use crate::command::{HyperparameterChange, JobCommand};
+use crate::error::WorkerError;
+use crate::inbound::{FrameFault, InboundSink};
+use crate::lane::{ControlFrame, Lane};
+use crate::requests_in_flight::RequestsInFlight;
+pub(crate) use failover::Failover;
+
+/// Bytes that one stream may send or receive before the others have their turn.
+const TURN_BYTES: usize = 1 << 20;
+/// How long the goodbye may take: a hub closes its end once it has read the goodbye.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The waker's token; the token of a lane is its position.
+const WAKER: u64 = u64::MAX;
+
+/// How long the goodbye may take in a job that may have to open a stream again to send it.
+const GOODBYE_TIMEOUT_RESUMING: Duration = Duration::from_secs(RESUME_S + 5);
+
+/// The state of the I/O thread.
+pub(crate) struct IoLoop {
+    in_flight: RequestsInFlight,
+    lanes: Vec<Lane>,
+    /// The lane of each route; `None` where the route has no chunks.
+    lane_of: Vec<Option<u16>>,
+    poller: Poller,
+    waker: Waker,
+    scratch: Scratch,
+    /// Commands that were taken from the inbox and have not begun.
+    commands: VecDeque<JobCommand>,
+    phase: JobPhase,
+    /// Present only in a job that replaces a failed stream by one over another path.
+    failover: Option<Failover>,
+    liveness_rules: LivenessRules,
+    own_pauses: OwnPauses,
+    spin: Duration,
+    /// The rank in whose process the hubs run, for errors.
+    hub_rank: Option<u32>,
+}
+
+enum JobPhase {
+    Running,
+    /// A stream ended; the others may still bring the reason, for a hub that fails a job closes its streams
+    /// one by one.
+    StreamLost {
+        error: WorkerError,
+        deadline: Instant,
+    },
+    /// The worker leaves as soon as no request is under way.
+    Leaving {
+        deadline: Instant,
+    },
+    /// No request is under way: this worker sends its goodbye, then the hubs close their ends.
+    Closing {
+        deadline: Instant,
+        outcome: Result<(), WorkerError>,
+    },
+}
+
+/// Timing of an [`IoLoop`].
+pub(crate) struct IoLoopConfig {
+    pub(crate) liveness_rules: LivenessRules,
+    pub(crate) spin: Duration,
+    pub(crate) hub_rank: Option<u32>,
+    pub(crate) scratch_bytes: usize,
+}
+
+impl IoLoop {
+    /// Takes streams whose handshake is over.
+    pub(crate) fn new(
+        in_flight: RequestsInFlight,
+        lanes: Vec<Lane>,
+        waker: Waker,
+        config: &IoLoopConfig,
+        failover: Option<Failover>,
+    ) -> std::io::Result<Self> {
+        let poller = Poller::new()?;
+        poller.add(&waker, WAKER, Interest::READABLE)?;
+        let mut lane_of = vec![None; in_flight.placement.routes().len()];
+        for (index, lane) in lanes.iter().enumerate() {
+            poller.add(&lane.stream, index as u64, Interest::READABLE)?;
+            lane_of[usize::from(lane.route)] = Some(index as u16);
+        }
+        Ok(IoLoop {
+            in_flight,
+            lanes,
+            lane_of,
+            poller,
+            waker,
+            scratch: Scratch::new(config.scratch_bytes),
+            commands: VecDeque::with_capacity(64),
+            phase: JobPhase::Running,
+            failover,
+            liveness_rules: config.liveness_rules,
+            own_pauses: OwnPauses::new(Instant::now(), config.liveness_rules.heartbeat),
+            spin: config.spin,
+            hub_rank: config.hub_rank,
+        })
+    }
+
+    /// Serves the job until the worker leaves it or it fails. On return every request under way has ended.
+    pub(crate) fn run(mut self) -> Result<(), WorkerError> {
+        become_io_thread();
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.serve())).unwrap_or_else(|panic| {
+            let who = self.in_flight.shared.who.clone();
+            Err(WorkerError::Internal { who, message: panic_message(&*panic) })
+        });
+        let outcome = outcome.map_err(|error| error.with_hub_rank(self.hub_rank));
+        let shared = Arc::clone(&self.in_flight.shared);
+        let reason = outcome.clone().err().unwrap_or_else(|| WorkerError::Left { who: shared.who.clone() });
+        let queued = shared.inbox.close(&reason);
+        // Close the streams first, so that the hubs learn of the failure before any callback runs.
+        self.lanes.clear();
+        self.in_flight.fail_all(&reason);
+        for command in self.commands.drain(..).chain(queued) {
+            let ticket = match command {
+                JobCommand::Request { key, ticket, .. } => {
+                    shared.steps.release(key);
+                    ticket
+                }
+                JobCommand::Factors { block, tickets, .. } => {
+                    let (weight, bias) = *tickets;
+                    shared.blocks[block].keys().for_each(|key| shared.steps.release(key));
+                    let _ = bias.map(|bias| bias.finish(Err(reason.clone())));
+                    weight
+                }
+                JobCommand::AwaitNorm { ticket, .. } => ticket,
+                JobCommand::Retune(_)
+                | JobCommand::Release { .. }
+                | JobCommand::Leave { .. }
+                | JobCommand::GiveUp { .. } => {
+                    continue;
+                }
+            };
+            let _ = ticket.finish(Err(reason.clone()));
+        }
+        outcome
+    }
+
+    fn serve(&mut self) -> Result<(), WorkerError> {
+        let mut events = Events::with_capacity(256);
+        let mut next_tick = Instant::now();
+        loop {
+            let now = Instant::now();
+            self.discount_own_pause(now);
+            if now >= next_tick {
+                self.check_liveness(now)?;
+                next_tick = now + self.liveness_rules.check_every();
+            }
+            if let Some(outcome) = self.progress(now) {
+                return outcome;
+            }
+            let needs_polling = self.lanes.iter().any(Lane::needs_polling);
+            let timeout = match needs_polling && !matches!(self.phase, JobPhase::StreamLost { .. }) {
+                true => Duration::ZERO,
+                false => self.wake_at(next_tick).saturating_duration_since(now),
+            };
+            self.poller
+                .wait_spinning(&mut events, self.spin, Some(timeout))
+                .map_err(|error| self.internal(&error))?;
+            let now = Instant::now();
+            self.discount_own_pause(now);
+            for event in events.iter() {
+                if event.token == WAKER {
+                    self.waker.drain();
+                    continue;
+                }
+                let lane = event.token as usize;
+                // The batch of events may still hold one of a stream that is being replaced.
+                if event.readable && !self.lanes[lane].closed && !self.lanes[lane].is_resuming {
+                    self.receive(lane, now)?;
+                }
+                if event.writable || self.lanes[lane].stream.is_shm() {
+                    self.send(lane, now)?;
+                }
+            }
+            for lane in 0..self.lanes.len() {
+                if self.lanes[lane].needs_polling() {
+                    if self.lanes[lane].has_more {
+                        self.receive(lane, now)?;
+                    }
+                    self.send(lane, now)?;
+                }
+            }
+            self.take_stream_events(now)?;
+            self.take_commands(now)?;
+        }
+    }
+
+    /// Begins the commands of user threads, in order.
+    fn take_commands(&mut self, now: Instant) -> Result<(), WorkerError> {
+        if matches!(self.phase, JobPhase::Leaving { .. }) {
+            // The requests under way would wait in vain for an interface that is down.
+            self.in_flight.shared.inbox.take(&mut self.commands);
+            let given_up = self.commands.iter().find_map(|command| match command {
+                JobCommand::GiveUp { error, announced } => Some((error.clone(), announced.clone())),
+                _ => None,
+            });
+            if let Some((error, announced)) = given_up {
+                self.give_up(error, &announced, now);
+            }
+            return Ok(());
+        }
+        if !matches!(self.phase, JobPhase::Running) {
+            // Requests made after a goodbye or a broken stream end with the job.
+            return Ok(());
+        }
+        self.in_flight.shared.inbox.take(&mut self.commands);
+        while let Some(command) = self.commands.pop_front() {
+            match command {
+                JobCommand::Request { key, request, step, ticket } => {
+                    for chunk in self.in_flight.begin(key, request, step, ticket) {
+                        let (route, slot) =
+                            self.in_flight.placement.locate(chunk).expect("every chunk has a place");
+                        let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
+                        self.lanes[usize::from(lane)].mark_ready(slot);
+                    }
+                }
+                JobCommand::Factors { block, samples, step, tickets } => {
+                    let chunk = self.in_flight.begin_block(block, samples, step, *tickets);
+                    let (route, slot) =
+                        self.in_flight.placement.locate(chunk).expect("every chunk has a place");
+                    let lane = self.lane_of[usize::from(route)].expect("a route with chunks has a lane");
+                    self.lanes[usize::from(lane)].mark_ready(slot);
+                }
+                JobCommand::Retune(change) => {
+                    if !self.lanes.iter().all(Lane::has_room_for_retune) {
+                        self.commands.push_front(JobCommand::Retune(change));
+                        break;
+                    }
+                    let HyperparameterChange { group, first_step, hyperparameters } = change;
+                    let wire: Arc<[u8]> = hyperparameters.to_wire().as_slice().into();
+                    if let Some(failover) = &mut self.failover {
+                        failover.retunes.record(group, first_step, Arc::clone(&wire));
+                    }
+                    for lane in &mut self.lanes {
+                        lane.queue_control(ControlFrame::Retune {
+                            group,
+                            first_step,
+                            wire: Arc::clone(&wire),
+                        });
+                    }
+                    self.in_flight.shared.inbox.uncount();
+                }
+                JobCommand::AwaitNorm { step, ticket } => {
+                    self.in_flight.await_norm(step, ticket).map_err(|message| {
+                        let who = self.in_flight.shared.who.clone();
+                        WorkerError::Callback { who, message }
+                    })?;
+                }
+                JobCommand::Release { step, factor } => self.release(step, factor),
+                JobCommand::GiveUp { error, announced } => {
+                    self.give_up(error, &announced, now);
+                    break;
+                }
+                JobCommand::Leave { deadline } => {
+                    self.phase = JobPhase::Leaving { deadline };
+                    break;
+                }
+            }
+        }
+        self.send_ready(now)
+    }
+
+    /// Releases a held step: queues a Release for every hub, ahead of all chunks.
+    fn release(&mut self, step: u32, factor: f32) {
+        let wire = Release(factor).encode();
+        for lane in &mut self.lanes {
+            lane.queue_control(ControlFrame::Release { step, wire });
+        }
+    }
+
+    /// Sends on every stream that has frames to send and room for them.
+    fn send_ready(&mut self, now: Instant) -> Result<(), WorkerError> {
+        for lane in 0..self.lanes.len() {
+            // A stream that is polled for room is full: an event reports when it has room.
+            if !self.lanes[lane].polls_writable && self.lanes[lane].has_work() {
+                self.send(lane, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, index: usize, now: Instant) -> Result<(), WorkerError> {
+        let lane = &mut self.lanes[index];
+        if lane.has_work() && !matches!(self.phase, JobPhase::StreamLost { .. }) {
+            match lane.pump(&mut self.in_flight, TURN_BYTES) {
+                Ok(0) => {}
+                Ok(bytes) => {
+                    lane.liveness.sent(now);
+                    self.in_flight.shared.counters.sent(bytes);
+                }
+                Err(error) if self.is_resumable(index, &error) => {
+                    self.resume_stream(index, None, error.to_string())?;
+                }
+                Err(error) => {
+                    // The hub's last frames are still to be read.
+                    self.lanes[index].send_closed = true;
+                    self.note_lost_stream(index, &error.to_string(), now);
+                }
+            }
+        }
+        let lane = &mut self.lanes[index];
+        if matches!(self.phase, JobPhase::Closing { .. }) && lane.may_end() {
+            lane.send_closed = true;
+            // If the stream cannot be shut down, it has ended already.
+            let _ = lane.stream.end_sending();
+        }
+        self.poll_lane(index)
+    }
+
+    /// Polls a lane for room if and only if it has something to send.
+    fn poll_lane(&mut self, index: usize) -> Result<(), WorkerError> {
+        let lane = &mut self.lanes[index];
+        let wanted = lane.has_work() && !matches!(self.phase, JobPhase::StreamLost { .. });
+        if lane.closed || lane.is_resuming || wanted == lane.polls_writable {
+            return Ok(());
+        }
+        lane.polls_writable = wanted;
+        if lane.stream.is_shm() {
+            return Ok(());
+        }
+        let polled = self.poller.modify(&lane.stream, index as u64, lane.stream.interest(wanted));
+        polled.map_err(|error| self.internal(&error))
+    }
+
+    fn receive(&mut self, index: usize, now: Instant) -> Result<(), WorkerError> {
+        let IoLoop { in_flight, lanes, scratch, .. } = self;
+        let lane = &mut lanes[index];
+        let before = lane.stream.bytes_received();
+        let mut inbound = InboundSink { in_flight, route: lane.route, lane: index, hub: &lane.hub };
+        let received = lane.stream.receive(&mut inbound, scratch, TURN_BYTES);
+        if lane.stream.bytes_received() > before {
+            lane.liveness.heard(now);
+            lane.retired = None;
+        }
+        lane.has_more = matches!(&received, Ok(received) if received.more && !received.closed);
+        self.in_flight.count_received();
+        if let Some((step, factor)) = self.in_flight.take_release() {
+            self.release(step, factor);
+            self.send_ready(now)?;
+        }
+        match received {
+            Ok(received) if !received.closed => Ok(()),
+            Ok(_) => self.end_lane(index, "it closed the connection", now),
+            Err(ReceiveError::Stream(error)) if self.is_resumable(index, &error) => {
+                self.resume_stream(index, None, error.to_string())
+            }
+            Err(ReceiveError::Stream(error)) => self.end_lane(index, &error.to_string(), now),
+            Err(ReceiveError::Frame(error)) => {
+                self.end_by_fault(index, FrameFault::Protocol(error.to_string()), now)
+            }
+            Err(ReceiveError::Sink(fault)) => self.end_by_fault(index, fault, now),
+        }
+    }
+
+    /// Ends a lane: no more frames will come from its stream.
+    fn end_lane(&mut self, index: usize, reason: &str, now: Instant) -> Result<(), WorkerError> {
+        let lane = &mut self.lanes[index];
+        lane.closed = true;
+        lane.send_closed = true;
+        let removed = self.poller.remove(&lane.stream);
+        self.note_lost_stream(index, reason, now);
+        removed.map_err(|error| self.internal(&error))
+    }
+
+    /// Notes that a stream broke: the job fails unless it is over, but only after the other streams had time
+    /// to bring the reason.
+    fn note_lost_stream(&mut self, index: usize, reason: &str, now: Instant) {
+        if matches!(self.phase, JobPhase::Running | JobPhase::Leaving { .. }) {
+            let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
+            let error = WorkerError::Lost { who, hub, rank: None, reason: reason.into() };
+            self.phase = JobPhase::StreamLost { error, deadline: now + FINAL_MESSAGE_TIMEOUT };
+        }
+    }
+
+    fn end_by_fault(&mut self, index: usize, fault: FrameFault, now: Instant) -> Result<(), WorkerError> {
+        let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&self.lanes[index].hub));
+        Err(match fault {
+            FrameFault::Callback(message) => WorkerError::Callback { who, message },
+            // All requests have been answered; this worker no longer reacts to a failure of the job.
+            _ if matches!(self.phase, JobPhase::Closing { .. }) => {
+                return self.end_lane(index, "the job was left", now);
+            }
+            FrameFault::Failure(failure) => {
+                let message = failure.message.into();
+                WorkerError::Failed { who, hub, culprit: failure.rank, message }
+            }
+            FrameFault::Protocol(reason) => WorkerError::Protocol { who, hub, reason: reason.into() },
+        })
+    }
+
+    /// Sends heartbeats where nothing else was sent, and fails the job if a hub has been silent for too long.
+    fn check_liveness(&mut self, now: Instant) -> Result<(), WorkerError> {
+        if self.failover.is_some() {
+            self.resume_silent(now)?;
+        }
+        if matches!(self.phase, JobPhase::StreamLost { .. } | JobPhase::Closing { .. }) {
+            return Ok(());
+        }
+        for index in 0..self.lanes.len() {
+            let lane = &mut self.lanes[index];
+            if lane.is_resuming {
+                continue;
+            }
+            if let Some(LivenessChange::Dead(silence)) = lane.liveness.check(now, &self.liveness_rules) {
+                let (who, hub) = (self.in_flight.shared.who.clone(), Arc::clone(&lane.hub));
+                let error = WorkerError::Silent { who, hub, rank: None, seconds: silence.as_secs_f64() };
+                return self.give_up_hub(error, now);
+            }
+            if !lane.has_work() && lane.liveness.is_heartbeat_due(now, &self.liveness_rules) {
+                lane.queue_control(ControlFrame::Heartbeat);
+                self.send(index, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgives the hubs their silence while this thread itself did not read. Called around everything that
+    /// takes time, above all before silence is judged.
+    fn discount_own_pause(&mut self, now: Instant) {
+        let pause = self.own_pauses.turn(now);
+        if !pause.is_zero() {
+            self.lanes.iter_mut().for_each(|lane| lane.liveness.forgive(pause, now));
+        }
+    }
+
+    /// Moves on to the next phase if it is due; `Some` when the job is over.
+    fn progress(&mut self, now: Instant) -> Option<Result<(), WorkerError>> {
+        if let JobPhase::Leaving { deadline } = self.phase {
+            let underway = self.in_flight.underway();
+            if underway == 0 {
+                self.say_goodbye(now, Ok(()));
+            } else if now >= deadline {
+                let outcome = Err(self.left_early());
+                self.say_goodbye(now, outcome);
+            }
+        }
+        if let JobPhase::StreamLost { error, deadline } = &self.phase {
+            let (error, is_over) = (error.clone(), now >= *deadline || self.are_all_closed());
+            return is_over.then(|| self.give_up_hub(error, now).err()).flatten().map(Err);
+        }
+        match &self.phase {
+            JobPhase::Closing { deadline, outcome } => {
+                let over = now >= *deadline || self.are_all_closed();
+                over.then(|| outcome.clone())
+            }
+            JobPhase::Running | JobPhase::Leaving { .. } | JobPhase::StreamLost { .. } => None,
+        }
+    }
+
+    /// Queues a goodbye on every stream, behind the frame that has begun there.
+    fn say_goodbye(&mut self, now: Instant, outcome: Result<(), WorkerError>) {
+        let timeout = if self.failover.is_some() { GOODBYE_TIMEOUT_RESUMING } else { GOODBYE_TIMEOUT };
+        self.phase = JobPhase::Closing { deadline: now + timeout, outcome };
+        for index in 0..self.lanes.len() {
+            self.lanes[index].forget_chunks();
+            self.lanes[index].queue_control(ControlFrame::Leave);
+            // A stream that breaks now needs no goodbye.
+            let _ = self.send(index, now);
+        }
+    }
+
+    /// Gives up after the loss of a hub that sent no reason. The other hubs, if there are any, receive the
+    /// reason before this worker closes their streams; else they would report to the other ranks that this
+    /// worker is lost.
+    fn give_up_hub(&mut self, error: WorkerError, now: Instant) -> Result<(), WorkerError> {
+        let (hub, message) = match &error {
+            WorkerError::Lost { hub, reason, .. } => (hub, format!("it lost the hub at {hub}: {reason}")),
+            WorkerError::Silent { hub, seconds, .. } => {
+                (hub, format!("it has not heard the hub at {hub} for {seconds:.0} s"))
+            }
+            _ => return Err(error),
+        };
+        for lane in self.lanes.iter_mut().filter(|lane| lane.hub == *hub && !lane.closed) {
+            lane.closed = true;
+            lane.send_closed = true;
+            // This fails only if the descriptor is not in the set, and then there is nothing to remove.
+            let _ = self.poller.remove(&lane.stream);
+        }
+        if self.are_all_closed() {
+            return Err(error);
+        }
+        let announced = Failure { rank: Some(self.in_flight.shared.who.rank), message };
+        self.give_up(error, &announced, now);
+        Ok(())
+    }
+
+    fn are_all_closed(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.closed)
+    }
+
+    /// Ends the job with `error`, after sending the reason to the hubs that can still be reached, which pass
+    /// it to the other ranks.
+    fn give_up(&mut self, error: WorkerError, announced: &Failure, now: Instant) {
+        self.phase = JobPhase::Closing { deadline: now + FINAL_MESSAGE_TIMEOUT, outcome: Err(error) };
+        let wire: Arc<[u8]> = announced.encode().into();
+        for index in 0..self.lanes.len() {
+            if self.lanes[index].closed {
+                continue;
+            }
+            self.lanes[index].forget_chunks();
+            self.lanes[index].queue_control(ControlFrame::GiveUp(Arc::clone(&wire)));
+            // The other streams carry the reason as well.
+            let _ = self.send(index, now);
+        }
+    }
+
+    fn left_early(&self) -> WorkerError {
+        let shared = &self.in_flight.shared;
+        let keys = shared.settings.keys.keys();
+        let mut names: Vec<String> = self
+            .in_flight
+            .requests
+            .underway()
+            .take(4)
+            .map(|key| format!("`{}`", keys[key as usize].name))
+            .collect();
+        if self.in_flight.underway() > names.len() {
+            names.push(format!("{} more", self.in_flight.underway() - names.len()));
+        }
+        WorkerError::LeftEarly { who: shared.who.clone(), keys: names.join(", ").into() }
+    }
+
+    fn wake_at(&self, next_tick: Instant) -> Instant {
+        match self.phase {
+            JobPhase::Running => next_tick,
+            JobPhase::StreamLost { deadline, .. }
+            | JobPhase::Leaving { deadline }
+            | JobPhase::Closing { deadline, .. } => next_tick.min(deadline),
+        }
+    }
+
+    fn internal(&self, error: &std::io::Error) -> WorkerError {
+        let who = self.in_flight.shared.who.clone();
+        WorkerError::System { who, what: "wait for its streams", reason: error.to_string().into() }
+    }
+}

@@ -1,0 +1,221 @@
+//! Failover of streams: in a job that goes on, the worker opens a broken stream again by another path.
+
+use std::net::IpAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use paramhub_core::liveness::PeerLiveness;
+use paramhub_core::wire::{Failure, Refusal};
+use paramhub_transport::runtime::panic_message;
+use paramhub_transport::{Interest, StreamError};
+
+use super::{IoLoop, JobPhase};
+use crate::error::WorkerError;
+use crate::lane::{ControlFrame, Lane};
+use crate::notices::HubNotice;
+use crate::resume::{Redialler, ResumedStream, StreamEvent, StreamEventSender, StreamFailure};
+use crate::retunes::Retunes;
+
+/// Silence after which a stream counts as broken somewhere on its path: a hub sends a heartbeat a second. If
+/// the hub was only busy, opening its stream again costs time and nothing else.
+const SILENT: Duration = Duration::from_secs(4);
+
+/// What the I/O thread needs in addition in a job that goes on.
+pub(crate) struct Failover {
+    pub(crate) redialler: Arc<Redialler>,
+    pub(crate) events: Receiver<StreamEvent>,
+    pub(crate) event_sender: StreamEventSender,
+    pub(crate) retunes: Retunes,
+    /// When the I/O thread last notified this worker's program.
+    pub(crate) last_notice: Option<Instant>,
+}
+
+impl IoLoop {
+    /// Whether a lane's stream may be opened again.
+    pub(super) fn may_resume(&self, index: usize) -> bool {
+        let may_now = match &self.phase {
+            JobPhase::Running | JobPhase::Leaving { .. } => true,
+            // The goodbye must still arrive.
+            JobPhase::Closing { outcome, .. } => outcome.is_ok(),
+            JobPhase::StreamLost { .. } => false,
+        };
+        let lane = &self.lanes[index];
+        self.failover.is_some() && may_now && !lane.stream.is_shm() && !lane.closed
+    }
+
+    /// Whether an error on a lane's stream is the path's fault rather than the hub's: a hub that dies closes
+    /// or resets its streams.
+    pub(super) fn is_resumable(&self, index: usize, error: &StreamError) -> bool {
+        matches!(error, StreamError::Io(_)) && self.may_resume(index)
+    }
+
+    /// Handles the reports of the watcher of interfaces and of the threads that open streams again.
+    pub(super) fn take_stream_events(&mut self, now: Instant) -> Result<(), WorkerError> {
+        while let Some(event) = self.failover.as_ref().and_then(|failover| failover.events.try_recv().ok()) {
+            match event {
+                StreamEvent::InterfaceDown { address, what } => self.resume_streams_from(address, &what)?,
+                StreamEvent::ResumeOver { lane, outcome } => self.resumed(lane, outcome, now)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn resume_streams_from(&mut self, address: IpAddr, what: &str) -> Result<(), WorkerError> {
+        for index in 0..self.lanes.len() {
+            if self.lanes[index].source == Some(address) && self.may_resume(index) {
+                self.resume_stream(index, Some(what.to_owned()), String::new())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens silent streams again.
+    pub(super) fn resume_silent(&mut self, now: Instant) -> Result<(), WorkerError> {
+        for index in 0..self.lanes.len() {
+            let silent = self.lanes[index].liveness.silence(now);
+            if silent > SILENT && self.may_resume(index) {
+                self.resume_stream(
+                    index,
+                    None,
+                    format!("nothing was heard of it for {:.0} s", silent.as_secs_f64()),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens a lane's stream again, on a thread of its own. The old stream stays open until a frame comes on
+    /// the new one, so that the hub does not take its end for the end of this process.
+    pub(super) fn resume_stream(
+        &mut self,
+        index: usize,
+        interface_down: Option<String>,
+        reason: String,
+    ) -> Result<(), WorkerError> {
+        let lane = &mut self.lanes[index];
+        if std::mem::replace(&mut lane.is_resuming, true) {
+            return Ok(());
+        }
+        lane.polls_writable = false;
+        lane.has_more = false;
+        // This fails only if the descriptor is not in the set, and then there is nothing to remove.
+        let _ = self.poller.remove(&lane.stream);
+        let failover = self.failover.as_ref().expect("only such jobs resume streams");
+        let (redialler, event_sender) = (Arc::clone(&failover.redialler), failover.event_sender.clone());
+        let failure =
+            StreamFailure { hub: Arc::clone(&lane.hub), source: lane.source, interface_down, reason };
+        let resume = move || {
+            let outcome = redialler.resume(index, &failure);
+            event_sender.send(StreamEvent::ResumeOver { lane: index, outcome });
+        };
+        let started = std::thread::Builder::new().name("paramhub-resume".into()).spawn(resume);
+        started.map(drop).map_err(|error| {
+            let who = self.in_flight.shared.who.clone();
+            WorkerError::System { who, what: "start a thread", reason: error.to_string().into() }
+        })
+    }
+
+    fn resumed(
+        &mut self,
+        index: usize,
+        outcome: Result<Box<ResumedStream>, WorkerError>,
+        now: Instant,
+    ) -> Result<(), WorkerError> {
+        let is_closing = matches!(self.phase, JobPhase::Closing { .. });
+        if !self.may_resume(index) {
+            self.lanes[index].closed |= is_closing;
+            return Ok(());
+        }
+        match outcome {
+            Ok(resumed) => self.replace_stream(index, *resumed, now),
+            // All requests have been answered; this worker no longer reacts to a failure of the job.
+            Err(_) if is_closing => {
+                self.lanes[index].closed = true;
+                Ok(())
+            }
+            Err(WorkerError::Refused { who, hub, refusal: Refusal::JobEnded, message }) => {
+                Err(WorkerError::Failed { who, hub, culprit: None, message })
+            }
+            Err(error) => {
+                let shared = &self.in_flight.shared;
+                let told = match &error {
+                    WorkerError::InterfaceDown { what, .. } => format!("its {what}"),
+                    error => format!("it is cut off: {error}"),
+                };
+                let told = Failure { rank: Some(shared.who.rank), message: told };
+                self.give_up(error, &told, now);
+                Ok(())
+            }
+        }
+    }
+
+    /// Replaces a lane's stream, and requests again every chunk that was not answered whole.
+    fn replace_stream(
+        &mut self,
+        index: usize,
+        resumed: ResumedStream,
+        now: Instant,
+    ) -> Result<(), WorkerError> {
+        self.announce_resumption(&resumed, now)?;
+        let retunes = &self.failover.as_ref().expect("only such jobs resume streams").retunes;
+        let lane = &mut self.lanes[index];
+        lane.replace_stream(resumed, retunes, now);
+        let chunks = self.in_flight.placement.chunks(lane.route);
+        for (slot, &chunk) in (0..).zip(chunks) {
+            if self.in_flight.requests.resend(chunk) {
+                lane.mark_ready(slot);
+            }
+        }
+        for block in 0..self.in_flight.shared.blocks.len() {
+            let place = self.in_flight.placement.locate(self.in_flight.requests.chunk_of_block(block));
+            if let Some((route, slot)) = place
+                && route == lane.route
+                && self.in_flight.requests.resend_block(block)
+            {
+                lane.mark_ready(slot);
+            }
+        }
+        if matches!(self.phase, JobPhase::Closing { .. }) {
+            lane.requeue(ControlFrame::Leave);
+        }
+        self.in_flight.shared.counters.moved_one();
+        let added = self.poller.add(&lane.stream, index as u64, Interest::READABLE);
+        added.map_err(|error| self.internal(&error))?;
+        self.send(index, now)
+    }
+}
+
+impl IoLoop {
+    /// Notifies this worker's program why its streams are opened again, once for all that fail together.
+    fn announce_resumption(&mut self, resumed: &ResumedStream, now: Instant) -> Result<(), WorkerError> {
+        let failover = self.failover.as_mut().expect("only such jobs resume streams");
+        if failover.last_notice.replace(now).is_some_and(|before| now - before < SILENT) {
+            return Ok(());
+        }
+        let shared = &self.in_flight.shared;
+        let (rank, hub) = (shared.who.rank, Arc::clone(&resumed.hub));
+        let from = resumed.source.map_or(String::new(), |source| format!(" from {source}"));
+        let message = format!("rank {rank} goes on over {hub}{from}: {}", resumed.why);
+        let notice = HubNotice { hub, rank: Some(rank), message };
+        catch_unwind(AssertUnwindSafe(|| shared.notices.add(notice))).map_err(|panic| WorkerError::Callback {
+            who: shared.who.clone(),
+            message: panic_message(&*panic),
+        })
+    }
+}
+
+impl Lane {
+    fn replace_stream(&mut self, resumed: ResumedStream, retunes: &Retunes, now: Instant) {
+        self.retired = Some((std::mem::replace(&mut self.stream, resumed.stream), resumed.unheard));
+        (self.hub, self.source) = (resumed.hub, resumed.source);
+        self.requeue_begun_chunks();
+        // The changes go ahead of every push that they hold for, as they did before.
+        for (group, first_step, wire) in retunes.iter() {
+            self.requeue(ControlFrame::Retune { group, first_step, wire: Arc::clone(wire) });
+        }
+        self.liveness = PeerLiveness::new(now);
+        (self.is_resuming, self.send_closed, self.blocked) = (false, false, false);
+    }
+}

@@ -1,0 +1,104 @@
+//! The lease of a rank in a job that no hub serves: the manager ends the job of a rank that does not renew
+//! it.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::WorkerError;
+use crate::member::{Member, manager_error};
+
+/// Seconds between renewals; a renewal also reports whether the job has ended.
+const RENEW_EVERY: Duration = Duration::from_secs(2);
+
+/// A rank's lease in a job whose ranks exchange among themselves. A thread renews it until the rank leaves.
+/// Dropping a lease that was not left ends the job for all ranks.
+#[derive(Debug)]
+pub struct JobLease {
+    member: Arc<Mutex<Member>>,
+    /// The thread ends when this is dropped.
+    stop: Option<Sender<()>>,
+    renewals: Option<JoinHandle<()>>,
+}
+
+impl JobLease {
+    pub(crate) fn new(
+        member: Member,
+        on_end: impl FnOnce(WorkerError) + Send + 'static,
+    ) -> Result<JobLease, WorkerError> {
+        let who = member.who();
+        // Renew several times within the duration of a lease.
+        let lease = member.lease_duration();
+        let every = RENEW_EVERY.min(lease / 4);
+        let member = Arc::new(Mutex::new(member));
+        let (stop, stopped) = channel::<()>();
+        let renewed = Arc::clone(&member);
+        let renewals = move || {
+            let mut answered = Instant::now();
+            while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                let mut member = renewed.lock().unwrap_or_else(PoisonError::into_inner);
+                let Err(error) = member.renew() else {
+                    answered = Instant::now();
+                    continue;
+                };
+                // The ranks do not need the manager to exchange, so an unreachable manager does not stop them
+                // at once.
+                if error.code().is_none() && answered.elapsed() < lease {
+                    continue;
+                }
+                member.has_left();
+                let error = manager_error(member.who(), "ConnectService", error);
+                drop(member);
+                return on_end(error);
+            }
+        };
+        let thread = std::thread::Builder::new().name("paramhub-lease".into()).spawn(renewals);
+        let renewals = thread.map_err(|error| WorkerError::System {
+            who,
+            what: "start a thread",
+            reason: error.to_string().into(),
+        })?;
+        Ok(JobLease { member, stop: Some(stop), renewals: Some(renewals) })
+    }
+
+    /// Reports to the manager that this rank's work is done. The job has finished when all ranks have
+    /// reported this.
+    ///
+    /// # Errors
+    /// If the manager cannot be reached.
+    pub fn leave(self) -> Result<(), WorkerError> {
+        self.end(String::new(), true)
+    }
+
+    /// Ends the job for all ranks, which receive the reason.
+    ///
+    /// # Errors
+    /// If the manager cannot be reached.
+    pub fn abort(self, reason: &str) -> Result<(), WorkerError> {
+        self.end(reason.to_owned(), false)
+    }
+
+    fn end(mut self, reason: String, finished: bool) -> Result<(), WorkerError> {
+        self.stop_renewing();
+        let mut member = self.member.lock().unwrap_or_else(PoisonError::into_inner);
+        member.has_left();
+        let sent = member.send_leave(reason, finished);
+        sent.map_err(|cause| manager_error(member.who(), "LeaveService", cause))
+    }
+
+    /// Ends the renewals.
+    fn stop_renewing(&mut self) {
+        self.stop = None;
+        if let Some(renewals) = self.renewals.take() {
+            // The thread itself does not panic, and a listener's panic is not for this caller.
+            let _ = renewals.join();
+        }
+    }
+}
+
+impl Drop for JobLease {
+    fn drop(&mut self) {
+        self.stop_renewing();
+    }
+}

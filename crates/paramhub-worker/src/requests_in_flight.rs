@@ -1,0 +1,339 @@
+//! The I/O thread's table of requests in flight: the request of each key, with its buffers and its state.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use paramhub_core::chunk::{ChunkId, Extent};
+use paramhub_core::codec::{Codec, Dtype};
+use paramhub_core::factors::{FactorBlock, Piece};
+use paramhub_core::norms::{Norms, UnexpectedNorm, clip_factor};
+use paramhub_core::placement::Placement;
+use paramhub_core::requests::{PieceId, Request, Requests};
+use paramhub_core::settings::Settings;
+use paramhub_core::wire::{FACTORS_HEAD_BYTES, Factors, Header, Operation, State};
+
+use crate::arena::WorkerArena;
+use crate::error::WorkerError;
+use crate::handle::Ticket;
+use crate::job::Shared;
+use crate::norms::NormStatus;
+use crate::quantisation::QuantisationState;
+
+/// Everything about the job's requests that does not belong to one stream.
+pub(crate) struct RequestsInFlight {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) requests: Requests,
+    pub(crate) placement: Placement,
+    pub(crate) arena: Option<WorkerArena>,
+    dtypes: Vec<Dtype>,
+    /// The codec of each key's gradients.
+    codecs: Vec<Codec>,
+    quantised: QuantisationState,
+    /// The number of steps after which the residuals of quantised keys start again from zero.
+    residuals_begin_every: Option<NonZeroU32>,
+    /// Each key's request under way.
+    tickets: Vec<Option<Ticket>>,
+    underway: usize,
+    /// Present only in a job with two-phase steps.
+    norms: Option<Norms>,
+    /// Requests that wait for the norm of a step.
+    norm_waits: Vec<(u32, Ticket)>,
+    /// A step to be released on every stream, with the factor.
+    release: Option<(u32, f32)>,
+    /// Bytes of whole frames that were received and are not in the counters yet.
+    pub(crate) uncounted_bytes: usize,
+    /// Scratch for conversions whose source or target is not aligned f32.
+    pub(crate) exact: Vec<f32>,
+}
+
+impl RequestsInFlight {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        requests: Requests,
+        placement: Placement,
+        arena: Option<WorkerArena>,
+        lanes: usize,
+        residuals_begin_every: Option<NonZeroU32>,
+    ) -> Self {
+        let settings: &Settings = &shared.settings;
+        let dtypes: Vec<Dtype> = settings.keys.keys().iter().map(|key| key.dtype).collect();
+        let mut codecs: Vec<Codec> = settings.keys.keys().iter().map(|key| settings.codec_of(key)).collect();
+        for key in requests.blocks().flat_map(FactorBlock::keys) {
+            // The key's factors travel, not its gradient.
+            codecs[key as usize] = dtypes[key as usize].codec();
+        }
+        let converts = codecs.iter().zip(&dtypes).any(|(&codec, dtype)| codec != dtype.codec());
+        let exact = if converts { requests.map().chunk_elements() as usize } else { 0 };
+        RequestsInFlight {
+            quantised: QuantisationState::new(requests.map(), &codecs, settings.has_parameters()),
+            residuals_begin_every,
+            requests,
+            placement,
+            arena,
+            codecs,
+            tickets: std::iter::repeat_with(|| None).take(dtypes.len()).collect(),
+            dtypes,
+            underway: 0,
+            norms: settings.is_two_phase().then(|| Norms::new(lanes)),
+            norm_waits: Vec::new(),
+            release: None,
+            uncounted_bytes: 0,
+            exact: vec![0.0; exact],
+            shared,
+        }
+    }
+
+    /// Starts a request whose key was claimed; returns the chunks to send.
+    pub(crate) fn begin(
+        &mut self,
+        key: u32,
+        request: Request,
+        step: u32,
+        ticket: Ticket,
+    ) -> std::ops::Range<ChunkId> {
+        let chunks = self.requests.begin(key, request, step).expect("a claimed key has no other request");
+        self.tickets[key as usize] = Some(ticket);
+        self.quantised.begin(chunks.clone());
+        self.underway += 1;
+        if self.underway == 1 {
+            self.shared.counters.set_in_flight(true);
+        }
+        chunks
+    }
+
+    /// Starts the request of a block whose keys were claimed; returns the chunk that stands for it.
+    pub(crate) fn begin_block(
+        &mut self,
+        block: usize,
+        samples: u32,
+        step: u32,
+        (weight, bias): (Ticket, Option<Ticket>),
+    ) -> ChunkId {
+        let begun = self.requests.begin_block(block, samples, step);
+        let chunk = begun.expect("claimed keys have no other request");
+        if self.underway == 0 {
+            self.shared.counters.set_in_flight(true);
+        }
+        let keys = self.shared.blocks[block].keys();
+        for (key, ticket) in keys.zip([weight].into_iter().chain(bias)) {
+            self.tickets[key as usize] = Some(ticket);
+            self.underway += 1;
+        }
+        chunk
+    }
+
+    /// Encodes a piece of a block for the wire.
+    pub(crate) fn put_piece(&self, id: PieceId, piece: &Piece, wire: &mut [u8]) {
+        let block = &self.shared.blocks[id.block];
+        let ticket = self.tickets[block.weight as usize].as_ref().expect("a block to send has a request");
+        let bytes = block.codec.bytes();
+        let (head, values) = wire.split_at_mut(FACTORS_HEAD_BYTES);
+        head.copy_from_slice(&Factors::head(id.samples, id.number));
+        let (gradients, inputs) = values.split_at_mut(piece.output_gradients.len() * bytes);
+        let regions = [&ticket.value.output_gradients, &ticket.value.send];
+        let parts = [(gradients, &piece.output_gradients), (inputs, &piece.inputs)];
+        for (region, (part, range)) in regions.into_iter().zip(parts) {
+            let source = region.as_ref().expect("a block's request has both factors").bytes();
+            part.copy_from_slice(&source[range.start * bytes..range.end * bytes]);
+        }
+    }
+
+    /// Requests under way.
+    pub(crate) fn underway(&self) -> usize {
+        self.underway
+    }
+
+    /// The codec of a key's gradients, and that of its values in memory.
+    pub(crate) fn codecs(&self, key: u32) -> (Codec, Codec) {
+        let memory = self.dtypes[key as usize].codec();
+        (self.codecs[key as usize], memory)
+    }
+
+    /// The header of a chunk's request and where the chunk lies in its key.
+    pub(crate) fn header(&self, chunk: ChunkId) -> (Header, Extent) {
+        self.requests.header(chunk)
+    }
+
+    /// Prepares a chunk of a quantised key for sending: encodes its gradient, once a request however often it
+    /// is sent, or adopts the initial parameters as this worker's.
+    pub(crate) fn prepare(&mut self, header: &Header, extent: &Extent) {
+        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
+        let source = ticket.value.sent_from().unwrap_or(&[]);
+        if header.codec.is_quantised() {
+            if self.residuals_begin_every.is_some_and(|every| header.step.is_multiple_of(every.get())) {
+                self.quantised.forget(header.chunk, extent);
+            }
+            let gradient = &source[extent.byte_range(Codec::F32)];
+            self.quantised.encode(header.chunk, extent, gradient, &mut self.exact);
+        } else if header.operation == Operation::Initialise && self.codecs[extent.key as usize].is_quantised()
+        {
+            self.quantised.adopt(extent, &source[extent.byte_range(Codec::F32)]);
+        }
+    }
+
+    /// The bytes of a chunk's tensor to send, unless it is staged.
+    pub(crate) fn payload(&self, header: &Header, extent: &Extent) -> &[u8] {
+        match header.codec.is_quantised() {
+            true => self.quantised.payload(extent),
+            false => self.source(extent),
+        }
+    }
+
+    /// Applies an answer that encodes the difference between a chunk's new parameters and this worker's.
+    pub(crate) fn take_change(&mut self, extent: &Extent, payload: &[u8]) {
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
+        let target = &mut region.bytes_mut()[extent.byte_range(Codec::F32)];
+        self.quantised.decode(extent, payload, target, &mut self.exact);
+    }
+
+    /// Notes that a chunk's new parameters have come whole.
+    pub(crate) fn took_whole(&mut self, extent: &Extent) {
+        if self.codecs[extent.key as usize].is_quantised() {
+            let ticket =
+                self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+            let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
+            self.quantised.adopt(extent, &region.bytes_mut()[extent.byte_range(Codec::F32)]);
+        }
+    }
+
+    /// The bytes in the user's memory that a chunk is sent or encoded from; none for a pull.
+    pub(crate) fn source(&self, extent: &Extent) -> &[u8] {
+        let bytes = self.sent_from(extent.key);
+        if bytes.is_empty() { bytes } else { &bytes[extent.byte_range(self.codecs(extent.key).1)] }
+    }
+
+    /// The chunk's initial optimizer state, and the number of updates it has had.
+    pub(crate) fn state_source(&self, extent: &Extent) -> (u64, &[u8]) {
+        let ticket = self.tickets[extent.key as usize].as_ref().expect("a chunk to send has a request");
+        (ticket.value.updates, &self.sent_from(extent.key)[extent.byte_range(Codec::F32)])
+    }
+
+    fn sent_from(&self, key: u32) -> &[u8] {
+        let ticket = self.tickets[key as usize].as_ref().expect("a chunk to send has a request");
+        ticket.value.sent_from().unwrap_or(&[])
+    }
+
+    /// Takes a chunk of optimizer state that was expected.
+    pub(crate) fn take_state(&mut self, extent: &Extent, state: &State<'_>) {
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
+        region.bytes_mut()[extent.byte_range(Codec::F32)].copy_from_slice(state.values);
+        ticket.value.updates = ticket.value.updates.min(state.updates);
+    }
+
+    /// The memory of the user for a chunk's new parameters. An answer is expected only for a chunk that was
+    /// sent whole, so a gradient exchanged in place has been read by then.
+    pub(crate) fn destination(&mut self, extent: &Extent) -> &mut [u8] {
+        let range = extent.byte_range(self.codecs(extent.key).1);
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        let region = ticket.value.receive.as_mut().expect("a request that receives has where to");
+        &mut region.bytes_mut()[range]
+    }
+
+    /// Copies a chunk's new parameters from the arena to the request's buffer, if it lies elsewhere.
+    pub(crate) fn collect(&mut self, extent: &Extent) {
+        let range = extent.byte_range(self.codecs(extent.key).1);
+        let ticket = self.tickets[extent.key as usize].as_mut().expect("an expected answer has a request");
+        if let (Some(region), Some(arena)) = (&mut ticket.value.receive, &self.arena) {
+            arena.take(extent, &mut region.bytes_mut()[range]);
+        }
+    }
+
+    /// Ends the request of a key that was answered in full, with `version`. Fails with a callback's panic.
+    pub(crate) fn finish(&mut self, key: u32, request: Request, version: u32) -> Result<(), Arc<str>> {
+        let may_jump = self.requests.has_steps_of_chunks() && request != Request::Initialise;
+        if request == Request::Pull || (may_jump && !request.is_of_state()) {
+            self.shared.steps.adopt(key, version);
+        }
+        // Count before announcing the end, so that a caller who sees the end finds the request counted.
+        self.count_received();
+        self.shared.counters.finished_one();
+        if request == Request::Factors
+            && let Some(bias) =
+                self.shared.blocks.iter().find_map(|block| block.bias.filter(|_| block.weight == key))
+        {
+            let ended = self.end(bias, Ok(()));
+            return self.end(key, Ok(())).and(ended);
+        }
+        self.end(key, Ok(()))
+    }
+
+    /// Takes the part of a step's norm that the stream of this route brings. With the last part every waiting
+    /// request gets the norm, and rank 0 releases the step if the settings say how. Fails with a callback's
+    /// panic.
+    pub(crate) fn norm_part(
+        &mut self,
+        lane: usize,
+        step: u32,
+        squares: f64,
+    ) -> Result<Result<(), Arc<str>>, UnexpectedNorm> {
+        let norms = self.norms.as_mut().ok_or(UnexpectedNorm(step))?;
+        let Some(norm) = norms.part(lane, step, squares)? else { return Ok(Ok(())) };
+        self.shared.norms.keep(norm);
+        if let Some(clip_norm) = self.shared.settings.clip_norm
+            && self.shared.who.rank == 0
+        {
+            self.release = Some((step, clip_factor(clip_norm, norm.norm)));
+        }
+        let mut panicked = Ok(());
+        while let Some(at) = self.norm_waits.iter().position(|&(wanted, _)| wanted <= step) {
+            let (wanted, ticket) = self.norm_waits.swap_remove(at);
+            panicked = self.await_norm(wanted, ticket).and(panicked);
+        }
+        Ok(panicked)
+    }
+
+    /// Ends the request for a step's norm once the norm is known. Fails with a callback's panic.
+    pub(crate) fn await_norm(&mut self, step: u32, mut ticket: Ticket) -> Result<(), Arc<str>> {
+        let outcome = match self.shared.norms.known(step) {
+            NormStatus::Pending => {
+                self.norm_waits.push((step, ticket));
+                return Ok(());
+            }
+            NormStatus::Known(norm) => {
+                ticket.value.norm = norm;
+                Ok(())
+            }
+            NormStatus::Forgotten => Err(self.shared.misused(format!(
+                "the norm of step {step} is not kept any more: ask for it before its step or soon after"
+            ))),
+        };
+        self.shared.norms.end_wait();
+        ticket.finish(outcome)
+    }
+
+    /// Takes the step to be released on every stream, once.
+    pub(crate) fn take_release(&mut self) -> Option<(u32, f32)> {
+        self.release.take()
+    }
+
+    /// Adds the received bytes to the counters.
+    pub(crate) fn count_received(&mut self) {
+        self.shared.counters.received(std::mem::take(&mut self.uncounted_bytes));
+    }
+
+    /// Fails every request under way. Ignores panics of callbacks, for the job has failed already.
+    pub(crate) fn fail_all(&mut self, error: &WorkerError) {
+        for key in 0..self.tickets.len() as u32 {
+            let _ = self.end(key, Err(error.clone()));
+        }
+        for (_, ticket) in std::mem::take(&mut self.norm_waits) {
+            let _ = ticket.finish(Err(error.clone()));
+        }
+    }
+
+    fn end(&mut self, key: u32, outcome: Result<(), WorkerError>) -> Result<(), Arc<str>> {
+        let Some(mut ticket) = self.tickets[key as usize].take() else { return Ok(()) };
+        // The handle of a request that has ended must not keep its places in the arena.
+        ticket.value.claims = Default::default();
+        self.underway -= 1;
+        if self.underway == 0 {
+            self.shared.counters.set_in_flight(false);
+        }
+        // Release the key before finishing the handle: a caller who sees the end may use the key again at
+        // once.
+        self.shared.steps.release(key);
+        ticket.finish(outcome)
+    }
+}

@@ -1,8 +1,0 @@
-//! The `paramhub` command.
-#![forbid(unsafe_code)]
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    paramhub::cli::main(std::env::args_os(), None).into()
-}

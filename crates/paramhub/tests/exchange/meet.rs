@@ -1,0 +1,175 @@
+//! Communicators of a job's ranks, which a real connection manager brings together without a hub.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use paramhub::collective::communicator::{Communicator, RendezvousOptions, rendezvous};
+use paramhub::collective::engine::{Engine, EngineConfig};
+use paramhub::collective::kvstore::{Array, StoreKind, StoreOptions, create};
+use paramhub::service::{CreateService, JobOptions, JobState, ServiceCreated};
+use paramhub::{Dtype, Manager, ManagerClient, ManagerConfig, Membership, Options, RunningManager};
+
+struct Room {
+    manager: RunningManager,
+    client: ManagerClient,
+    job: ServiceCreated,
+}
+
+impl Room {
+    fn new(name: &str, workers: u32, options: JobOptions) -> Room {
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let manager = Manager::start(ManagerConfig { listen, ..ManagerConfig::default() }).unwrap();
+        let client = ManagerClient::new(&manager.url(), None).unwrap();
+        let options = JobOptions { hubs: Some(0), ..options };
+        let job = client.create_service(&CreateService { name: name.into(), workers, options }).unwrap();
+        Room { manager, client, job }
+    }
+
+    fn seat(&self, rank: u32) -> Membership {
+        let ServiceCreated { namespace, nonce } = self.job;
+        Membership { url: self.manager.url(), namespace, nonce, rank }
+    }
+
+    /// Runs `part` with every rank's communicator. Returns the results by rank.
+    fn all<T: Send>(&self, ranks: u32, part: impl Fn(Box<dyn Communicator>) -> T + Sync) -> Vec<T> {
+        std::thread::scope(|scope| {
+            let rank = |rank| {
+                let (seat, part) = (self.seat(rank), &part);
+                scope.spawn(move || part(rendezvous(seat, RendezvousOptions::default()).unwrap()))
+            };
+            let ranks: Vec<_> = (0..ranks).map(rank).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    fn status(&self) -> (JobState, String) {
+        let job = self.client.job(&self.job.namespace.to_string()).unwrap();
+        (job.state, job.message)
+    }
+}
+
+fn sum(communicator: &dyn Communicator) -> Result<f32, String> {
+    let mut values = [communicator.rank() as f32 + 1.0; 1000];
+    let bytes = bytemuck::cast_slice_mut(&mut values);
+    communicator.allreduce("values", bytes, Dtype::F32).map_err(|error| error.to_string())?;
+    Ok(values[999])
+}
+
+#[test]
+fn ranks_meet_and_leave_and_their_copies_with_them() {
+    let room = Room::new("ring", 3, JobOptions::default());
+    let sums = room.all(3, |communicator| {
+        let copy = communicator.duplicate().unwrap();
+        let another = communicator.duplicate().unwrap();
+        let sums = [sum(&communicator), sum(&copy), sum(&another)];
+        another.leave().unwrap();
+        copy.leave().unwrap();
+        communicator.leave().unwrap();
+        sums
+    });
+    assert_eq!(sums, vec![[Ok(6.0), Ok(6.0), Ok(6.0)]; 3]);
+    assert_eq!(room.status().0, JobState::Finished);
+}
+
+#[test]
+fn a_store_of_several_communicators_needs_nothing_but_the_job() {
+    let room = Room::new("stores", 2, JobOptions::default());
+    let sums = room.all(2, |communicator| {
+        let engine = Arc::new(Engine::new(EngineConfig::default()).unwrap());
+        let options =
+            StoreOptions { communicator: Some(communicator), ..StoreOptions::new(Arc::clone(&engine)) };
+        let store = create(StoreKind::ConCom, options).unwrap();
+        let arrays: Vec<Array> =
+            (0..9).map(|_| Array::new(&engine, vec![store.rank() as f32 + 1.0; 50])).collect();
+        for (key, array) in (0_u64..).zip(&arrays) {
+            store.init(&key.into(), array).unwrap();
+            store.pushpull(&key.into(), std::slice::from_ref(array), std::slice::from_ref(array), 0).unwrap();
+        }
+        store.barrier().unwrap();
+        let values = arrays.iter().map(|array| array.to_vec(&engine).unwrap()[49]).collect::<Vec<f32>>();
+        store.leave().unwrap();
+        values
+    });
+    assert_eq!(sums, vec![vec![3.0; 9]; 2]);
+    assert_eq!(room.status().0, JobState::Finished);
+}
+
+#[test]
+fn a_rank_that_ends_without_leaving_ends_the_job_for_all() {
+    let room = Room::new("quitter", 3, JobOptions::default());
+    let all = std::sync::Barrier::new(3);
+    let ends = room.all(3, |communicator| {
+        sum(&communicator).unwrap();
+        all.wait();
+        match communicator.rank() {
+            1 => Ok(0.0),
+            _ => sum(&communicator),
+        }
+    });
+    for rank in [0, 2] {
+        let error = ends[rank].as_ref().unwrap_err();
+        assert!(error.contains("rank 1"), "{error}");
+    }
+    let (state, message) = room.status();
+    assert_eq!(state, JobState::Failed);
+    assert!(message.contains("left"), "{message}");
+}
+
+#[test]
+fn a_stop_of_the_job_reaches_ranks_that_wait() {
+    let room = Room::new("stopped", 2, JobOptions { lease_s: 1.0, ..JobOptions::default() });
+    let both = std::sync::Barrier::new(2);
+    let ends = room.all(2, |communicator| {
+        let end = match communicator.rank() {
+            0 => {
+                room.client.stop_job_because("stopped", "no more power").unwrap();
+                Ok(0.0)
+            }
+            _ => sum(&communicator),
+        };
+        // Rank 0 stays and calls no collective.
+        both.wait();
+        end
+    });
+    let error = ends[1].as_ref().unwrap_err();
+    assert!(error.contains("no more power"), "{error}");
+}
+
+#[test]
+fn a_job_lives_as_long_as_its_ranks_stay_and_no_longer() {
+    let room = Room::new("leased", 2, JobOptions { lease_s: 0.4, ..JobOptions::default() });
+    room.all(2, |communicator| {
+        std::thread::sleep(Duration::from_millis(1500));
+        assert_eq!(room.status().0, JobState::Running);
+        communicator.barrier().unwrap();
+        communicator.leave().unwrap();
+    });
+    assert_eq!(room.status().0, JobState::Finished);
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let room = Room::new("lonely", 2, JobOptions { rendezvous_timeout_s: 0.3, ..JobOptions::default() });
+    let refused =
+        rendezvous(room.seat(0), RendezvousOptions::default()).err().expect("nobody else comes").to_string();
+    assert!(refused.contains("rank 1 has not connected"), "{refused}");
+}
+
+#[test]
+fn tcp_is_what_travels_where_the_worker_says_so() {
+    let room = Room::new("tcp", 2, JobOptions::default());
+    let transports: Vec<&str> = std::thread::scope(|scope| {
+        let rank = |rank| {
+            let worker = Options { transport: paramhub::Transport::Tcp, ..Options::default() };
+            let seat = room.seat(rank);
+            scope.spawn(move || {
+                let communicator =
+                    rendezvous(seat, RendezvousOptions { worker, ..RendezvousOptions::default() }).unwrap();
+                communicator.leave().unwrap();
+                communicator.transport()
+            })
+        };
+        [rank(0), rank(1)].map(|rank| rank.join().unwrap()).to_vec()
+    });
+    assert_eq!(transports, ["tcp"; 2]);
+}

@@ -1,0 +1,172 @@
+"""`paramhub.torch.init` and `shutdown`, and the world of this process between them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+import torch.distributed as dist
+
+from paramhub.errors import MisuseError
+from paramhub.torch._options import TIMEOUT_DEFAULT, Options
+from paramhub.torch._rank_assignment import RankAssignment, find_rank_assignment
+from paramhub.torch._rendezvous import rendezvous_store
+from paramhub.torch._world import World
+
+_world: World | None = None
+
+
+def init(
+    url: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    store: dist.Store | None = None,
+    transport: str | None = None,
+    interfaces: str | None = None,
+    reproducible: bool = False,
+    hub_cores: int | None = None,
+    timeout: float = TIMEOUT_DEFAULT,
+    dead_after: float = 30.0,
+    host_hub: bool | None = None,
+    deployment: str | None = None,
+) -> None:
+    """Joins the other ranks of this run. A second call does nothing.
+
+    Rank and size come from the arguments, or from the variables of torchrun, Slurm, MPI's launchers or ``paramhub run``, or
+    from torch.distributed's process group if it was initialised before. Without any of these this process is the only rank. If
+    two of these sources disagree, `init` raises MisuseError; with ``store``, however, the arguments need not agree with the
+    process group.
+
+    The hub is the one at ``url`` (a connection manager's URL) or at ``PARAMHUB_URL``. If neither is given, rank 0 runs a hub on
+    threads of its own process, and prints its addresses. Ranks meet through ``store``, by default torch.distributed's own if it
+    was initialised, else a TCPStore at ``MASTER_ADDR:MASTER_PORT``.
+
+    ``transport`` is ``auto`` (shared memory to a hub on this host, TCP to others), ``tcp`` or ``shm``, by default the value of
+    ``PARAMHUB_TRANSPORT``. ``interfaces`` lists the network interfaces of this host that streams to a hub on another host use
+    (``"eth0,eth1"``, ``"10.0.0.0/24"``, ``"^docker"``), by default the value of ``PARAMHUB_INTERFACES``, else all interfaces that
+    lead to the hub; ranks may differ. With ``reproducible`` sums are made in rank order and are bit-equal from run to run.
+
+    ``hub_cores`` is the number of threads on which a hub in rank 0 sums, by default one for each processor and at most 4. They
+    sleep while no frames arrive. ``timeout`` in seconds is how long ranks wait for one another, and for the hubs at that URL,
+    whose number is rank 0's ``PARAMHUB_HUBS``. ``dead_after`` is how many seconds a rank may be silent before the hub takes it
+    for dead; the hub notices the end of a rank's process at once.
+
+    If several ranks share a host that has no hub, the first of them runs another hub for this host. It sums the host's
+    gradients first, in shared memory, so that each byte leaves the host once. ``host_hub`` says whether it does. If the
+    connection manager requires an admin token, set ``PARAMHUB_ADMIN_TOKEN``.
+
+    ``deployment`` says which hosts have hubs if no hub is named. The default is rank 0's ``PARAMHUB_DEPLOYMENT``, else ``cs`` for
+    several hosts. With ``cs`` every host has a hub, and the hosts' sums go round a ring, so all links carry the same load. With
+    ``cc`` only rank 0's host has one, whose link then carries all hosts' gradients.
+    """
+    if _world is not None:
+        return
+    # With a store of their own these ranks may differ from torch.distributed's. They may be one dimension of a device mesh.
+    is_separate = rank is not None and store is not None
+    group = None
+    if dist.is_initialized() and not is_separate:
+        group = (dist.get_rank(), dist.get_world_size())
+    assignment = find_rank_assignment(rank, size, local_rank, local_size, group=group)
+    options = Options(
+        transport, reproducible, hub_cores, timeout, dead_after, host_hub, deployment, interfaces
+    )
+    if store is None:
+        store = rendezvous_store(assignment, timeout)
+    establish(assignment, store, url, options, is_separate=is_separate)
+
+
+def establish(
+    assignment: RankAssignment,
+    store: dist.Store,
+    url: str | None,
+    options: Options,
+    *,
+    is_separate: bool = False,
+) -> World:
+    """The second half of `init`: joins the other ranks through ``store``, and makes the result this process's world."""
+    global _world
+    _world = World(
+        assignment, dist.PrefixStore(_next_store_prefix(), store), url, options, is_separate=is_separate
+    )
+    atexit.register(_at_exit)
+    return _world
+
+
+def current() -> World | None:
+    """This process's world, or None if `init` was not called."""
+    return _world
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` not since."""
+    return _world is not None
+
+
+def shutdown(*, abandon: bool = False) -> None:
+    """Leaves all jobs. At the end of the process it happens by itself.
+
+    With ``abandon`` it waits for nothing: this rank has failed, and the other ranks must fail at once, too.
+    """
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        atexit.unregister(_at_exit)
+        world.leave(abandon=abandon)
+
+
+def world() -> World:
+    """This process's world. Calls `init` if nothing has called it before."""
+    if _world is None:
+        init()
+    assert _world is not None
+    _world.check_process_group()
+    return _world
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return _initialized_world().rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return _initialized_world().size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return _initialized_world().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return _initialized_world().local_size
+
+
+def _initialized_world() -> World:
+    if _world is None:
+        raise MisuseError("call paramhub.torch.init() first")
+    return _world
+
+
+def _at_exit() -> None:
+    global _world
+    world, _world = _world, None
+    # A forked child must not leave its parent's jobs, nor announce its parent's exit in the store.
+    if world is not None and world.process == os.getpid():
+        # The interpreter stores the exception that ends it. A rank that failed must not wait for ranks that wait for it.
+        world.leave(abandon=getattr(sys, "last_value", None) is not None)
+
+
+_worlds_made = 0
+
+
+def _next_store_prefix() -> str:
+    """The prefix of all keys of the next world. Restarts of the run, and earlier worlds of this process, have other prefixes."""
+    global _worlds_made
+    _worlds_made += 1
+    return f"paramhub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_worlds_made}"

@@ -1,0 +1,189 @@
+"""The jobs of a run: ranks open each job together at the run's hub, and leave it together."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from paramhub import _native
+from paramhub._hub import create_job
+from paramhub.errors import ConnectError, JobFailedError
+from paramhub.torch._log import log
+from paramhub.torch._options import Options
+from paramhub.torch._run_hubs import RunHubs
+from paramhub.torch._run_store import RunStore
+from paramhub.torch._shutdown import EXIT_TIMEOUT_AFTER_FAILURE, FailureState, run_with_timeout
+
+
+class RunJobs:
+    """The jobs that this rank has open."""
+
+    def __init__(
+        self, rank: int, size: int, hubs: RunHubs, store: RunStore, options: Options, failures: FailureState
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._hubs = hubs
+        self._store = store
+        self._options = options
+        self._failures = failures
+        self._jobs: list[_native.Job] = []
+        self._launcher_ticket = _launcher_ticket()
+
+    @property
+    def has_launcher_job(self) -> bool:
+        """Whether `paramhub run` has created a job for this run that is not open yet."""
+        return self._launcher_ticket is not None
+
+    def open(
+        self,
+        label: str,
+        settings: dict[str, Any],
+        ranks: Sequence[int] | None = None,
+        *,
+        shared_parameters: str = "never",
+        inherits: bool = False,
+        peers: bool = False,
+    ) -> _native.Job:
+        """Opens a job that all of ``ranks`` (by default every rank) open under the same label with the same settings.
+
+        The first of them creates it and sends its ticket to the others through the store. Settings are those of InitService, in
+        the hub's names; ``reproducible`` is added from the run's options if it is left out. The job that ``paramhub run`` has
+        created, with its name and its checkpoints, goes to the first call with ``inherits``: a job that exchanges
+        gradients, and that all ranks open at the same point.
+        ``shared_parameters`` says whether results are read from one copy for all ranks of the host: ``never``,
+        ``where possible`` or ``always``. ``peers`` is for jobs whose layers may be exchanged as factors, from rank to rank.
+        """
+        members = list(range(self._size)) if ranks is None else list(ranks)
+        rank = members.index(self._rank)
+        hub = self._hubs.access
+        text = json.dumps({"reproducible": self._options.reproducible, **settings})
+        # A ring gives each link one stream each way: docs/decisions/pytorch.md.
+        by_hosts = "ring" if hub.deployment == "cs" else "auto"
+        reduction = by_hosts if self._may_sum_by_host(settings, text) else "flat"
+        url, namespace, secret = self._ticket(label, members, rank, inherits, reduction)
+        member = _native.connect(
+            url,
+            namespace,
+            secret,
+            rank,
+            transport=self._options.transport,
+            host=self._hubs.host,
+            rack=self._hubs.host if hub.deployment == "cs" else None,
+            interfaces=self._options.interfaces,
+            shared_parameters=shared_parameters,
+            # The manager's own timeout, which names the missing ranks, ends first.
+            rendezvous_timeout=self._options.timeout + 30.0,
+            peers=peers,
+            # If several hosts have hubs, a worker cannot know which hub is lost.
+            hub_rank=members.index(0)
+            if hub.is_embedded and self._hubs.is_on_one_host and 0 in members
+            else None,
+        )
+        job = member.init(text)
+        self._jobs.append(job)
+        return job
+
+    def _may_sum_by_host(self, settings: dict[str, Any], text: str) -> bool:
+        """Whether the hosts' hubs can sum for their ranks in a job with these settings, whose JSON is ``text``. If they cannot,
+        every rank exchanges with every hub."""
+        if _native.conflict(["several-sites"], text) is not None:
+            return False
+        # With one rank on each host there is nothing to sum there, and layers can go from rank to rank.
+        return (
+            "layers" not in settings or self._hubs.access.deployment != "cs" or self._hubs.hosts < self._size
+        )
+
+    def _ticket(
+        self, label: str, members: list[int], rank: int, inherits: bool, reduction: str
+    ) -> tuple[str, str, str]:
+        """The job's URL, namespace and secret: from the launcher, from the member that creates the job, or created here."""
+        # The launcher chose its job's reduction before the settings were known.
+        fits = reduction != "flat" or not self._hubs.sums_by_host
+        if self._launcher_ticket is not None and inherits and fits and len(members) == self._size:
+            ticket, self._launcher_ticket = self._launcher_ticket, None
+            return ticket
+        if rank != 0:
+            text = self._store.read(f"job/{label}", f"rank {members[0]} has not created the job for {label}")
+            ticket = tuple(json.loads(text))
+            if ticket[0] is None:
+                self._store.acknowledge_failure()
+                raise ConnectError(f"rank {members[0]} could not create the job for {label}: {ticket[1]}")
+            return ticket
+        hub = self._hubs.access
+        try:
+            ticket = create_job(
+                hub.url,
+                f"{_script_name()}-{secrets.token_hex(4)}/{label}",
+                len(members),
+                admin_token=hub.admin_token,
+                rendezvous_timeout=self._options.timeout,
+                dead_after=self._options.dead_after,
+                hubs=hub.hubs,
+                patience=10.0,
+                reduction=reduction,
+            )
+        except Exception as error:
+            self._store.report_failure(f"job/{label}", json.dumps([None, str(error), ""]))
+            raise
+        self._store.write(f"job/{label}", json.dumps(ticket))
+        return ticket
+
+    def close(self, job: _native.Job, *, abandon: bool = False) -> None:
+        """Leaves a job before the end of the run. With ``abandon`` it does not wait; the hub then notices the end of this
+        process."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if abandon:
+            job.abandon()
+            return
+        try:
+            job.leave()
+        except JobFailedError:
+            self._failures.record()
+            raise
+
+    def forget(self, job: _native.Job) -> None:
+        """Drops the run's reference to a job: the job ends when its last user drops it."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    def take_all(self) -> list[_native.Job]:
+        """Returns the open jobs, for `leave`, and drops them here."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def leave(self, jobs: Sequence[_native.Job], *, abandon: bool) -> None:
+        """Leaves jobs at the end of the run, the newest first."""
+        for job in reversed(jobs):
+            if abandon:
+                job.abandon()
+                continue
+            try:
+                # After a failure, requests may wait for a rank that has ended or hangs. They end when this process does.
+                timeout = EXIT_TIMEOUT_AFTER_FAILURE if self._failures.is_failing() else None
+                if not run_with_timeout(timeout, job.leave):
+                    self._failures.record()
+            except JobFailedError as error:
+                # The job's user got this error when the job failed.
+                log(f"rank {self._rank}: {error}")
+                self._failures.record()
+
+
+def _launcher_ticket() -> tuple[str, str, str] | None:
+    """The job that `paramhub run` has created for this run."""
+    values = [os.environ.get(name, "") for name in ("PARAMHUB_URL", "PARAMHUB_JOB", "PARAMHUB_SECRET")]
+    return (values[0], values[1], values[2]) if all(values) else None
+
+
+def _script_name() -> str:
+    """The training script's name, in characters that a job's name may have."""
+    name = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0]
+    kept = "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name
+    )
+    return kept[:64].strip("-") or "torch"

@@ -1,0 +1,168 @@
+"""The ends of the surviving ranks, for each way of training and kind of death: `bench/pytorch/ends.py`, and single rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from launching import PYTHON, Launcher
+from team import Died, Rank, Team
+from torch.nn.parallel import DistributedDataParallel
+from training import loss_of, make
+
+PROGRAM = Path(__file__).resolve().parents[3] / "bench" / "pytorch" / "ends.py"
+WAYS = ("optimizer", "hook", "distributed", "backend", "backend-small")
+DEATHS = ("raised", "killed", "ended", "stalled")
+RANK_1 = re.compile(r"\b(rank|worker|ranks( \d+,)*) 1\b")
+NEVER = 3600.0
+"""Seconds of a wait that must not happen: it would exceed the test's timeout."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """The end of every survivor in every case. One program runs all cases, so that torch is imported once."""
+    launcher = Launcher(tmp_path_factory.mktemp("ends"))
+    try:
+        code, output = launcher.launch(PYTHON, PROGRAM, "--json", timeout=900)
+        assert code == 0, output
+        found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
+        assert found is not None, output
+        yield json.loads(found[0])
+    finally:
+        launcher.end()
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_survivors_raise_what_names_the_rank_that_ended(
+    rows: list[dict[str, Any]], way: str, death: str
+) -> None:
+    mine = [row for row in rows if (row["way"], row["death"]) == (way, death)]
+    assert [row["rank"] for row in mine] == [0, 2]
+    for row in mine:
+        print({name: value for name, value in row.items() if name != "message"})
+        # The rank did not crash, and did not hang until it was killed.
+        assert row["code"] == 1, row
+        assert row["message"].startswith("JobFailedError: "), row
+        assert RANK_1.search(row["message"]), row
+
+
+def test_survivors_name_rank_0_that_ran_their_hub(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    try:
+        ways = ["--way", "optimizer", "--way", "hook", "--death", "killed", "--victim", "0"]
+        code, output = launcher.launch(PYTHON, PROGRAM, *ways, "--json", timeout=300)
+    finally:
+        launcher.end()
+    assert code == 0, output
+    found = re.search(r"^\[\{.*\}\]$", output, re.MULTILINE)
+    assert found is not None, output
+    rows = json.loads(found[0])
+    assert [(row["way"], row["rank"]) for row in rows] == [
+        (way, rank) for way in ("optimizer", "hook") for rank in (1, 2)
+    ]
+    for row in rows:
+        assert row["code"] == 1, row
+        assert row["message"].startswith("JobFailedError: "), row
+        assert re.search(r"the hub at [0-9.:]+ \(in the process of rank 0\)", row["message"]), row
+
+
+def disable_exit_timeouts() -> None:
+    """Gives the waits at a normal end a timeout that never comes."""
+    from paramhub.torch import _collectives, _run_store, _world
+
+    _world.EXIT_TIMEOUT = _run_store.EXIT_TIMEOUT = NEVER
+    _collectives.LEAVE_TIMEOUT = NEVER
+
+
+def clean_up_after_a_death(rank: Rank) -> str:
+    disable_exit_timeouts()
+    dist.init_process_group("paramhub")
+    ddp = DistributedDataParallel(make())
+    try:
+        for step in range(3):
+            loss = loss_of(ddp, step, rank.rank)
+            if (step, rank.rank) == (2, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    # No exception is being handled any more, so the world must still know that the group has failed.
+    dist.destroy_process_group()
+    return message
+
+
+def test_rank_0_does_not_wait_for_the_dead_after_its_group_is_destroyed(team: Team) -> None:
+    results = team(clean_up_after_a_death, ranks=3, dies=(1,))
+    assert results[1] == Died(-signal.SIGKILL)
+    for rank in (0, 2):
+        assert results[rank].startswith("JobFailedError: ") and RANK_1.search(results[rank]), results[rank]
+
+
+def interrupted(rank: Rank) -> str:
+    disable_exit_timeouts()
+    dist.init_process_group("paramhub")
+    ddp = DistributedDataParallel(make())
+    for step in range(2):
+        loss_of(ddp, step, rank.rank).backward()
+    loss = loss_of(ddp, 2, rank.rank)
+    if rank.rank == 1:
+        rank.await_mark("interrupted")
+        with pytest.raises(RuntimeError) as failed:
+            loss.backward()
+        return str(failed.value)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            loss.backward()
+        finally:
+            # Rank 1 never calls the sums under way, and this does not wait for it.
+            dist.destroy_process_group()
+            rank.mark("interrupted")
+    return ""
+
+
+def test_ctrl_c_ends_ddp_on_the_backend_and_its_clean_up(team: Team) -> None:
+    message = team(interrupted, ranks=2)[1]
+    assert re.search(r"\brank 0\b", message), message
+
+
+def interrupted_in_a_step(rank: Rank) -> bool:
+    """Whether the exchange that never ends still goes on when this rank has shut down."""
+    import torch
+
+    import paramhub.torch
+
+    model = make()
+    optimizer = paramhub.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
+    )
+    if rank.rank == 0:
+        rank.await_mark("left")
+        return True
+    loss_of(model, 0, rank.rank).backward()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    handle = optimizer._exchange._sent[0].handle
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            optimizer.step()
+        finally:
+            # Leaving a job waits 30 s for requests under way, and then fails them.
+            paramhub.torch.shutdown()
+    goes_on = not handle.done()
+    rank.mark("left")
+    return goes_on
+
+
+def test_shutting_down_after_ctrl_c_does_not_wait_for_a_rank_that_hangs(team: Team) -> None:
+    assert team(interrupted_in_a_step, ranks=2) == [True, True]
