@@ -142,9 +142,8 @@ fn factors_kind(error: &SyncError) -> (Kind, Option<u32>) {
         SyncError::Misused { .. } => (Kind::Misuse, None),
         SyncError::Rendezvous { .. } | SyncError::Threads { .. } => (Kind::Connect, None),
         SyncError::Rounding { peer, .. } => (Kind::Connect, Some(*peer)),
-        SyncError::Disagreement { peer, .. } | SyncError::NonFinite { peer, .. } => {
-            (Kind::JobFailed, Some(*peer))
-        }
+        SyncError::Disagreement { peer, .. } => (Kind::JobFailed, Some(*peer)),
+        SyncError::NonFinite { rank, .. } => (Kind::JobFailed, Some(*rank)),
         _ => (Kind::JobFailed, None),
     }
 }

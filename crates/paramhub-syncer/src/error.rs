@@ -55,20 +55,17 @@ pub enum SyncError {
         /// What differs.
         reason: Arc<str>,
     },
-    /// A worker's factors hold a NaN or an infinity, and the job rejects such gradients.
+    /// This worker's factors hold a NaN or an infinity, and the job rejects such gradients.
     #[error(
-        "rank {rank}, layer `{layer}`: rank {peer} sent factors of key `{key}` with a NaN or an infinity, and the job rejects such \
-         gradients"
+        "rank {rank}, layer `{layer}`: the factors of key `{key}` hold a NaN or an infinity, and the job rejects such gradients"
     )]
     NonFinite {
-        /// The rank that noticed.
+        /// The rank whose factors these are.
         rank: u32,
         /// The layer of the factors.
         layer: Arc<str>,
         /// The key of the layer's weight.
         key: Arc<str>,
-        /// The rank that sent the factors.
-        peer: u32,
     },
     /// The workers' processors round differently.
     #[error(
@@ -89,4 +86,26 @@ pub enum SyncError {
         /// What the operating system says.
         reason: Arc<str>,
     },
+}
+
+impl SyncError {
+    /// Why this rank gives up, for the hubs, if they cannot notice it themselves: what passes between workers
+    /// alone is unknown to them, and a job whose ranks just leave would count as finished.
+    pub(crate) fn reason_for_hubs(&self) -> Option<String> {
+        match self {
+            SyncError::NonFinite { key, .. } => Some(format!(
+                "its factors of key `{key}` hold a NaN or an infinity, and the job rejects such gradients"
+            )),
+            SyncError::Disagreement { layer, peer, reason, .. } => {
+                Some(format!("it exchanges layer `{layer}` with rank {peer}, which {reason}"))
+            }
+            SyncError::Mesh(_)
+            | SyncError::Job(_)
+            | SyncError::Hyperparameters { .. }
+            | SyncError::Rendezvous { .. }
+            | SyncError::Misused { .. }
+            | SyncError::Rounding { .. }
+            | SyncError::Threads { .. } => None,
+        }
+    }
 }

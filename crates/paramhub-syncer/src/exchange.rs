@@ -279,7 +279,8 @@ impl FactorExchange {
     /// number of this worker's samples.
     ///
     /// # Errors
-    /// If the previous step is still under way, lengths do not fit, or the exchange has failed.
+    /// If the previous step is still under way, lengths do not fit, the factors hold a NaN and the job rejects
+    /// such gradients, or the exchange has failed.
     pub fn push(
         &self,
         layer: usize,
@@ -293,6 +294,7 @@ impl FactorExchange {
         }
         let (spec, mut state) = inner.idle(layer)?;
         let samples = inner.check(spec, &state, factors, &outputs)?;
+        inner.check_finite(spec, factors)?;
         let step = state.step;
         let hyperparameters = {
             let schedules = lock(&inner.schedules);
@@ -443,9 +445,7 @@ impl Inner {
     ) {
         let outcome = arrived.map_err(SyncError::from).and_then(|()| self.update(layer, &mut outputs));
         if let Err(error) = &outcome {
-            // Keep the first reason: later errors are its consequences.
-            let first = self.failure.get_or_init(|| error.clone());
-            self.mesh.abort(&first.to_string());
+            self.fail(error);
         }
         done(outcome.map(|()| outputs));
     }
@@ -464,9 +464,6 @@ impl Inner {
             hyperparameters.get_or_insert(header.hyperparameters);
             let count = header.samples as usize;
             let factors = message::factors(spec, count, &message);
-            if self.reject_non_finite {
-                self.check_finite(spec, peer, factors)?;
-            }
             convert::decode(factors.inputs, &mut inputs[samples * columns..][..count * columns], spec.codec);
             let gradients = &mut output_gradients[samples * rows..][..count * rows];
             convert::decode(factors.output_gradients, gradients, spec.codec);
@@ -496,26 +493,30 @@ impl Inner {
         Ok(())
     }
 
-    /// Refuses factors that hold a NaN or an infinity. All ranks check the factors of all, so that each names
-    /// the same rank, and the rank at fault ends the job at its hubs.
-    fn check_finite(
-        &self,
-        spec: &FactorLayer,
-        peer: u32,
-        factors: LayerFactors<'_>,
-    ) -> Result<(), SyncError> {
+    /// Refuses this worker's factors if they hold a NaN or an infinity and the job rejects such gradients. They
+    /// are checked before they are sent: the rank at fault is the first to know, so that it ends the job, and no
+    /// other rank can leave before.
+    fn check_finite(&self, spec: &FactorLayer, factors: LayerFactors<'_>) -> Result<(), SyncError> {
         let both = [factors.inputs, factors.output_gradients];
-        if both.iter().all(|values| finite::first_non_finite(values, spec.codec).is_none()) {
+        if !self.reject_non_finite
+            || both.iter().all(|values| finite::first_non_finite(values, spec.codec).is_none())
+        {
             return Ok(());
         }
-        if let Some(abort_handle) = self.abort_handle.as_ref().filter(|_| peer == self.rank) {
-            abort_handle.abort(&format!(
-                "it sent factors of key `{}` with a NaN or an infinity, and the job rejects such gradients",
-                spec.key
-            ));
-        }
         let (layer, key) = (Arc::clone(&spec.name), Arc::clone(&spec.key));
-        Err(SyncError::NonFinite { rank: self.rank, layer, key, peer })
+        let error = SyncError::NonFinite { rank: self.rank, layer, key };
+        self.fail(&error);
+        Err(error)
+    }
+
+    /// Ends the exchange with this error, for all ranks. The first error counts: later ones are its
+    /// consequences.
+    fn fail(&self, error: &SyncError) {
+        let first = self.failure.get_or_init(|| error.clone());
+        if let (Some(abort_handle), Some(reason)) = (&self.abort_handle, error.reason_for_hubs()) {
+            abort_handle.abort(&reason);
+        }
+        self.mesh.abort(&first.to_string());
     }
 
     /// Reads a message's header and checks it against the step and the layer.
