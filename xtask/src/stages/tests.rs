@@ -7,13 +7,15 @@ use crate::tools::CargoTool;
 
 static NEXTEST: CargoTool = CargoTool { name: "cargo-nextest", version: "0.9.151" };
 
-/// The end-to-end tests of a quick run: an exchange over each transport.
-const QUICK: &str = "kind(lib) | kind(bin) | test(/^exchange::(tcp|shm)::parameters_are_exchanged/)";
+/// The modules of the test program `exchange` that a quick run includes: one exchange over each transport,
+/// which are TCP and shared memory to a hub, and the mesh between workers.
+const QUICK_EXCHANGES: [&str; 3] = ["numerics::tcp", "numerics::shm", "syncers"];
 
 pub(crate) fn run(extent: Extent) -> Result<(), Failure> {
     let mut selection = mpi::workspace(extent)?.to_vec();
+    let quick = quick_filter();
     if extent == Extent::Quick {
-        selection.extend(["--lib", "--bins", "--test", "exchange", "-E", QUICK]);
+        selection.extend(["--lib", "--bins", "--test", "exchange", "-E", &quick]);
     }
     match NEXTEST.find().map_or_else(|| NEXTEST.install(), Ok) {
         Ok(nextest) => nextest.args(["nextest", "run"]).args(selection).run(),
@@ -24,6 +26,29 @@ pub(crate) fn run(extent: Extent) -> Result<(), Failure> {
             Invocation::parse("cargo test --lib --bins --tests --no-fail-fast")
                 .args(mpi::workspace(extent)?.iter().copied())
                 .run()
+        }
+    }
+}
+
+/// The filter of a quick run, in nextest's language: unit tests, and one exchange over each transport.
+fn quick_filter() -> String {
+    let exchanges = QUICK_EXCHANGES.join("|");
+    format!("kind(lib) | kind(bin) | test(/^({exchanges})::/)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A filter that matches no test is no error to nextest, if another one matches.
+    #[test]
+    fn a_quick_run_has_exchanges_over_each_transport() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/paramhub/tests/exchange");
+        for exchange in QUICK_EXCHANGES {
+            let (file, transport) = exchange.split_once("::").unwrap_or((exchange, ""));
+            let path = format!("{folder}/{file}.rs");
+            let source = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+            assert!(source.contains(transport), "{path} has no tests over {transport}");
         }
     }
 }
