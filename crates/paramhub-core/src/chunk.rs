@@ -65,16 +65,8 @@ impl ChunkMap {
     pub fn new(table: &KeyTable, chunk_bytes: u32) -> Result<Self, TooManyChunks> {
         let chunk_elements = (chunk_bytes / 4).max(1);
         let key_elements: Vec<u64> = table.keys().iter().map(elements_of).collect();
-        let mut chunks = 0u64;
-        let mut first_chunk = Vec::with_capacity(key_elements.len() + 1);
-        for &elements in &key_elements {
-            first_chunk.push(chunks as ChunkId);
-            chunks += elements.div_ceil(u64::from(chunk_elements));
-        }
-        if chunks >= u64::from(u32::MAX) {
-            return Err(TooManyChunks { chunks, chunk_bytes });
-        }
-        first_chunk.push(chunks as ChunkId);
+        let first_chunk = first_chunks(&key_elements, chunk_bytes)?;
+        let chunks = *first_chunk.last().expect("the list ends with the number of chunks");
         let mut key_of = Vec::with_capacity(chunks as usize);
         for (key, range) in (0..).zip(first_chunk.windows(2)) {
             key_of.resize(range[1] as usize, key);
@@ -117,6 +109,22 @@ impl ChunkMap {
     }
 }
 
+/// The first chunk of each key, and behind them the number of all chunks.
+fn first_chunks(key_elements: &[u64], chunk_bytes: u32) -> Result<Vec<ChunkId>, TooManyChunks> {
+    let chunk_elements = u64::from((chunk_bytes / 4).max(1));
+    let mut chunks = 0u64;
+    let mut first_chunk = Vec::with_capacity(key_elements.len() + 1);
+    for &elements in key_elements {
+        first_chunk.push(chunks as ChunkId);
+        chunks += elements.div_ceil(chunk_elements);
+    }
+    if chunks >= u64::from(u32::MAX) {
+        return Err(TooManyChunks { chunks, chunk_bytes });
+    }
+    first_chunk.push(chunks as ChunkId);
+    Ok(first_chunk)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,11 +152,9 @@ mod tests {
         let table = KeyTable::new(vec![Key::new("w", [1 << 40])]).unwrap();
         let refused = ChunkMap::new(&table, 1024).unwrap_err();
         assert_eq!(refused.chunks, 1 << 32);
-        let map_of = |chunks: u64| {
-            ChunkMap::new(&KeyTable::new(vec![Key::new("w", [chunks])]).unwrap(), 4).map(|map| map.len())
-        };
-        assert_eq!(map_of((1 << 32) - 2), Ok(u32::MAX - 1));
-        let refused = map_of((1 << 32) - 1).unwrap_err().to_string();
+        // The map itself would take 16 GiB.
+        assert_eq!(first_chunks(&[(1 << 32) - 2], 4), Ok(vec![0, u32::MAX - 1]));
+        let refused = first_chunks(&[(1 << 32) - 1], 4).unwrap_err().to_string();
         assert!(refused.contains("more than the 2^32 - 2"), "{refused}");
     }
 
