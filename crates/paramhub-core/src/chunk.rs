@@ -66,18 +66,26 @@ impl ChunkMap {
         let chunk_elements = (chunk_bytes / 4).max(1);
         let key_elements: Vec<u64> = table.keys().iter().map(elements_of).collect();
         let first_chunk = first_chunks(&key_elements, chunk_bytes)?;
-        let chunks = *first_chunk.last().expect("the list ends with the number of chunks");
-        let mut key_of = Vec::with_capacity(chunks as usize);
+        let mut key_of = Vec::with_capacity(last(&first_chunk) as usize);
         for (key, range) in (0..).zip(first_chunk.windows(2)) {
             key_of.resize(range[1] as usize, key);
         }
         Ok(ChunkMap { chunk_elements, key_elements, first_chunk, key_of })
     }
 
+    /// The number of chunks that a table makes. The map itself takes four bytes a chunk.
+    ///
+    /// # Errors
+    /// If they are more than a frame can number.
+    pub fn count(table: &KeyTable, chunk_bytes: u32) -> Result<u32, TooManyChunks> {
+        let key_elements: Vec<u64> = table.keys().iter().map(elements_of).collect();
+        Ok(last(&first_chunks(&key_elements, chunk_bytes)?))
+    }
+
     /// Number of chunks of the whole table.
     #[allow(clippy::len_without_is_empty, reason = "a table is never empty, so neither is its map")]
     pub fn len(&self) -> u32 {
-        *self.first_chunk.last().expect("the map ends with its length")
+        last(&self.first_chunk)
     }
 
     /// Number of keys of the table.
@@ -125,6 +133,11 @@ fn first_chunks(key_elements: &[u64], chunk_bytes: u32) -> Result<Vec<ChunkId>, 
     Ok(first_chunk)
 }
 
+/// The number of all chunks.
+fn last(first_chunk: &[ChunkId]) -> u32 {
+    *first_chunk.last().expect("the list ends with the number of chunks")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,8 +166,9 @@ mod tests {
         let refused = ChunkMap::new(&table, 1024).unwrap_err();
         assert_eq!(refused.chunks, 1 << 32);
         // The map itself would take 16 GiB.
-        assert_eq!(first_chunks(&[(1 << 32) - 2], 4), Ok(vec![0, u32::MAX - 1]));
-        let refused = first_chunks(&[(1 << 32) - 1], 4).unwrap_err().to_string();
+        let count = |chunks| ChunkMap::count(&KeyTable::new(vec![Key::new("w", [chunks])]).unwrap(), 4);
+        assert_eq!(count((1 << 32) - 2), Ok(u32::MAX - 1));
+        let refused = count((1 << 32) - 1).unwrap_err().to_string();
         assert!(refused.contains("more than the 2^32 - 2"), "{refused}");
     }
 

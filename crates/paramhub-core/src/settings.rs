@@ -250,7 +250,7 @@ impl Settings {
             combinations::check(of_key).map_err(|conflict| conflict.about(subject()))?;
         }
         scheme::check(self)?;
-        ChunkMap::new(&self.keys, self.chunk_bytes)?;
+        ChunkMap::count(&self.keys, self.chunk_bytes)?;
         Ok(())
     }
 

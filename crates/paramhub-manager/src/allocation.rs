@@ -67,14 +67,15 @@ fn place((mut plan, roster): (JobPlan, Roster)) -> Result<Allocation, ServiceErr
         refusal(ErrorCode::DoesNotFit, format!("job `{}` cannot be placed: {what}", plan.name))
     };
     let settings = &plan.settings;
-    let map = ChunkMap::new(&settings.keys, settings.chunk_bytes)
-        .map_err(|wrong| does_not_fit(wrong.to_string()))?;
-    if map.len() > CHUNKS_MAX {
-        let (chunks, bytes) = (map.len(), settings.chunk_bytes);
+    let (keys, bytes) = (&settings.keys, settings.chunk_bytes);
+    // The chunks are counted before a map of them is made: a job that is refused must not cost memory.
+    let chunks = ChunkMap::count(keys, bytes).map_err(|wrong| does_not_fit(wrong.to_string()))?;
+    if chunks > CHUNKS_MAX {
         return Err(does_not_fit(format!(
             "its keys make {chunks} chunks of {bytes} bytes, more than {CHUNKS_MAX}: choose a larger chunk size"
         )));
     }
+    let map = ChunkMap::new(keys, bytes).map_err(|wrong| does_not_fit(wrong.to_string()))?;
     let schemes = Plan::new(settings, &plan.cluster);
     combinations::check_job(&plan, &schemes).map_err(|conflict| does_not_fit(conflict.to_string()))?;
     let spreads = schemes.spreads(settings.keys.len());
