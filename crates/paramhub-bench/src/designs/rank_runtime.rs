@@ -1,26 +1,21 @@
-//! A process of the comparison: the store of its design, and what else it needs.
+//! The parts with which a process of the comparison simulates or trains: the store of its design, its engine, and a trace.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use paramhub::service::ServiceCreated;
 use paramhub::{Membership, Options, Transport};
 use paramhub_collective::communicator::{Communicator, MeshCommunicator, TracedCommunicator};
 use paramhub_collective::engine::{Engine, EngineConfig, Trace};
 use paramhub_collective::kvstore::{HubStoreConfig, KvStore, StoreOptions, create};
-use paramhub_harness::exchange::spec::JsonConnection;
 use paramhub_harness::exchange::usage;
 use paramhub_mesh::{MeshConfig, MeshListener};
-use paramhub_syncer::address_towards;
 
-use super::messages::{RankSpec, ScenarioCommand, ScenarioReply, Work};
+use super::messages::RankSpec;
 use super::mpi;
-use super::scenario::{Carrier, Design};
-use super::simulated_rank::SimulatedRank;
-use super::train::train_rank;
+use super::scenario::Design;
 
-/// The parts with which a rank simulates or trains.
+/// The parts of one rank.
 pub(super) struct RankRuntime {
     pub(super) engine: Arc<Engine>,
     pub(super) store: Box<dyn KvStore>,
@@ -30,45 +25,8 @@ pub(super) struct RankRuntime {
     pub(super) origin: Instant,
 }
 
-/// Runs a rank of a scenario until the launcher hangs up.
-pub(crate) fn run_rank(command: ScenarioCommand, connection: &mut JsonConnection) -> anyhow::Result<()> {
-    let ScenarioCommand::Enter { rank_spec, rank, url, job } = command else {
-        bail!("the launcher sent a command out of turn")
-    };
-    let listener = match rank_spec.scenario.over {
-        Some(Carrier::Native) => Some(listen(&url)?),
-        _ => None,
-    };
-    connection.send(&ScenarioReply::Listening(listener.as_ref().map(MeshListener::address)))?;
-    let (addresses, secret) = match connection.receive()? {
-        Some(ScenarioCommand::Meet { addresses, secret }) => (addresses, secret),
-        Some(_) => bail!("the launcher sent a command out of turn"),
-        None => return Ok(()),
-    };
-    let native = listener.map(|listener| {
-        let config =
-            MeshConfig { shares_memory: rank_spec.shares_memory, ..MeshConfig::new(rank, secret, addresses) };
-        (listener, config)
-    });
-    let membership =
-        job.map(|ServiceCreated { namespace, nonce, .. }| Membership { url, namespace, nonce, rank });
-    let runtime = RankRuntime::open(&rank_spec, rank, membership, native)?;
-    match &rank_spec.work {
-        Work::Play(workload) => {
-            SimulatedRank::new(runtime, workload, rank, rank_spec.ranks)?.play(connection)
-        }
-        Work::Train(section) => train_rank(&runtime, section, connection),
-    }
-}
-
-/// Listens on this host's interface towards the hubs.
-fn listen(url: &str) -> anyhow::Result<MeshListener> {
-    let address = address_towards(url).map_err(anyhow::Error::msg)?;
-    MeshListener::bind(address).with_context(|| format!("cannot listen on {address}"))
-}
-
 impl RankRuntime {
-    fn open(
+    pub(super) fn open(
         rank_spec: &RankSpec,
         rank: u32,
         membership: Option<Membership>,

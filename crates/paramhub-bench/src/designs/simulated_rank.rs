@@ -1,67 +1,31 @@
 //! One rank of a simulated model: operations that sleep as long as layers compute, and a store that exchanges for real.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use paramhub::Dtype;
-use paramhub_collective::engine::Variable;
-use paramhub_collective::kvstore::{Array, Key, StoreError};
+use paramhub_collective::kvstore::StoreError;
 use paramhub_harness::exchange::numbers::{self, Verdict};
 use paramhub_harness::exchange::spec::JsonConnection;
 use paramhub_harness::exchange::usage;
-use paramhub_kernels::Registry;
-use paramhub_train::dataflow::{Meter, Times};
+use paramhub_train::dataflow::Meter;
 
-use super::clock::{Clock, Latest};
 use super::messages::{IsolatedTimes, ScenarioCommand, ScenarioReply, TurnTimes, Workload};
 use super::rank_runtime::RankRuntime;
 use super::scenario::KeyOrder;
-use super::step::{Step, Updater};
+use super::simulated_model::{SimulatedKey, SimulatedModel, StepMarks};
+use super::step::Step;
 use super::timeline::{RecordedOperation, Timeline};
 
 /// Barriers over which the mean is taken.
 const BARRIERS: u32 = 10;
 
 pub(super) struct SimulatedRank<'a> {
-    pub(super) runtime: RankRuntime,
-    pub(super) workload: &'a Workload,
+    model: SimulatedModel<'a>,
     ranks: u32,
-    pub(super) keys: Vec<SimulatedKey>,
-    /// For each layer, when its newest parameters were there.
-    pub(super) ready: Vec<Arc<Latest>>,
-    pub(super) clock: Arc<Clock>,
-    /// The variable that the passes of all layers mutate, so that they run one after the other.
-    pub(super) stream: Variable,
-    /// The variables that the end of a step's forward pass mutates, in turn.
-    pub(super) losses: [Variable; 2],
-    pub(super) updater: Updater,
     /// The timeline of the last turn.
     timeline: Timeline,
-}
-
-/// A key between the layer that makes its gradient and the store.
-pub(super) struct SimulatedKey {
-    pub(super) key: Key,
-    pub(super) gradient: Array,
-    pub(super) sum: Array,
-    pub(super) parameters: Arc<Mutex<Vec<f32>>>,
-    pub(super) variable: Variable,
-    pub(super) layer: usize,
-}
-
-/// The times that a turn records of its steps.
-#[derive(Default)]
-pub(super) struct StepMarks {
-    pub(super) begins: Mutex<Vec<Instant>>,
-    ends: Mutex<Vec<(Instant, Times, f64)>>,
-}
-
-impl StepMarks {
-    pub(super) fn end(&self, at: Instant, times: Times) {
-        let mark = (at, times, usage::cpu_seconds());
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(mark);
-    }
 }
 
 impl<'a> SimulatedRank<'a> {
@@ -71,41 +35,8 @@ impl<'a> SimulatedRank<'a> {
         rank: u32,
         ranks: u32,
     ) -> anyhow::Result<SimulatedRank<'a>> {
-        let engine = &runtime.engine;
-        let mut layer_of = vec![0; workload.keys.len()];
-        for (number, layer) in workload.layers.iter().enumerate() {
-            layer.keys.iter().for_each(|&key| layer_of[key as usize] = number);
-        }
-        let mut keys = Vec::with_capacity(workload.keys.len());
-        for (number, key) in workload.keys.keys().iter().enumerate() {
-            let elements = key.elements().unwrap_or(0) as usize;
-            let values = (0..elements).map(|at| numbers::small(rank, number, at)).collect();
-            keys.push(SimulatedKey {
-                key: Key::from(key.name.as_str()),
-                gradient: Array::new(engine, values),
-                sum: Array::new(engine, vec![0.0; elements]),
-                parameters: Arc::new(Mutex::new(vec![0.0; elements])),
-                variable: engine.variable(),
-                layer: layer_of[number],
-            });
-        }
-        for key in &keys {
-            runtime.store.init(&key.key, &key.sum)?;
-        }
-        let optimizer = Registry::with_builtins().optimizer("sgd")?;
-        let hyperparameters = optimizer.defaults();
-        Ok(SimulatedRank {
-            workload,
-            ranks,
-            keys,
-            ready: workload.layers.iter().map(|_| Arc::new(Latest::new())).collect(),
-            clock: Arc::new(Clock::new()),
-            stream: engine.variable(),
-            losses: [engine.variable(), engine.variable()],
-            updater: Updater { optimizer, hyperparameters, ranks },
-            timeline: Timeline::default(),
-            runtime,
-        })
+        let model = SimulatedModel::new(runtime, workload, rank, ranks)?;
+        Ok(SimulatedRank { model, ranks, timeline: Timeline::default() })
     }
 
     /// Runs until the launcher hangs up.
@@ -125,29 +56,30 @@ impl<'a> SimulatedRank<'a> {
                 _ => bail!("the launcher sent a command out of turn"),
             })?;
         }
-        self.runtime.leave()
+        self.model.runtime.leave()
     }
 
     fn turn(&mut self, order: KeyOrder, stretch: f64, start: Duration) -> anyhow::Result<TurnTimes> {
         std::thread::sleep(start.saturating_sub(usage::monotonic()));
-        self.clock.restart();
+        self.model.clock.restart();
         let (meter, marks) = (Arc::new(Meter::new()), Arc::new(StepMarks::default()));
-        for number in 0..=self.workload.steps as usize {
-            let step = Step { simulated: self, order, stretch, number, meter: &meter, marks: &marks };
+        for number in 0..=self.model.workload.steps as usize {
+            let step = Step { model: &self.model, order, stretch, number, meter: &meter, marks: &marks };
             step.push()?;
             // Like a training loop, this waits for the losses of the step before.
             if number > 0 {
-                let last = &self.losses[(number - 1) % 2];
-                self.runtime.engine.wait_for_var(last).map_err(StoreError::from)?;
+                let last = &self.model.losses[(number - 1) % 2];
+                self.model.runtime.engine.wait_for_var(last).map_err(StoreError::from)?;
             }
         }
-        self.runtime.engine.wait_for_all().map_err(StoreError::from)?;
+        self.model.runtime.engine.wait_for_all().map_err(StoreError::from)?;
         let begins = std::mem::take(&mut *marks.begins.lock().unwrap_or_else(PoisonError::into_inner));
-        let since_origin = |at: Instant| at.saturating_duration_since(self.runtime.origin).as_secs_f64();
+        let since_origin =
+            |at: Instant| at.saturating_duration_since(self.model.runtime.origin).as_secs_f64();
         self.timeline.steps = begins.into_iter().map(since_origin).collect();
         let ends = marks.ends.lock().unwrap_or_else(PoisonError::into_inner);
         let (first, last) = ends.first().zip(ends.last()).context("a turn has steps")?;
-        let steps = f64::from(self.workload.steps);
+        let steps = f64::from(self.model.workload.steps);
         let (before, after) = (first.1, last.1);
         Ok(TurnTimes {
             seconds: last.0.saturating_duration_since(first.0).as_secs_f64() / steps,
@@ -161,8 +93,8 @@ impl<'a> SimulatedRank<'a> {
     /// Measures each key's collective alone. Through a hub all keys are under way together, and a key's share
     /// is that of its bytes.
     fn alone(&mut self, start: Duration) -> anyhow::Result<IsolatedTimes> {
-        let bytes: Vec<usize> = self.keys.iter().map(|key| key.sum.bytes()).collect();
-        let Some(spare) = &self.runtime.spare else {
+        let bytes: Vec<usize> = self.model.keys.iter().map(|key| key.sum.bytes()).collect();
+        let Some(spare) = &self.model.runtime.spare else {
             let seconds = self.turn(KeyOrder::LastFirst, 0.0, start)?.seconds;
             let all: usize = bytes.iter().sum();
             let share = |&bytes: &usize| seconds * bytes as f64 / all.max(1) as f64;
@@ -173,7 +105,7 @@ impl<'a> SimulatedRank<'a> {
         spare.barrier()?;
         // The memory has been used before, and the next turn fills it again.
         for number in KeyOrder::LastFirst.keys(&bytes) {
-            let SimulatedKey { key, sum, .. } = &self.keys[number];
+            let SimulatedKey { key, sum, .. } = &self.model.keys[number];
             let began = Instant::now();
             sum.write(|values| spare.allreduce(&key.to_string(), values, Dtype::F32))?;
             keys[number] = began.elapsed().as_secs_f64();
@@ -184,13 +116,13 @@ impl<'a> SimulatedRank<'a> {
     }
 
     fn trace(&self, is_on: bool) {
-        if let Some(trace) = &self.runtime.trace {
+        if let Some(trace) = &self.model.runtime.trace {
             trace.switch(is_on);
         }
     }
 
     fn show(&mut self) -> Timeline {
-        let spans = self.runtime.trace.as_ref().map(|trace| trace.take().0).unwrap_or_default();
+        let spans = self.model.runtime.trace.as_ref().map(|trace| trace.take().0).unwrap_or_default();
         let spans = spans.into_iter().map(RecordedOperation::from).collect();
         Timeline { spans, steps: std::mem::take(&mut self.timeline.steps) }
     }
@@ -198,7 +130,7 @@ impl<'a> SimulatedRank<'a> {
     /// Checks the sums. Every rank's numbers are eighths, so that their sums are exact in any order.
     fn verify(&self) -> Verdict {
         let mut verdict = Verdict::default();
-        for (number, key) in self.keys.iter().enumerate() {
+        for (number, key) in self.model.keys.iter().enumerate() {
             key.sum.read(|bytes| {
                 for (at, &sum) in bytemuck::cast_slice::<u8, f32>(bytes).iter().enumerate() {
                     let expected: f32 = (0..self.ranks).map(|rank| numbers::small(rank, number, at)).sum();

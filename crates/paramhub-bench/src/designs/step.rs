@@ -5,18 +5,17 @@ use std::time::Instant;
 
 use paramhub_collective::engine::{Kind, PushError};
 use paramhub_collective::kvstore::{StoreError, StoreKind};
-use paramhub_kernels::{Hyperparameters, Optimizer};
 use paramhub_train::dataflow::Meter;
 
 use super::scenario::KeyOrder;
-use super::simulated_rank::{SimulatedKey, SimulatedRank, StepMarks};
+use super::simulated_model::{SimulatedKey, SimulatedModel, StepMarks};
 
 /// As in a training, gradients have to travel, and a forward pass waits for its own updates anyway.
 const BACKWARD: i32 = 2;
 const FORWARD: i32 = 1;
 
 pub(super) struct Step<'a> {
-    pub(super) simulated: &'a SimulatedRank<'a>,
+    pub(super) model: &'a SimulatedModel<'a>,
     pub(super) order: KeyOrder,
     /// The factor on the workload's times.
     pub(super) stretch: f64,
@@ -26,40 +25,32 @@ pub(super) struct Step<'a> {
     pub(super) marks: &'a Arc<StepMarks>,
 }
 
-/// How sums become parameters.
-#[derive(Clone)]
-pub(super) struct Updater {
-    pub(super) optimizer: Arc<dyn Optimizer>,
-    pub(super) hyperparameters: Hyperparameters,
-    pub(super) ranks: u32,
-}
-
 impl Step<'_> {
     /// Pushes the whole step. In some designs that waits for gradients or for other ranks.
     pub(super) fn push(&self) -> Result<(), StoreError> {
-        for layer in 0..self.simulated.workload.layers.len() {
+        for layer in 0..self.model.workload.layers.len() {
             self.push_forward(layer)?;
         }
-        for layer in (0..self.simulated.workload.layers.len()).rev() {
+        for layer in (0..self.model.workload.layers.len()).rev() {
             self.push_backward(layer)?;
         }
         self.push_exchange()
     }
 
     fn push_forward(&self, number: usize) -> Result<(), PushError> {
-        let Step { simulated, marks, .. } = self;
-        let layer = &simulated.workload.layers[number];
-        let is_last = number + 1 == simulated.workload.layers.len();
-        let loss = is_last.then(|| &simulated.losses[self.number % 2]);
-        let (clock, ready) = (Arc::clone(&simulated.clock), Arc::clone(&simulated.ready[number]));
+        let Step { model, marks, .. } = self;
+        let layer = &model.workload.layers[number];
+        let is_last = number + 1 == model.workload.layers.len();
+        let loss = is_last.then(|| &model.losses[self.number % 2]);
+        let (clock, ready) = (Arc::clone(&model.clock), Arc::clone(&model.ready[number]));
         let (meter, marks) = (Arc::clone(self.meter), Arc::clone(marks));
         let (seconds, pushed) = (self.stretch * layer.passes.forward, Instant::now());
-        simulated
+        model
             .runtime
             .engine
             .operation(format!("forward {}", layer.name), Kind::Compute)
             .reads(self.keys_of(number).map(|key| &key.variable))
-            .mutates([&simulated.stream].into_iter().chain(loss))
+            .mutates([&model.stream].into_iter().chain(loss))
             .priority(FORWARD)
             .push(move || -> Result<(), String> {
                 if number == 0 {
@@ -71,17 +62,17 @@ impl Step<'_> {
     }
 
     fn push_backward(&self, number: usize) -> Result<(), PushError> {
-        let Step { simulated, marks, .. } = self;
-        let layer = &simulated.workload.layers[number];
-        let (clock, meter, marks) = (Arc::clone(&simulated.clock), Arc::clone(self.meter), Arc::clone(marks));
+        let Step { model, marks, .. } = self;
+        let layer = &model.workload.layers[number];
+        let (clock, meter, marks) = (Arc::clone(&model.clock), Arc::clone(self.meter), Arc::clone(marks));
         let (seconds, pushed) = (self.stretch * layer.passes.backward, Instant::now());
         let keys = layer.keys.len() as u32;
         let gradients = self.keys_of(number).map(|key| key.gradient.variable());
-        simulated
+        model
             .runtime
             .engine
             .operation(format!("backward {}", layer.name), Kind::Compute)
-            .mutates([&simulated.stream].into_iter().chain(gradients))
+            .mutates([&model.stream].into_iter().chain(gradients))
             .priority(BACKWARD)
             .push(move || -> Result<(), String> {
                 let end = meter.computes(|| clock.pass(pushed, seconds));
@@ -96,7 +87,7 @@ impl Step<'_> {
     /// Pushes the exchange key by key. With depcha all pushes come before the first pull, so that no copy
     /// waits behind a collective.
     fn push_exchange(&self) -> Result<(), StoreError> {
-        let (store, keys) = (&self.simulated.runtime.store, &self.simulated.keys);
+        let (store, keys) = (&self.model.runtime.store, &self.model.keys);
         let is_apart = store.kind() == StoreKind::DepCha;
         let bytes: Vec<usize> = keys.iter().map(|key| key.sum.bytes()).collect();
         let order = self.order.keys(&bytes);
@@ -114,8 +105,8 @@ impl Step<'_> {
     }
 
     fn push_pull(&self, at: usize, priority: i32) -> Result<(), StoreError> {
-        let key = &self.simulated.keys[at];
-        let store = &self.simulated.runtime.store;
+        let key = &self.model.keys[at];
+        let store = &self.model.runtime.store;
         store.pull(&key.key, std::slice::from_ref(&key.sum), priority)?;
         let meter = Arc::clone(self.meter);
         // An operation of its own, since the update waits for the compute thread.
@@ -132,11 +123,11 @@ impl Step<'_> {
     }
 
     fn push_update(&self, key: &SimulatedKey) -> Result<(), PushError> {
-        let simulated = self.simulated;
-        let (updater, meter) = (simulated.updater.clone(), Arc::clone(self.meter));
+        let model = self.model;
+        let (updater, meter) = (model.updater.clone(), Arc::clone(self.meter));
         let (sum, parameters) = (key.sum.clone(), Arc::clone(&key.parameters));
-        let (ready, number) = (Arc::clone(&simulated.ready[key.layer]), self.number as u64 + 1);
-        simulated
+        let (ready, number) = (Arc::clone(&model.ready[key.layer]), self.number as u64 + 1);
+        model
             .runtime
             .engine
             .operation(format!("update {}", key.key), Kind::Compute)
@@ -161,6 +152,6 @@ impl Step<'_> {
     }
 
     fn keys_of(&self, layer: usize) -> impl Iterator<Item = &SimulatedKey> {
-        self.simulated.workload.layers[layer].keys.iter().map(|&key| &self.simulated.keys[key as usize])
+        self.model.workload.layers[layer].keys.iter().map(|&key| &self.model.keys[key as usize])
     }
 }

@@ -8,9 +8,8 @@ use std::sync::{Arc, Mutex};
 use super::error::PushError;
 use super::graph::{Dependencies, QueueAccess};
 use super::handle::Variable;
-use super::operation::{
-    Completion, Deferred, Kind, Operation, OperationBody, OperationHead, OperationRole, Task,
-};
+use super::kind::Kind;
+use super::operation::{Completion, Deferred, Operation, OperationBody, OperationHead, OperationRole, Task};
 use super::queue::Access;
 use super::shared::Shared;
 use super::small_list::SmallList;

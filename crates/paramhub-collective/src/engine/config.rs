@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, thread};
 
-use super::error::EngineError;
-use super::operation::{Kind, Operation, OperationRole};
+use thiserror::Error;
+
+use super::kind::Kind;
 
 /// The maximum of threads in a pool.
 pub(super) const THREADS_MAX: usize = 256;
@@ -85,6 +86,31 @@ impl fmt::Debug for EngineConfig {
     }
 }
 
+/// Why an engine cannot be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The number of threads is out of bounds.
+    #[error("{threads} threads for {kind} operations: expected 1 to {THREADS_MAX}")]
+    Threads {
+        /// The pool's kind.
+        kind: Kind,
+        /// The number of threads asked for.
+        threads: usize,
+    },
+    /// There is no room for operations, or more than memory may hold.
+    #[error("{0} operations in flight: expected 1 to {IN_FLIGHT_MAX}")]
+    InFlight(u64),
+    /// The operating system cannot start a thread.
+    #[error("cannot start a thread for {kind} operations: {error}")]
+    Spawn {
+        /// The pool's kind.
+        kind: Kind,
+        /// The system's error.
+        error: std::io::Error,
+    },
+}
+
 /// Observes operations, for a timeline. The engine calls it on the thread that runs or ends the operation,
 /// before any operation that depends on it begins. It must be quick, and its panics are ignored. It does not
 /// see operations that are not run because of a failure.
@@ -108,15 +134,4 @@ pub struct Event<'a> {
     pub kind: Kind,
     /// The priority it was pushed with.
     pub priority: i32,
-}
-
-impl Event<'_> {
-    pub(super) fn of(operation: &Operation) -> Event<'_> {
-        let head = operation.0.head();
-        let kind = match head.role {
-            OperationRole::Run(kind) => kind,
-            OperationRole::Wait => unreachable!("nobody watches waits"),
-        };
-        Event { number: head.number(), name: &head.name, kind, priority: head.priority }
-    }
 }

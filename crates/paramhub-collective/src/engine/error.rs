@@ -1,9 +1,6 @@
-//! Errors of the engine.
+//! Why the engine refuses an operation.
 
 use thiserror::Error;
-
-use super::config::{IN_FLIGHT_MAX, THREADS_MAX};
-use super::operation::Kind;
 
 /// Why the engine refused an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -33,30 +30,5 @@ pub enum PushError {
     Foreign {
         /// The operation's name.
         operation: String,
-    },
-}
-
-/// Why an engine cannot be made.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum EngineError {
-    /// The number of threads is out of bounds.
-    #[error("{threads} threads for {kind} operations: expected 1 to {THREADS_MAX}")]
-    Threads {
-        /// The pool's kind.
-        kind: Kind,
-        /// The number of threads asked for.
-        threads: usize,
-    },
-    /// There is no room for operations, or more than memory may hold.
-    #[error("{0} operations in flight: expected 1 to {IN_FLIGHT_MAX}")]
-    InFlight(u64),
-    /// The operating system cannot start a thread.
-    #[error("cannot start a thread for {kind} operations: {error}")]
-    Spawn {
-        /// The pool's kind.
-        kind: Kind,
-        /// The system's error.
-        error: std::io::Error,
     },
 }

@@ -7,11 +7,12 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::builder::OperationBuilder;
-use super::config::EngineConfig;
-use super::error::EngineError;
+use super::config::{EngineConfig, EngineError};
+
 use super::failure::Failure;
 use super::graph::{QueueAccess, VariableQueue};
-use super::operation::{Kind, Operation};
+use super::kind::Kind;
+use super::operation::Operation;
 use super::queue::Access;
 use super::shared::Shared;
 use super::waiting::{WaitCallback, WaitOperation};

@@ -8,38 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
+use super::config::Event;
 use super::graph::{Dependencies, QueuedOperation};
+use super::kind::Kind;
 use super::shared::Shared;
-
-/// The kind of an operation, which decides which threads run it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
-    /// Arithmetic: as many threads as there are processors.
-    Compute,
-    /// Copies in memory, which would otherwise queue behind arithmetic.
-    Copy,
-    /// Operations that mostly wait for other processes.
-    Communicate,
-}
-
-impl Kind {
-    pub(super) const ALL: [Kind; 3] = [Kind::Compute, Kind::Copy, Kind::Communicate];
-
-    /// The name of the kind, as in the names of its threads.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::Compute => "compute",
-            Kind::Copy => "copy",
-            Kind::Communicate => "communicate",
-        }
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// A counted handle.
 #[derive(Clone)]
@@ -48,6 +20,18 @@ pub(super) struct Operation(pub(super) Arc<dyn OperationBody>);
 impl QueuedOperation for Operation {
     fn dependencies(&self) -> &Dependencies<Operation> {
         &self.0.head().dependencies
+    }
+}
+
+impl Operation {
+    /// The operation as observers see it.
+    pub(super) fn event(&self) -> Event<'_> {
+        let head = self.0.head();
+        let kind = match head.role {
+            OperationRole::Run(kind) => kind,
+            OperationRole::Wait => unreachable!("observers do not see waits"),
+        };
+        Event { number: head.number(), name: &head.name, kind, priority: head.priority }
     }
 }
 

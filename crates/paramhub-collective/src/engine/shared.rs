@@ -7,12 +7,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use super::config::{EngineConfig, Event, Observer};
+use super::config::{EngineConfig, Observer};
 use super::error::PushError;
 use super::failure::Failure;
 use super::graph::{VariableQueue, enter, leave};
 use super::in_flight_limit::{InFlightLimit, PushRefusal};
-use super::operation::{Kind, Operation, OperationRole, Outcome};
+use super::kind::Kind;
+use super::operation::{Operation, OperationRole, Outcome};
 use super::ready::ReadyPool;
 
 /// The maximum of failures kept, of which `wait_for_all` reports the first.
@@ -162,14 +163,14 @@ impl Shared {
 
     fn run(self: &Arc<Self>, operation: &Operation) -> Option<Outcome> {
         if let Some(observer) = &self.observer {
-            observe(|| observer.begin(&Event::of(operation)));
+            observe(|| observer.begin(&operation.event()));
         }
         operation.0.run(operation, self)
     }
 
     fn observe_end(&self, operation: &Operation, succeeded: bool) {
         if let Some(observer) = &self.observer {
-            observe(|| observer.end(&Event::of(operation), succeeded));
+            observe(|| observer.end(&operation.event(), succeeded));
         }
     }
 

@@ -8,7 +8,7 @@ use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use super::config::{Event, Observer};
-use super::operation::Kind;
+use super::kind::Kind;
 
 /// An [`Observer`] that keeps the newest operations with their times, for
 /// [`write_chrome`](super::write_chrome).

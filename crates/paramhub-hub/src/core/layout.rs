@@ -18,6 +18,11 @@ use super::plan::ShardPlan;
 /// overlap.
 pub(super) const BLOCK_ELEMENTS: usize = TILE_ELEMENTS;
 
+/// The largest number of elements that the optimizer of a shard gets at once.
+pub(super) fn block_elements(plan: &ShardPlan) -> usize {
+    if plan.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS }
+}
+
 /// The place of a chunk in the shard's arrays.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {

@@ -15,7 +15,6 @@ use paramhub_core::stragglers::Stragglers;
 use paramhub_core::wire::STATE_HEAD_BYTES;
 use paramhub_kernels::{Aggregator, Optimizer};
 
-use super::layout::BLOCK_ELEMENTS;
 use super::ports::{Neighbour, Ports};
 use super::restored::Restored;
 
@@ -66,11 +65,6 @@ impl ShardPlan {
     /// does.
     pub(crate) fn optimizes_here(&self) -> bool {
         self.composed.composition.optimize_at == OptimizeAt::EverySite
-    }
-
-    /// The largest number of elements that the optimizer gets at once.
-    pub(super) fn block_elements(&self) -> usize {
-        if self.optimizer.needs_whole_chunks() { usize::MAX } else { BLOCK_ELEMENTS }
     }
 
     /// The name of the neighbour at the other end of a port, for people.

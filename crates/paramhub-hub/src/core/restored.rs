@@ -2,7 +2,7 @@
 
 use paramhub_core::hyperparameters::Hyperparameters;
 
-use super::layout::{Layout, Slot};
+use super::layout::{Layout, Slot, block_elements};
 use super::plan::ShardPlan;
 
 /// Parameters and optimizer state of one shard. Each chunk is stored as the shard will have it, but the first
@@ -62,7 +62,7 @@ impl Restored {
             has_received: vec![false; layout.slots.len()],
             updates: vec![u64::MAX; layout.slots.len()],
             state_slots: layout.state_slots,
-            block_elements: plan.block_elements(),
+            block_elements: block_elements(plan),
             slots: layout.slots,
         })
     }

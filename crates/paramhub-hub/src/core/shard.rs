@@ -34,7 +34,7 @@ use super::arenas::Arenas;
 use super::buffer::OutOfMemory;
 use super::factor_layers::FactorLayers;
 use super::fault::Fault;
-use super::layout::{BLOCK_ELEMENTS, Layout, Slot};
+use super::layout::{BLOCK_ELEMENTS, Layout, Slot, block_elements};
 use super::outbox::Outbox;
 use super::plan::ShardPlan;
 use super::ports::Side;
@@ -91,7 +91,7 @@ impl Shard {
         let layout = Layout::new(&plan);
         let memory_bytes = memory_bytes(&plan);
         let spare_snapshot = match plan.checkpoints {
-            true => Snapshot::new(&plan, &layout, plan.block_elements())?,
+            true => Snapshot::new(&plan, &layout, block_elements(&plan))?,
             false => None,
         };
         let restored = plan.restored.take();

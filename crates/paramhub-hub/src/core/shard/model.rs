@@ -6,7 +6,7 @@ use paramhub_core::codec::Codec;
 use paramhub_kernels::{convert, shared};
 
 use crate::core::buffer::{Buffer, OutOfMemory, Pages};
-use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot};
+use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot, block_elements};
 use crate::core::plan::ShardPlan;
 
 /// The parameters of all chunks, each at its slot's offset, and their optimizer state.
@@ -28,7 +28,7 @@ impl Model {
             state: Buffer::reserved(layout.elements * layout.state_slots, 2)?,
             encoded: Buffer::reserved(layout.encoded_bytes, 0)?,
             state_slots: layout.state_slots,
-            block_elements: plan.block_elements(),
+            block_elements: block_elements(plan),
         })
     }
 
