@@ -5,7 +5,7 @@ use thiserror::Error;
 use super::config::{IN_FLIGHT_MAX, THREADS_MAX};
 use super::operation::Kind;
 
-/// Why the engine refused an operation.
+/// The reason why the engine refused an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PushError {
@@ -36,7 +36,7 @@ pub enum PushError {
     },
 }
 
-/// Why an engine cannot be made.
+/// The reason why an engine cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {
