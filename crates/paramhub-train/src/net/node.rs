@@ -17,9 +17,9 @@ pub(crate) struct Node {
     pub(crate) outputs: Vec<usize>,
     /// The key of the layer's weight. Its bias has the next key.
     pub(crate) first_key: Option<usize>,
-    /// Whether this node or one before it has a key. If not, it needs no gradient.
+    /// `true` if this node or one before it has a key. If not, it needs no gradient.
     pub(crate) is_trained: bool,
-    /// Whether a node directly before it is trained.
+    /// `true` if a node directly before it is trained.
     pub(crate) passes_gradient: bool,
     /// Outputs and inputs, if the layer is fully connected.
     pub(crate) fully_connected: Option<[usize; 2]>,
