@@ -13,7 +13,7 @@ use crate::core::buffer::{Buffer, OutOfMemory, Pages};
 use crate::core::layout::{BLOCK_ELEMENTS, Layout, Slot};
 use crate::core::plan::ShardPlan;
 
-/// How contributions are added up. It is fixed at InitService.
+/// The way in which contributions are added up. It is fixed at InitService.
 enum Accumulation {
     /// In the order of arrival. Contributions in arenas stay there until the step is complete, so that all of
     /// them are added in one pass over the sum.
@@ -167,7 +167,7 @@ impl Sums {
         &mut self.merge[range]
     }
 
-    /// Whether the sums of the last updates are kept for sites below.
+    /// Returns whether the sums of the last updates are kept for sites below.
     pub(super) fn keeps_totals(&self) -> bool {
         !self.totals.is_empty()
     }
