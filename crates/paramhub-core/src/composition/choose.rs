@@ -11,7 +11,7 @@ use crate::placement::HubShape;
 /// Bytes for which both sides of the condition are reported; the condition is the same for any model.
 const BYTES: u64 = 1_000_000;
 
-/// What [`Reduction::Auto`] chooses, and why.
+/// The reduction that [`Reduction::Auto`] chooses, and the reason.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// [`Reduction::Flat`] or a hierarchical one.
