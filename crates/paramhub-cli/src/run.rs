@@ -248,13 +248,13 @@ pub(super) fn announce_end(
     signal: i32,
 ) -> Option<Receiver<()>> {
     let (client, name, reason) = (client.clone(), job.namespace.to_string(), interrupted_by(signal));
-    let (told, is_told) = channel();
-    let tell = move || {
+    let (is_running, ended) = channel();
+    let announce = move || {
         // The workers end even if the manager does not answer.
         let _ = client.announce_workers_end(&name, &reason);
-        drop(told);
+        drop(is_running);
     };
-    std::thread::Builder::new().name("announce-end".into()).spawn(tell).ok().map(|_| is_told)
+    std::thread::Builder::new().name("announce-end".into()).spawn(announce).ok().map(|_| ended)
 }
 
 /// Prints how often each rank was left out. Hubs report a job's end to the manager a little later than to the

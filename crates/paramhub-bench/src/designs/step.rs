@@ -26,7 +26,7 @@ pub(super) struct Step<'a> {
     pub(super) marks: &'a Arc<StepMarks>,
 }
 
-/// How sums become parameters.
+/// The way in which sums become parameters.
 #[derive(Clone)]
 pub(super) struct Updater {
     pub(super) optimizer: Arc<dyn Optimizer>,
