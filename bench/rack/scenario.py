@@ -26,7 +26,7 @@ class Row:
     interfaces: int = 0
     cores: int = 0
     transport: str = "auto"
-    # Whether hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
+    # True if hosts and hubs belong to the racks with which their names begin, as in r0w3 and r1hub.
     racks: bool = False
     flags: list = field(default_factory=list)
     # The least that the busiest link must carry, in units of a model over a worker's link.

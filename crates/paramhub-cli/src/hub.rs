@@ -19,9 +19,9 @@ use super::{Usage, overlay};
 use crate::ExitCode;
 use crate::config::{Bytes, CHECKPOINTS_KEPT, Config, HubManager, HubSection, InterfaceRate, Pin};
 
-/// How often a running hub is checked for failure.
+/// The interval at which a running hub is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
-/// How long a starting hub tries to reach the manager that it is to join.
+/// The time that a starting hub tries to reach the manager that it is to join.
 const JOIN: Duration = Duration::from_secs(60);
 /// The pause between two of these attempts.
 const JOIN_PAUSE: Duration = Duration::from_millis(500);

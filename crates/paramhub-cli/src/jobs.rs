@@ -180,7 +180,7 @@ impl CreateFlags {
     }
 }
 
-/// What to do with which job, and how to show it.
+/// The action, the job, and the form of the output.
 pub(super) struct JobsTask {
     what: JobsCommand,
     json: bool,

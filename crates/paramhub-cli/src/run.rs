@@ -28,9 +28,9 @@ pub(super) use environment::check;
 use environment::{Interrupted, RunEnvironment};
 use job_watch::JobWatch;
 
-/// How long the manager may take to receive the last numbers of a job that is over.
+/// The time that the manager may take to receive the last numbers of a job that is over.
 const LAST_COUNTS: Duration = Duration::from_secs(2);
-/// How often the hub in this process is checked for failure.
+/// The interval at which the hub in this process is checked for failure.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Start the workers of a job on this machine, or this machine's share of a job on several

@@ -1,5 +1,6 @@
-//! Whether the other end of a connection lives: when a side sends a heartbeat, and when the other's silence is
-//! reported or counts as its end. Workers, hubs and meshes follow these rules. Times are passed in.
+//! This decides whether the other end of a connection lives: when a side sends a heartbeat, and when the
+//! other's silence is reported or counts as its end. Workers, hubs and meshes follow these rules. Times are
+//! passed in.
 
 use std::time::{Duration, Instant};
 

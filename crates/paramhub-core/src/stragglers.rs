@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The rule by which the steps of a job wait for every worker, or not. Each chunk decides by itself: its step ends with the
-/// contributions that it has, the mean is over those, and a later contribution is dropped whole.
+/// The rule by which the steps of a job wait for every worker, or not. Each chunk decides by itself: its step
+/// ends with the contributions that it has, the mean is over those, and a later contribution is dropped
+/// whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Stragglers {

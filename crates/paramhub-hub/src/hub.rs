@@ -258,8 +258,8 @@ impl RunningHub {
         self.failure.lock().expect("no panic while holding it").clone()
     }
 
-    /// Sends the workers of every job the message that the hub shuts down, frees everything and signs off at the
-    /// manager. Returns within a second, or within three if the manager does not answer; if jobs have
+    /// Sends the workers of every job the message that the hub shuts down, frees everything and signs off at
+    /// the manager. Returns within a second, or within three if the manager does not answer; if jobs have
     /// checkpoints, it returns when the last ones are written.
     pub fn stop(mut self) {
         self.stop_threads();

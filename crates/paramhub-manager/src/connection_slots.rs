@@ -1,7 +1,8 @@
 //! Limits the connections to the manager: each connection has a slot, by what its caller has proved.
 //!
-//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted for a newer one. A
-//! caller that proves something, a token or a job's nonce, gets a slot of its kind, which no unauthenticated connection can take.
+//! Every connection begins unauthenticated. The slots for these are few, and the oldest connection is evicted
+//! for a newer one. A caller that proves something, a token or a job's nonce, gets a slot of its kind, which
+//! no unauthenticated connection can take.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};

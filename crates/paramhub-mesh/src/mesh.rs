@@ -410,8 +410,8 @@ impl Mesh {
         self.issue(kind, inputs.into_iter().map(OperationBuffer::Send).chain(outputs).collect(), schedule)
     }
 
-    /// Leaves in order: waits until only receives without a sender are under way, fails those, sends a
-    /// leave message, and waits until every peer has read it. Peers go on without this rank; an operation there
+    /// Leaves in order: waits until only receives without a sender are under way, fails those, sends a leave
+    /// message, and waits until every peer has read it. Peers go on without this rank; an operation there
     /// that still needs it fails with an error that names it. A second call returns the outcome of the first.
     ///
     /// # Panics

@@ -231,8 +231,8 @@ impl Handle {
 
 impl Handle {
     fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        // This runs without the lock: making an exception may give the GIL to another thread, which may then wait for
-        // this lock.
+        // This runs without the lock: making an exception may give the GIL to another thread, which may then
+        // wait for this lock.
         let failure = self.shared.lock().failure.clone();
         failure.map_or(Ok(()), |failure| Err(failure.raise(py)))
     }

@@ -1,4 +1,5 @@
-//! Wide aggregation: a group of threads works on one array at a time, each on a piece of it (PHub section 3.2.2, figure 7).
+//! Wide aggregation: a group of threads works on one array at a time, each on a piece of it (PHub section
+//! 3.2.2, figure 7).
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -64,8 +64,8 @@ mod tests {
         // pass until the first backward pass has ended.
         let step = step_seconds(&EVEN, &[40.0, 40.0, 40.0], true);
         assert!((120.0..=120.0 + 27.0).contains(&step), "{step}");
-        // This is the time from the arrival of the first layer's parameters to the next gradient of the last: three forward
-        // passes and one backward pass.
+        // This is the time from the arrival of the first layer's parameters to the next gradient of the last:
+        // three forward passes and one backward pass.
         assert_near(step, 120.0 + 9.0 + 6.0);
     }
 }

@@ -111,8 +111,8 @@ fn exchange_between_racks(testbed: &Testbed, racks: bool, more: &[&str]) -> Valu
 #[test]
 fn racks_reduce_exactly_and_cross_the_core_with_one_worker_s_bytes() {
     let Some(testbed) = Testbed::up("--racks 2 --workers 2 --rate 1gbit --core-rate 500mbit") else { return };
-    // The unit is models per exchange, out of a rack and into it. With the flat reduction half of the four gradients
-    // go to the other rack's hub.
+    // The unit is models per exchange, out of a rack and into it. With the flat reduction half of the four
+    // gradients go to the other rack's hub.
     let crossing = |racks: bool, more: &[&str]| {
         let count = || received(&testbed, "core", "r0");
         let before = count();

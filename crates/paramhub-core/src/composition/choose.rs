@@ -1,5 +1,5 @@
-//! Whether racks should sum within themselves first: PHub's condition (section 3.4), with the rates that
-//! hubs, workers and the operator state.
+//! This decides whether racks should sum within themselves first: PHub's condition (section 3.4), with the
+//! rates that hubs, workers and the operator state.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -104,7 +104,7 @@ proptest! {
         }
     }
 
-    /// What leaves a peer is no more than in a ring's reduce-scatter and all-gather, in either crossing.
+    /// A peer sends no more than in a ring's reduce-scatter and all-gather, in either crossing.
     #[test]
     fn a_crossing_costs_what_a_ring_does(tops in 2usize..6, is_ring: bool) {
         let crossing = if is_ring { Crossing::Ring } else { Crossing::Sharded };

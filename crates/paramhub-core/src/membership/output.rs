@@ -1,4 +1,5 @@
-//! The outputs of the membership to the rest of the manager: answers, commands, records and events for the log.
+//! The outputs of the membership to the rest of the manager: answers, commands, records and events for the
+//! log.
 
 use std::sync::Arc;
 use std::time::Duration;

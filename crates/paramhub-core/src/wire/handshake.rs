@@ -9,7 +9,8 @@
 //!   | <-- Verdict: welcome and proof, or why not |
 //!   | === frames both ways ==================== |
 //! ```
-//! The hub challenges the caller of an unknown job too, so that a caller without a nonce cannot find out which jobs exist.
+//! The hub challenges the caller of an unknown job too, so that a caller without a nonce cannot find out
+//! which jobs exist.
 
 use thiserror::Error;
 

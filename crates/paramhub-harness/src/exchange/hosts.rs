@@ -85,7 +85,7 @@ pub struct Hosts {
     pub options: JobOptions,
 }
 
-/// Where one hub runs.
+/// The host of one hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubHost {
     /// The host; `None` for this machine.

@@ -382,7 +382,8 @@ impl FuzzJob {
                     assert!(worker.has_left, "rank {port} has not sent a leave message");
                     assert!(!std::mem::replace(&mut worker.is_gone, true), "rank {port} has left before");
                 }
-                // On a slow machine a job takes seconds, and the core reports the ranks that keep others waiting.
+                // On a slow machine a job takes seconds, and the core reports the ranks that keep others
+                // waiting.
                 CoreEvent::Moved { .. } | CoreEvent::Silence { .. } | CoreEvent::Awaited { .. } => {}
                 other => panic!("nothing of the kind was asked for: {other:?}"),
             }

@@ -301,7 +301,7 @@ impl Core {
         if lane.is_cut() {
             return;
         }
-        // What a worker sent before its stream broke, such as a Leave, is handled before the break.
+        // Frames that a worker sent before its stream broke, such as a Leave, are handled before the break.
         if due.readable {
             self.receive(token, now);
         }

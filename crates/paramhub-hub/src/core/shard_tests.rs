@@ -423,7 +423,8 @@ fn a_rank_with_the_version_before_gets_the_change_and_others_get_all() {
     assert_eq!(again, also);
     assert_eq!(again.0, Codec::OneBit);
 
-    // How much a cut stream has lost is unknown: its rank receives everything again, with the same values.
+    // The hub cannot know how much a cut stream has lost: its rank receives everything again, with the same
+    // values.
     shard.resume(1);
     let payload = [0; 20];
     let push = Header { codec: Codec::OneBit, ..header(Operation::PushPull, 0, 1, &payload) };

@@ -58,8 +58,8 @@ impl ProgressEngine {
         Ok(())
     }
 
-    /// Returns whether this rank may send its leave message: nothing is under way but receives to which nothing
-    /// has come.
+    /// Returns whether this rank may send its leave message: nothing is under way but receives to which
+    /// nothing has come.
     pub(super) fn has_left(&mut self, now: Instant) -> Result<bool, MeshError> {
         let Some((timeout, deadline)) = self.leaving else { return Ok(false) };
         let idle = self
@@ -82,8 +82,8 @@ impl ProgressEngine {
         Ok(false)
     }
 
-    /// Prepares the last messages, a leave message or the reason why the mesh ends, and sends them as far as it
-    /// goes without blocking.
+    /// Prepares the last messages, a leave message or the reason why the mesh ends, and sends them as far as
+    /// it goes without blocking.
     pub(super) fn last_messages(&mut self, is_leave: bool, error: &MeshError) -> Vec<ClosingConnection> {
         let (header, text) = match is_leave {
             true => {

@@ -104,8 +104,8 @@ fn mpirun(program: &[&str], ranks: u32, part: &str, before: &[&str], folder: &Pa
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "rank", "--ignored", "--nocapture"])
         .envs([(PART, part.as_ref()), (FOLDER, folder.as_os_str())])
-        // These are set in the environment, not as options: only OpenMPI has these options, and other MPIs ignore the
-        // variables.
+        // These are set in the environment, not as options: only OpenMPI has these options, and other MPIs
+        // ignore the variables.
         .envs([
             ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
             ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),

@@ -7,7 +7,7 @@ use super::parameters::SharedParameters;
 
 /// One operation of a network, between edges that carry an activation forward and its gradient back.
 ///
-/// What it computes with is behind a lock, so that threads can share the network. A caller with several
+/// Its memory is behind a lock, so that threads can share the network. A caller with several
 /// threads must order the calls of one node itself; then no thread waits for the lock.
 pub(crate) struct Node {
     pub(crate) name: String,

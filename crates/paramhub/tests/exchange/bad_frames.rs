@@ -152,7 +152,8 @@ fn a_caller_that_does_not_wait_for_the_challenge_gets_none() {
 #[test]
 fn unauthenticated_connections_keep_no_job_out() {
     let cluster = Cluster::new(Transports::tcp(), 1);
-    // The hub and the unauthenticated connections share this process's descriptors, and workers need some, too.
+    // The hub and the unauthenticated connections share this process's descriptors, and workers need some,
+    // too.
     let limit = paramhub_transport::handshakes::raise_descriptor_limit();
     let connections = (limit / 3).min(6000) as usize;
     let address = cluster.hub().addresses()[0];

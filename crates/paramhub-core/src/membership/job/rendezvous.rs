@@ -1,5 +1,5 @@
-//! ConnectService and InitService: these rules decide which process gets a rank, what a call waits for, and when
-//! the settings of all ranks are there.
+//! ConnectService and InitService: these rules decide which process gets a rank, what a call waits for, and
+//! when the settings of all ranks are there.
 
 use std::sync::Arc;
 

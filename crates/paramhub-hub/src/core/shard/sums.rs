@@ -84,7 +84,7 @@ impl Sums {
         match (fold, &mut self.accumulation) {
             (Fold::Drop, _) => {}
             (Fold::Park, Accumulation::InMemberOrder { parked }) => {
-                // What lies in an arena waits there.
+                // A contribution in an arena waits there.
                 if let Payload::Here(wire) = payload {
                     aggregator.assign(&mut parked[member as usize - 1][slot.range()], wire, codec);
                 }

@@ -1,8 +1,8 @@
 //! A worker of this host that speaks the protocol through shared memory by hand, and so can break it. Invalid
 //! memory is refused with a reason, and its acts harm its own job at most.
 
-mod lies;
 mod neighbours;
+mod offences;
 mod offers;
 
 use std::io::{ErrorKind, Read, Write};

@@ -28,12 +28,12 @@ fn header(change: impl FnOnce(&mut [u8])) -> Offence {
 }
 
 #[test]
-fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
+fn each_offence_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let bare =
         |operation, length| Header { length, codec: Codec::F32, ..Header::bare(operation) }.encode().to_vec();
     let retune = Header { chunk: 1, ..Header::bare(Operation::Retune) }.encode().to_vec();
-    let lie = "which its ring cannot hold";
+    let cannot_hold = "which its ring cannot hold";
     // The last field: whether the hub still sends the reason to the offender. It does not over rings whose
     // counts are false.
     let offences: Vec<(&str, Offence, &str, bool)> = vec![
@@ -59,8 +59,8 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
             "parameters to start from come once, from rank 0",
             true,
         ),
-        ("more than a ring", Box::new(|raw| raw.claim(RING_BYTES_DEFAULT as u64 + 1)), lie, false),
-        ("more than memory", Box::new(|raw| raw.claim(u64::MAX)), lie, false),
+        ("more than a ring", Box::new(|raw| raw.claim(RING_BYTES_DEFAULT as u64 + 1)), cannot_hold, false),
+        ("more than memory", Box::new(|raw| raw.claim(u64::MAX)), cannot_hold, false),
         (
             "less than before",
             Box::new(move |raw| {
@@ -73,7 +73,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                 });
                 raw.claim(HEADER_BYTES as u64);
             }),
-            lie,
+            cannot_hold,
             false,
         ),
         (
@@ -88,7 +88,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                 punch(&raw.rings);
                 raw.wake();
             }),
-            lie,
+            cannot_hold,
             false,
         ),
         (
@@ -112,7 +112,7 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
     ];
     beside_a_running_job(&cluster, || {
         for (number, (what, offend, reason, gets_reason)) in offences.iter().enumerate() {
-            let name = format!("lie{number}");
+            let name = format!("offence{number}");
             let ticket = cluster.job(&name, 2);
             std::thread::scope(|scope| {
                 let honest = scope.spawn(|| {
@@ -134,7 +134,10 @@ fn each_lie_in_shared_memory_fails_its_job_with_its_reason_and_no_other_job() {
                     let error = error.to_string();
                     assert!(error.contains(reason) && error.contains("rank 1"), "{what}: {error}");
                 } else {
-                    assert_eq!(*what, "twice", "only there the honest rank's step can end before the lie");
+                    assert_eq!(
+                        *what, "twice",
+                        "only there the honest rank's step can end before the offence"
+                    );
                 }
             });
             let status = cluster.await_end(&name);
@@ -217,15 +220,15 @@ fn many_chunks() -> (Settings, Vec<Vec<u8>>) {
 }
 
 #[test]
-fn a_lie_about_what_was_read_fails_its_job_when_the_hub_needs_the_room() {
+fn a_false_count_of_bytes_read_fails_its_job_when_the_hub_needs_the_room() {
     let cluster = Cluster::new(Transports::shm(), 1);
     let (settings, pushes) = many_chunks();
     beside_a_running_job(&cluster, || {
-        for lie in [1 << 40, u64::MAX] {
-            let name = format!("reads-{lie}");
+        for false_count in [1 << 40, u64::MAX] {
+            let name = format!("reads-{false_count}");
             let ticket = cluster.job(&name, 1);
             let mut raw = LocalRaw::join(&cluster, &ticket, 0, &settings);
-            raw.rings.write(HUBS + READ, &u64::to_le_bytes(lie));
+            raw.rings.write(HUBS + READ, &u64::to_le_bytes(false_count));
             for some in pushes.chunks(1000) {
                 if cluster.client.job(&name).unwrap().state.has_ended() {
                     break;
